@@ -11,7 +11,7 @@ from promptq.shared.runtime.quick_imports import quick_imports
 
 
 def main() -> None:
-    """Run the command. A PromptqError is reported in one sentence."""
+    """Run the command. A PromptqError is printed without its traceback."""
     try:
         require_one_of("a worker", "worker", "upstream")
         with quick_imports():
@@ -19,7 +19,7 @@ def main() -> None:
 
         command()(prog_name="promptq worker")
     except PromptqError as error:
-        said = printable(str(error), keep="\n\t")  # it may repeat what a stranger wrote
+        said = printable(str(error), keep="\n\t")  # the text may come from a client
         sys.exit(f"promptq worker: {said}")
 
 

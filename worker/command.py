@@ -1,4 +1,5 @@
-"""`promptq worker`: serves a queue with a model, or several in turns, until it is stopped."""
+"""The command `promptq worker`, which serves one model, or several in turns, until it is
+stopped."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def _place_compute_threads() -> None:
 
     Compute threads sleep while they wait for each other, because other threads of this process need
     a core. Spinning cost a third of the tokens on two cores. If there are as many compute threads
-    as cores, each stays on its own core. Two threads that share a core take turns for tens of
-    milliseconds, which cost a tenth.
+    as cores, each stays on its own core. Otherwise two of them may share a core for tens of
+    milliseconds, which cost a tenth of the tokens.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if "OMP_NUM_THREADS" not in os.environ:
@@ -71,23 +72,23 @@ def _place_compute_threads() -> None:
 
 
 def _leave_torch_out() -> None:
-    """Keep transformers from loading torch where it is installed, because its tokenizers need none.
+    """Prevent transformers from importing torch, which its tokenizers do not need.
 
-    Torch would take 180 MB and half of the start. Two cases do need torch: a model with Python
-    code, and GGUF files.
+    Torch would take 180 MB and half of the start-up time. Do not call this for a model with Python
+    code or for GGUF files, because both need torch.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # None: "not to be imported"
 
 
 def run(settings: Sequence[WorkerSettings]) -> None:
-    """Run the command with the settings of each model. Raises PromptqError."""
+    """Run a worker with the settings of each model. Raises PromptqError."""
     first = settings[0]
     if first.engine == NATIVE:
         _place_compute_threads()
     elif not (first.trust_remote_code or is_gguf(first.model or "")):
         _leave_torch_out()
     configure_logs(first.log_level, first.log_format)
-    forget_secrets()  # before a file of a model is read, or a server started
+    forget_secrets()  # before reading a model's files, or starting a server
     with ExitStack() as stack:
         redis_url = first.redis_url or advertised()
         if redis_url is None:
@@ -156,17 +157,18 @@ def _settings_of_each(
 
 
 class _WorkerCommand(click.Command):
-    """Passes the words behind `--` to the inference server. Refuses other words before it."""
+    """A command that keeps the words after `--` for the inference server. Other words are
+    errors."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         rest = super().parse_args(ctx, args[:end])
-        ctx.params[_ARGUMENTS] = tuple(args[end + 1 :]) or None  # then the environment's count
+        ctx.params[_ARGUMENTS] = tuple(args[end + 1 :]) or None  # None: use the environment's
         return rest
 
 
 def _metavar(annotation: Any) -> str:
-    """Returns the form of a setting's value in the help: one of a few words, or VALUE."""
+    """Returns the placeholder of a setting's value in the help: its possible words, or VALUE."""
     if annotation == bool | None:
         return "true|false"
     words = get_args(annotation) if get_origin(annotation) is Literal else ()

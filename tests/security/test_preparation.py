@@ -223,7 +223,7 @@ def test_vetting_says_what_the_library_says_and_outlives_its_process(vetter: Vet
 
 def test_a_vetting_process_that_dies_by_itself_is_no_verdict() -> None:
     broken = Vetter(Vocabulary("this is no tokenizer", 2048, [2]))
-    with pytest.raises(NotVettedError, match=r"^could not be tried out") as caught:
+    with pytest.raises(NotVettedError, match=r"^could not be tested") as caught:
         broken.vet(grammar({"type": "integer"}))
     assert not caught.value.is_certain
     broken.close()

@@ -1,1 +1,1 @@
-"""The engine: continuous batching over a paged KV cache. It knows neither Redis nor asyncio."""
+"""The engine: continuous batching over a paged KV cache. It uses neither Redis nor asyncio."""

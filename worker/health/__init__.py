@@ -1,1 +1,1 @@
-"""Shows that a worker is alive, and notices workers that are not."""
+"""Heartbeats, probes and watchdogs of a worker, and the reaper of crashed workers' requests."""

@@ -1,4 +1,4 @@
-"""Publishes the totals of a worker, its batch and its part of the statistics, once a second."""
+"""Publishes a worker's totals, its batch, and its part of the queue's statistics, once a second."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ INTERVAL_SECONDS = 1.0
 _TTL_MS = 10_000
 _ENGINE_FIELDS = {each.name for each in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
-"""How long a heartbeat waits for a snapshot, which comes after the running step. If the step takes
-longer, a later heartbeat has the snapshot."""
+"""Seconds that a heartbeat waits for a snapshot, which the engine takes after the running step. If
+the step takes longer, a later heartbeat publishes the snapshot."""
 
 
 class Heartbeat:
-    """Publishes heartbeats. `about` holds what seldom changes: the worker's names and limits."""
+    """Publishes heartbeats. `about` has the values that seldom change: the worker's names and
+    limits."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Heartbeat:
         self._reported_at = time.monotonic()
 
     async def beat(self) -> int:
-        """Publish a heartbeat. Returns how many workers the queue has. Raises RedisError,
+        """Publish a heartbeat. Returns the number of the queue's workers. Raises RedisError,
         OSError."""
         await self._look()
         part = self._part()
@@ -57,13 +58,13 @@ class Heartbeat:
         return num_workers
 
     async def leave(self) -> None:
-        """Report that the worker leaves. Raises RedisError, OSError."""
+        """Report that the worker leaves the queue. Raises RedisError, OSError."""
         if self._coming is not None:
             self._coming.cancel()
         await self._queue.run(scripts.heartbeat(self.stats(), 0))
 
     def stats(self) -> WorkerStats:
-        """Returns the statistics of the worker, without its batch."""
+        """Returns the current statistics of the worker, without its batch."""
         engine, limits, meter = self._engine.stats, self._engine.limits, self._meter
         ready = self._leases.ready
         now = {
@@ -92,7 +93,7 @@ class Heartbeat:
         return self.about.model_copy(update=now)
 
     def slots(self) -> list[SlotStats]:
-        """Returns the batch at the last snapshot, without sequences that have left since."""
+        """Returns the batch at the last snapshot, without sequences that have left since then."""
         return [
             _slot_of(lease, sequence)
             for sequence in self._snapshot.sequences

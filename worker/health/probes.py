@@ -1,4 +1,4 @@
-"""Answers the HTTP probes of Kubernetes: has the worker started, does it live, is it ready?"""
+"""Answers the HTTP probes of Kubernetes: whether the worker has started, is alive, and is ready."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from promptq.shared.errors import ConfigurationError
 
 PATHS = ("/startupz", "/livez", "/readyz")
 _MOST_SECONDS = 5.0
-"""A client that sends nothing for this long is disconnected."""
+"""A client that sends nothing for this many seconds is disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A worker's health. `hangs` names a part that makes no progress, if there is one."""
+    """A worker's health. `hangs` names the part that makes no progress; empty if no part hangs."""
 
     has_started: bool = False
     is_claiming: bool = False
@@ -27,14 +27,14 @@ class Health:
 
 
 class HealthServer:
-    """Serves probes of a worker in separate threads, from before its model is loaded.
+    """Serves a worker's probes in separate threads, also while the model is being loaded.
 
-    Each path replies 200 or 503, with `status` in JSON. Port 0 takes a free one. Raises
-    ConfigurationError if the port is taken.
+    Each path answers 200 or 503, with `status` in JSON. Port 0 selects a free port. Raises
+    ConfigurationError if the port is in use.
     """
 
     def __init__(self, health: Callable[[], Health], host: str, port: int) -> None:
-        """`health` is called in any thread."""
+        """`health` returns the current health. Any thread may call it."""
 
         class Handler(BaseHTTPRequestHandler):
             timeout = _MOST_SECONDS
@@ -63,7 +63,7 @@ class HealthServer:
         except OSError as error:
             raise ConfigurationError(
                 f"--health-port: cannot listen at {host}:{port} ({error.strerror});"
-                " 0 takes a free port"
+                " 0 selects a free port"
             ) from error
         self._thread = Thread(target=self._server.serve_forever, name="health", daemon=True)
         self._thread.start()
@@ -86,7 +86,7 @@ def url_of(address: Any) -> str:
 
 
 def _replies(health: Health) -> dict[str, tuple[int, str]]:
-    """Returns the status and the text for each path."""
+    """Returns the HTTP status and the text for each path."""
     started = (200, "started") if health.has_started else (503, "loading the model")
     alive = (503, f"{health.hangs} makes no progress") if health.hangs else (200, "alive")
     ready = (200, "ready") if health.is_claiming else (503, "takes no requests")

@@ -1,5 +1,5 @@
-"""Brings back requests of crashed workers, and clears up orphaned keys. A server outage does not
-count as a crash."""
+"""Returns requests of crashed workers to the queue, and removes orphaned keys. A server outage does
+not count as a crash."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ REAPS_PER_LEASE = 4
 
 
 class Reaper:
-    """Brings back the requests of crashed workers. `run_once` is called several times within a
+    """Returns the requests of crashed workers to the queue. Call `run_once` several times within a
     lease.
 
-    While the server is away nobody can renew, so leases that ran out prove no crash. A worker that
-    could not reach the server for half a lease therefore waits another half before it reaps again,
-    so that the others can renew. A worker that was frozen itself waits too, and so does one that
-    has just started, since it cannot know how long the server has been there.
+    No worker can renew its leases while the server is away, so an expired lease does not prove a
+    crash. If a worker could not reach the server for half a lease, it waits another half before it
+    reaps again, so that the others can renew. A worker that was frozen waits too. So does a worker
+    that has just started, because it cannot know how long the server has been available.
 
-    Each turn also looks for orphans on one page of the server's keys, unless the access rules of
-    the server do not let workers list keys.
+    Each call also searches one page of the server's keys for orphans, unless the server's access
+    rules forbid workers to list keys.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Reaper:
         self._patience = queue.lease_ms / 1000 / 2
         self._clock = clock
         self.reached_at = clock()
-        """When the server last answered."""
+        """The time of the server's last answer, by `clock`, in seconds."""
         self._patient_until = self.reached_at + self._patience
         self._cursor = "0"
         self._may_sweep = True
 
     async def run_once(self) -> None:
-        """Reap, unless other workers may not have had the time to renew. Raises RedisError,
-        OSError."""
+        """Reap expired leases, if the other workers have had the time to renew theirs. Raises
+        RedisError, OSError."""
         now = self._clock()
         was_silent = now - self.reached_at > self._patience
         if was_silent or now < self._patient_until:

@@ -1,4 +1,4 @@
-"""Notifies systemd that the worker has started, lives or stops. See sd_notify(3)."""
+"""Notifies systemd that the worker has started, is alive, or stops. See sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BEATS_PER_LIMIT = 3
 
 
 def notify(state: str) -> None:
-    """Send a state, such as READY=1. Does nothing where no service manager listens."""
+    """Send a state to systemd, such as READY=1. Does nothing where no service manager listens."""
     address = os.environ.get(_ADDRESS)
     if not address:
         return
@@ -23,7 +23,7 @@ def notify(state: str) -> None:
 
 
 def watchdog_seconds() -> float | None:
-    """Returns how often to send WATCHDOG=1, in seconds; None if nobody waits for it."""
+    """Returns the seconds between two WATCHDOG=1 messages; None if systemd expects none."""
     microseconds = os.environ.get(_WATCHDOG, "")
     if not microseconds.isdigit() or not os.environ.get(_ADDRESS):
         return None

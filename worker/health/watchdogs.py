@@ -1,9 +1,9 @@
 """Watches the engine and the interpreter, and renews leases while the worker makes progress.
 
-Code that keeps the lock of the interpreter (a regular expression that never ends, a C extension)
-stops every thread, also the one that renews leases and watches the engine. `faulthandler` watches
-from a thread that needs no lock. It writes the stack of each thread to standard error, and exits
-with 1.
+Code that never releases the interpreter's lock (an endless regular expression, a C extension) stops
+every thread. This includes the thread that renews leases and watches the engine. `faulthandler`
+watches from a thread that needs no lock. It writes the stack of each thread to standard error, and
+exits with status 1.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SIGNS_OF_LIFE = 8
 
 
 class EngineStuckError(PromptqError):
-    """The engine, or the preparation of a request, makes no progress. The worker gives all requests
-    back and ends."""
+    """Raised if the engine, or the preparation of a request, makes no progress. The worker then
+    gives all requests back and ends."""
 
 
 class EngineWatchdog:
-    """Notices a part of the worker that hangs: one without progress for `seconds`."""
+    """Finds a part of the worker that hangs: a part without progress for `seconds`."""
 
     def __init__(self, engine: EnginePort, prefetcher: Prefetcher, seconds: float) -> None:
         self.seconds = seconds
@@ -50,26 +50,26 @@ class EngineWatchdog:
 
     @property
     def reason(self) -> str:
-        """The part that hangs; empty if none does."""
+        """The name of the part that hangs; empty if no part hangs."""
         if self._prefetcher.hangs_on is not None:
             return "the preparation of a request"
         return "the engine" if self.is_in_engine else ""
 
     async def watch(self) -> None:
-        """Wait until a part hangs. Raises EngineStuckError then."""
+        """Wait until a part hangs, and then raise EngineStuckError."""
         while True:
             await asyncio.sleep(min(self.seconds / _LOOKS_PER_LIMIT, _MAX_WATCH_SECONDS))
             if what := self.reason:
                 lease = self._prefetcher.hangs_on
                 of = {} if lease is None else {"request_id": lease.request_id}
-                get_logger().error(f"{what} hangs; giving everything back", **of)
+                get_logger().error(f"{what} hangs; giving all requests back", **of)
                 raise EngineStuckError(f"{what} has made no progress for {self.seconds:g} s")
 
 
 async def renew_leases(
     leases: Leases, exchange: Exchange, watchdog: EngineWatchdog, lease_ms: int
 ) -> None:
-    """Renew all leases several times within a lease while there is progress, until cancelled."""
+    """Renew all leases several times within a lease while no part hangs, until cancelled."""
     log = get_logger()
     while True:
         await asyncio.sleep(lease_ms / 1000 / _RENEWALS_PER_LEASE)
@@ -84,7 +84,8 @@ async def renew_leases(
 
 @asynccontextmanager
 async def watched(seconds: float) -> AsyncIterator[None]:
-    """End the process once this event loop has not run for 1.25 times `seconds`."""
+    """Inside this context, end the process if the event loop stands still for 1.25 times
+    `seconds`."""
     showing_life = asyncio.create_task(_show_life(seconds))
     try:
         yield

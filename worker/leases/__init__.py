@@ -1,12 +1,13 @@
 """The requests that a worker holds, each from its claim to its end.
 
 `prefetcher` claims requests while there is room, and `held_and_lost_leases` holds a `lease` for
-each of them. `prepare_or_resume` checks and tokenises a request, beside the others in the
-`slow_lane` if that may take long. A prepared request waits in the `ready` queue until
-`held_and_lost_leases` hands it to the engine. The `publisher` fetches the engine's outputs, and the
-`coalescer` joins tokens that come too fast. `rows` makes a row of each output, and the `publisher`
-sends the rows of all requests in one call.
+each of them. `prepare_or_resume` checks and tokenises a request. A preparation that may take long
+runs in the `slow_lane`, so that other requests do not wait for it. A prepared request waits in the
+`ready` queue until `held_and_lost_leases` hands it to the engine. The `publisher` fetches the
+engine's outputs, and the `coalescer` joins tokens that come too fast. `rows` makes a row of each
+output, and the `publisher` sends the rows of all requests in one call.
+
 `exchange` makes all other calls: it renews leases, carries out cancels and gives requests back.
-Each answer of the server goes through `exchange` too, and may end a lease. Then `exit_log`
-records in the log and the trace how the request ended, and `meter` counts it.
+Each answer of the server goes through `exchange` too, and may end a lease. Then `exit_log` records
+in the log and the trace how the request ended, and `meter` counts it.
 """

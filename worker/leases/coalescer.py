@@ -1,9 +1,9 @@
-"""Joins tokens of several steps when they come faster than events should be sent.
+"""Limits the rate of events: above the limit, one event has the tokens of several steps.
 
-An event costs the worker, the server and the subscriber the same whether it has one token or three.
-If they run on the engine's cores, the engine loses that time. So there is a limit on the rate of
-events, as network cards have one for interrupts. Up to that rate every token is sent by itself.
-Above the rate, some tokens of a stream are sent together. An infinite rate is no limit.
+An event with three tokens costs the worker, the server and the subscriber as much as an event with
+one token. If these processes run on the engine's cores, they take time from the engine. Below the
+limit, each token is sent alone. Network cards limit their interrupts in the same way. An infinite
+rate disables the limit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from promptq.worker.engine.api.messages import SequenceOutput
 
 _EVENTS_PER_CORE = 500
-"""Events a second for each core. All three sides together need some 30 µs for an event, so events
-take about a fiftieth of the core's time."""
+"""Limit of events per second for each core. Worker, server and subscriber together need about 30 µs
+for an event, so events take about a fiftieth of the core's time."""
 LONGEST_SECONDS = 0.1
-"""The longest time that a token waits here, however many streams there are."""
+"""The longest time that a token waits here, in seconds, for any number of streams."""
 
 
 def default_rate() -> float:
@@ -27,10 +27,10 @@ def default_rate() -> float:
 
 
 class Coalescer:
-    """Holds outputs on their way from the engine to the server; `clock` gives seconds.
+    """Delays outputs of the engine to limit the rate of events. `clock` returns seconds.
 
-    Outputs that somebody waits for pass at once, outside the rate limit: a first token, the first
-    after a preemption, an end, and an output that the caller wants at once.
+    Some outputs pass at once, outside the limit: a first token, the first token after a preemption,
+    the end of a sequence, and an output for which the caller sets `at_once`.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class Coalescer:
         self._due_at = 0.0
 
     def take(self, output: SequenceOutput, at_once: bool = False) -> Sequence[SequenceOutput]:
-        """Returns the outputs to send now that this one has come: none, or all of its sequence."""
+        """Add an output. Returns the outputs of its sequence that must be sent now, perhaps
+        none."""
         before = self._waiting.pop(output.sequence_id, None)
         if before is not None and output.token_ids:
             output.token_ids = before.token_ids + output.token_ids
@@ -55,7 +56,8 @@ class Coalescer:
         return ()
 
     def take_due(self) -> list[SequenceOutput]:
-        """Returns all outputs that wait, if they have waited long enough since the last time."""
+        """Returns and removes all waiting outputs if they are due. Otherwise returns an empty
+        list."""
         now = self._clock()
         if now < self._due_at or not self._waiting:
             return []
@@ -64,10 +66,10 @@ class Coalescer:
         return outputs
 
     def hurry(self) -> None:
-        """Make all outputs that wait due now."""
+        """Make all waiting outputs due now."""
         self._due_at = 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """How long until the waiting outputs are due; None if none wait."""
+        """Seconds until the waiting outputs are due; None if none wait."""
         return max(0.0, self._due_at - self._clock()) if self._waiting else None

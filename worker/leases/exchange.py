@@ -1,7 +1,7 @@
-"""The calls to the queue about held requests: renew, cancel and give back.
+"""Calls to the server about held requests: renew a lease, carry out a cancel, give back.
 
-Rows are sent by the publisher, but the answers to rows come here too. Each answer changes its
-lease, and is noted if the request leaves the worker.
+The publisher sends rows, and passes the server's answers on to this module. Each answer changes the
+state of a lease. If the request leaves the worker, its exit is recorded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RETRY_SECONDS = 0.2
 class Exchange:
     """Renews leases, carries out cancels, and gives requests back to the queue.
 
-    `run_cancels` and `run_returns` run beside each other, so that neither waits for the other.
+    `run_cancels` and `run_returns` are separate tasks, so neither waits for the other.
     """
 
     def __init__(self, queue: AsyncRequestQueue, leases: Leases, departures: Departures) -> None:
@@ -46,7 +46,8 @@ class Exchange:
     async def renew(self, leases: Sequence[Lease]) -> None:
         """Renew leases, and drop requests that are cancelled, expired or lost.
 
-        The call also reports the exact lengths of prompts. Raises RedisError, OSError.
+        The call also reports the exact lengths of prompts to the server. Raises RedisError,
+        OSError.
         """
         held = [lease.as_held() for lease in leases]
         published = await self._queue.publish([], held)
@@ -56,29 +57,32 @@ class Exchange:
     def take_answers(
         self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
     ) -> None:
-        """Act on the server's answers about the leases that it received as `sent`."""
+        """Act on the server's answers. `sent` has the data of each lease that the server
+        received."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
             lease.reported(held)
             self.take_answer(lease, status)
 
     def take_answer(self, lease: Lease, status: RowStatus, reason: str = "") -> None:
-        """Act on one answer. `reason` is the finish reason of a row; see `Leases.answered`."""
+        """Act on the server's answer about one lease. `reason` is the finish reason of the row that
+        was sent, or empty; see `Leases.answered`."""
         self._departures.note(lease, self._leases.answered(lease, status, reason))
 
     def cancel(self, request_id: str) -> None:
-        """Have `run_cancels` check whether this request is cancelled.
+        """Schedule a check by `run_cancels` whether this request is cancelled.
 
-        The flag in the request decides; the message that leads here only says where to look.
-        Anybody may have sent the message, so a text that cannot be an id is ignored.
+        Only the flag in the request's hash cancels it. Anybody can send the message that leads to
+        this call, so a text that cannot be an id is ignored.
         """
         if is_request_id(request_id):
             self._cancelled_ids.add(request_id)
             self._some_cancelled.set()
 
     async def run_cancels(self) -> None:
-        """Carry out cancels until this task is cancelled.
+        """Check the requests that `cancel` names, and end the cancelled ones, until this task is
+        cancelled.
 
-        If that fails, the next renewal of the leases notices the cancels anyway.
+        If the server cannot be reached, the next renewal of the leases finds the same cancels.
         """
         while True:
             await self._some_cancelled.wait()
@@ -99,9 +103,9 @@ class Exchange:
             await self._queue.run(scripts.cancel(others, "flagged"))
 
     async def run_returns(self) -> None:
-        """Give back the leases that are due, until this task is cancelled.
+        """Give back the leases in the state RETURNING, until this task is cancelled.
 
-        Leases that the server does not take stay held, are renewed, and are tried again.
+        If the server cannot be reached, the worker keeps and renews these leases, and tries again.
         """
         while True:
             await self._leases.some_return.wait()
@@ -112,7 +116,7 @@ class Exchange:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def give_back(self, seconds: float = 0.0) -> None:
-        """Give back all leases that are due.
+        """Give back all leases in the state RETURNING.
 
         Raises the last RedisError or OSError if the server has accepted nothing for `seconds`.
         """
@@ -130,8 +134,8 @@ class Exchange:
         self._leases.feed()
 
     async def _release(self, leases: Sequence[Lease]) -> None:
-        """Give some leases back, all with blame or all without, and all with a delay or all
-        without."""
+        """Give leases back in one call. Either all or none of them count as a crash, and either all
+        or none of them have a delay."""
         held = [lease.as_held() for lease in leases]
         delays_ms = [lease.delay_ms for lease in leases if lease.delay_ms is not None]
         crashed = leases[0].is_blamed

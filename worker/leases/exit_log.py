@@ -1,7 +1,7 @@
-"""Notes each request that leaves the worker: in the log, the meter and the trace.
+"""Records each request that leaves the worker, in the log, the meter and the trace.
 
-Spans are made when a request leaves, so that tokens cost nothing. The names of attributes are those
-of OpenTelemetry's conventions for generative AI and messaging.
+A span is created only when its request leaves, so that tokens cost nothing. Attributes are named as
+in OpenTelemetry's conventions for generative AI and messaging.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NS_A_MS = 1_000_000
 
 
 class Departures:
-    """Passes each departure to the log, the meter and, if there is `tracing`, the trace."""
+    """Records how requests leave: in the log, the meter and, if `tracing` is set, the trace."""
 
     def __init__(
         self, meter: Meter, tracing: Tracing | None, queue: str, model: str, worker_id: str
@@ -33,7 +33,7 @@ class Departures:
         self._log = get_logger(worker_id=worker_id).bind()  # once, not at each line
 
     def note(self, lease: Lease, outcome: Outcome | None) -> None:
-        """Note that a request has left with this outcome; None: there is nothing to note."""
+        """Record that a request has left the worker with this outcome. None has no effect."""
         if outcome is None:
             return
         prepared = lease.prepared_or_none
@@ -47,10 +47,10 @@ class Departures:
             self._trace(prepared, outcome, self._tracing)
 
     def _trace(self, held: PreparedRequest, outcome: str, tracing: Tracing) -> None:
-        """Trace a request that leaves with this outcome, a finish reason or a Departure.
+        """Create the span of an attempt. `outcome` is a finish reason or a Departure.
 
-        An attempt's span begins with its wait in the queue if it is the first, otherwise with its
-        claim. Times are the server's.
+        The span of the first attempt begins when the request was enqueued. The span of a later
+        attempt begins at its claim. Times are those of the server's clock.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 

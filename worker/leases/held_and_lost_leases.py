@@ -1,8 +1,8 @@
 """All leases that this worker holds. Only this module changes the state of a lease.
 
-Events come from many sides and may come late: several calls to the server are under way at a time,
-and a thread may prepare a request that was lost meanwhile. An event that comes too late therefore
-has no effect. An event that can only be a mistake raises RuntimeError.
+Several calls to the server run at the same time, and a thread may still prepare a request whose
+lease is already lost. So an event may come too late, and then has no effect. An event that can only
+be a mistake raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _NEXT = {
 _MAX_ASIDE = 64
 _MAX_ASIDE_BYTES = 64 * 2**20
 _TENANTS_ASIDE = 4
-"""The number of tenants that find room aside. One tenant may take this part of both limits."""
+"""One tenant may use a quarter of each limit on the leases that are set aside."""
 
 
 class Departure(StrEnum):
     """How an attempt leaves a worker before its request has ended."""
 
     FENCED = "fenced"
-    """Another attempt holds the request now, or nobody does."""
+    """The server refused the lease: another attempt holds the request, or none does."""
     GIVEN_BACK = "given_back"
     FAILED = "error"
-    """The request is blamed for a failure, or its log does not accept events."""
+    """The attempt counts as a crash of the request, or the request's log does not accept events."""
 
     @classmethod
     def of(cls, lease: Lease) -> Departure:
-        """Returns the departure of a lease that goes back to the queue."""
+        """Returns FAILED if giving the lease back counts as a crash, otherwise GIVEN_BACK."""
         return cls.FAILED if lease.is_blamed else cls.GIVEN_BACK
 
 
@@ -54,22 +54,22 @@ Outcome = FinishReason | Departure
 
 
 class Leases:
-    """Finds leases by request and by sequence, and makes every change of their states.
+    """All leases of a worker, indexed by request and by sequence. Makes every change of state.
 
-    `answered` and `released` take an answer of the server, and return the outcome of the attempt,
-    if the answer names one. The server names the outcome to one call only. So the outcome must be
-    noted even if the lease is gone by then.
+    `answered` and `released` take an answer of the server. They return the outcome of the attempt
+    if the answer contains it, otherwise None. The server reports each outcome in one answer only.
+    So the caller must record the outcome even if the lease is already GONE.
     """
 
     def __init__(self, engine: EnginePort) -> None:
         limits = engine.limits
         self.num_places = limits.max_num_seqs + max(1, limits.max_num_seqs // 8)
-        """How many requests may be in the engine. A few of them wait there, so that the first step
-        after a slot becomes free can use the slot."""
+        """The most requests that the engine may have. A few of them wait there, so that the first
+        step after a slot becomes free can use the slot."""
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
-        """Set when a lease has to go back to the queue. `Exchange.give_back` clears it."""
+        """Set when a lease changes to RETURNING. `Exchange.give_back` clears the event."""
         self._engine = engine
         self._by_request: dict[str, Lease] = {}
         self._running: dict[int, Lease] = {}
@@ -84,7 +84,7 @@ class Leases:
         return self._by_request.get(request_id)
 
     def by_sequence(self, sequence_id: int) -> Lease | None:
-        """Returns the lease of a sequence that runs in the engine."""
+        """Returns the lease of a sequence that runs in the engine; None if there is none."""
         return self._running.get(sequence_id)
 
     @property
@@ -93,18 +93,19 @@ class Leases:
 
     @property
     def due_back(self) -> list[Lease]:
-        """Returns the leases that have to go back to the queue."""
+        """The leases in the state RETURNING."""
         return [lease for lease in self if lease.state is _RETURNING]
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request runs, or the worker has to report it or give it back."""
+        """Whether a lease is RUNNING, ENDING or RETURNING."""
         return any(lease.state in (_RUNNING, _ENDING, _RETURNING) for lease in self)
 
     # ------------------------------------------------------------ events
 
     def claimed(self, claims: Iterable[Claim]) -> list[Lease]:
-        """Hold these claims from now on, in place of earlier attempts at the same requests."""
+        """Add and return a lease for each claim. Earlier attempts at the same requests become
+        GONE."""
         leases = [Lease(claim) for claim in claims]
         for lease in leases:
             if (earlier := self._by_request.get(lease.request_id)) is not None:
@@ -113,10 +114,10 @@ class Leases:
         return leases
 
     def set_aside(self, lease: Lease) -> bool:
-        """Let a lease take no room until it is prepared, so that it keeps no other request out.
+        """Set a lease aside: it counts for no slot and no KV memory until it is prepared.
 
-        Returns False if too many leases are set aside already, in all or of this tenant. There must
-        be a limit, because the worker's room does not bound the memory that these requests take.
+        Returns False if the limit on such leases is reached, for all tenants or for this one. The
+        limit bounds the memory of their payloads, which nothing else bounds.
         """
         claim = lease.claim
         others = [other.claim for other in self if not other.counts]
@@ -129,44 +130,47 @@ class Leases:
         return True
 
     def prepared(self, lease: Lease, prepared: PreparedRequest) -> None:
-        """End a preparation: the request waits for a place, or ends if nothing is left to generate.
+        """Store a prepared request. Its lease becomes READY, or ENDING if nothing is left to
+        generate.
 
-        There is no effect if the lease was lost meanwhile, or is on its way back.
+        Has no effect if the lease is lost or is being given back.
         """
         if lease.state is _PREPARING:
             lease.prepared_or_none = prepared
             self._to(lease, _ENDING if prepared.is_at_end else _READY)
 
     def feed(self) -> None:
-        """Hand ready requests to the engine while it has places. Then hand over requests that may
-        preempt others."""
+        """Hand ready requests to the engine while it has free slots, and also those that may
+        preempt a running request."""
         while (lease := self._next_to_run()) is not None:
             self._to(lease, _RUNNING)
         self.wake_up.room_freed()
 
     def ending(self, lease: Lease, *, by_engine: bool = False) -> None:
-        """Note that the request has its last row.
+        """Record that the last row of the request is on its way to the server.
 
-        `by_engine`: the engine has removed the sequence already.
+        `by_engine`: the engine has already removed the sequence.
         """
         self._to(lease, _ENDING, is_out=by_engine)
 
     def returning(
         self, lease: Lease, *, crashed: bool = False, delay_ms: int | None = None
     ) -> None:
-        """Have the request given back to the queue.
+        """Schedule the return of the request to the queue.
 
-        `crashed` counts a crash against it; nobody can claim it for `delay_ms`. There is no effect
-        if the lease is gone, or is on its way back.
+        `crashed` counts a crash against the request. No worker can claim it for `delay_ms`
+        milliseconds. Has no effect if the lease is GONE or RETURNING.
         """
         if lease.state not in (_RETURNING, _GONE):
             lease.is_blamed, lease.delay_ms = crashed, delay_ms
             self._to(lease, _RETURNING)
 
     def answered(self, lease: Lease, status: RowStatus, reason: str = "") -> Outcome | None:
-        """Take the answer of the server about a lease or a row.
+        """Act on the server's answer about a lease or a row. Returns the outcome, if the answer has
+        one.
 
-        `reason` is the finish reason of a row, empty unless it is the last.
+        `reason` is the finish reason if the answer is about the request's last row, otherwise
+        empty.
         """
         was_held = lease.is_held
         if status.is_lost or reason:
@@ -189,7 +193,7 @@ class Leases:
         return None
 
     def released(self, lease: Lease, status: str) -> Outcome | None:
-        """Take the server's answer to the return of a lease."""
+        """Act on the server's answer to giving a lease back. Returns the outcome, if it has one."""
         was_held = lease.is_held
         if was_held and lease.state is not _RETURNING:
             raise RuntimeError(f"{lease.request_id} is not on its way back")
@@ -208,30 +212,30 @@ class Leases:
 
     @property
     def num_counted(self) -> int:
-        """Number of held requests that take a place."""
+        """Number of held requests that count for a slot."""
         return sum(lease.counts for lease in self)
 
     @property
     def kv_need(self) -> int:
-        """KV tokens that all held requests are expected to need."""
+        """Number of KV tokens that all held requests together are expected to need."""
         return sum(lease.kv_need for lease in self)
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a held request must run alone in the worker."""
+        """Whether a held request may crash the worker, and so must run alone."""
         return any(lease.claim.is_suspect for lease in self)
 
     @property
     def preemptible(self) -> list[Holding]:
-        """Each running sequence that a more urgent request may preempt."""
+        """The running sequences that a more urgent request may preempt."""
         return [
             Holding(lease.prepared.priority, 1, lease.kv_need, lease.claim.tenant)
             for lease in self._preemptible
         ]
 
     def by_tenant(self, preemptible: Iterable[Holding]) -> list[Holding]:
-        """Sums the preemptible sequences by priority and tenant. A tenant that holds only requests
-        that cannot be preempted has zeros."""
+        """Returns the sums of the preemptible sequences for each priority and tenant. Each tenant
+        that holds a request has an entry, with zeros if none of its sequences can be preempted."""
         by_level = {(0, lease.claim.tenant): (0, 0) for lease in self._by_request.values()}
         for priority, num_running, tokens, tenant in preemptible:
             numbers = by_level.get((priority, tenant), (0, 0))
@@ -241,7 +245,8 @@ class Leases:
         ]
 
     def _next_to_run(self) -> Lease | None:
-        """Returns the ready request that goes to the engine now, if there is one."""
+        """Returns the next ready request; None if there is none, or if the engine cannot take it
+        now."""
         lease = self.ready.first()
         if self.num_running < self.num_places:
             self.ready.num_empty += lease is None
@@ -267,9 +272,10 @@ class Leases:
         return (each for each in self._running.values() if may_preempt(each.prepared.request))
 
     def _to(self, lease: Lease, state: LeaseState, *, is_out: bool = False) -> None:
-        """Change a state, and with it the indices and the engine.
+        """Change the state of a lease. Updates the indices, and adds or aborts the sequence in the
+        engine.
 
-        `is_out`: the sequence has left the engine already, and need not be aborted.
+        `is_out`: the engine has already removed the sequence, so it needs no abort.
         """
         before = lease.state
         if state not in _NEXT[before]:

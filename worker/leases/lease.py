@@ -1,4 +1,4 @@
-"""A request that this worker holds, and where it is in its life."""
+"""The lease of a request that this worker holds, and the states of a lease."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from promptq.worker.leases.rows import PreparedRequest
 
 
 class LeaseState(Enum):
-    """The life of a lease, from its claim until this worker has no more to do with it."""
+    """States of a lease, from the claim until the worker has nothing more to do with the
+    request."""
 
     PREPARING = auto()
     READY = auto()
-    """The request is prepared, and waits for a place in the engine."""
+    """The request is prepared, and waits for a slot in the engine."""
     RUNNING = auto()
     """The request is in the engine."""
     ENDING = auto()
-    """The engine is done with the request, and its last row is on its way to the server."""
+    """The engine has finished the request. The last row is on its way to the server."""
     RETURNING = auto()
-    """The worker is about to give the request back to the queue."""
+    """The worker has to give the request back to the queue, and has no answer from the server
+    yet."""
     GONE = auto()
 
 
@@ -32,13 +34,13 @@ class Lease:
     claim: Claim
     state: LeaseState = LeaseState.PREPARING
     is_aside: bool = False
-    """Whether the request takes no room until it is prepared."""
+    """Whether the request counts for no slot and no KV memory until it is prepared."""
     is_blamed: bool = False
     """Whether giving the lease back counts as a crash of the request."""
     delay_ms: int | None = None
-    """How long nobody can claim the request after its return to the queue."""
+    """Milliseconds after the return to the queue during which nobody can claim the request."""
     is_length_reported: bool = False
-    """Whether the server knows the exact length of the prompt."""
+    """Whether the server has received the exact length of the prompt."""
     prepared_or_none: PreparedRequest | None = None
 
     @property
@@ -54,17 +56,18 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether this worker still holds the request, as far as it knows."""
+        """Whether the worker still holds the request. The lease may already have expired on the
+        server."""
         return self.state is not LeaseState.GONE
 
     @property
     def counts(self) -> bool:
-        """Whether the request takes a place and KV memory."""
+        """Whether the request counts for a slot and for KV memory."""
         return not (self.is_aside and self.state is LeaseState.PREPARING)
 
     @property
     def kv_need(self) -> int:
-        """The number of KV tokens that the request counts for."""
+        """KV tokens that the request counts for; 0 while the lease is set aside."""
         if not self.counts:
             return 0
         prepared = self.prepared_or_none
@@ -72,22 +75,22 @@ class Lease:
 
     @property
     def has_unreported_length(self) -> bool:
-        """Whether this worker knows the exact prompt length and the server does not yet."""
+        """Whether the worker still has to report the exact prompt length to the server."""
         return self.prepared_or_none is not None and not self.is_length_reported
 
     def with_unsent(self, row: Row) -> list[Row]:
-        """Returns the rows that must be sent before this one, and then this row."""
+        """Returns the request's unsent rows followed by `row`, and forgets the unsent rows."""
         if (prepared := self.prepared_or_none) is None:
             return [row]
         unsent, prepared.unsent = prepared.unsent, []
         return [*unsent, row]
 
     def as_held(self) -> Held:
-        """Returns the form that renews or gives back the lease. The form has the prompt length if
-        the server does not know the length yet."""
+        """Returns the data that the server needs to renew the lease or take it back. The prompt
+        length is included if it is known and the server has not received it yet."""
         length = self.prepared.num_prompt_tokens if self.has_unreported_length else None
         return Held(self.request_id, self.claim.fence, length)
 
     def reported(self, held: Held) -> None:
-        """Note that the server has received `held`."""
+        """Record that the server has received `held`."""
         self.is_length_reported = self.is_length_reported or held.prompt_tokens is not None

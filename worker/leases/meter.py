@@ -1,4 +1,4 @@
-"""Measures the work of a worker. The cost is one update a step, not one a token."""
+"""Counts and measures a worker's work, with one update a step instead of one a token."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from promptq.worker.engine.api.messages import StepOutput
 from promptq.worker.leases.rows import PreparedRequest
 
 _MAX_TIMES = 2048
-"""How many first tokens between two heartbeats report their times. Further ones are only
+"""The most times to first token that one heartbeat reports. Further first tokens are only
 counted."""
 
 _MEANS = ("queue_ms", "prompt_ms", "generation_ms")
 
 
 class Meter:
-    """Counts and histograms of a worker's work. The parts of the worker report in the event loop.
-    Heartbeats and scrapes read the values."""
+    """Counters and histograms of a worker's work. The parts of the worker update them in the event
+    loop. Heartbeats and metric scrapes read them."""
 
     def __init__(self) -> None:
         self.histograms = {spec: Histogram(spec) for spec in metrics.WORKER_HISTOGRAMS}
@@ -37,11 +37,12 @@ class Meter:
         self._sums = dict.fromkeys(_MEANS, 0.0)
 
     def observe(self, spec: Spec, value: float, count: int = 1) -> None:
-        """Add a value, `count` times, to one of the histograms."""
+        """Add `value` to the histogram of `spec`, `count` times."""
         self.histograms[spec].add(value, count)
 
     def note_output(self, held: PreparedRequest, at: float) -> None:
-        """Note the tokens of a request in a step that ended `at`, by `time.monotonic()`."""
+        """Record that a step generated tokens of a request. `at` is the end of the step, in seconds
+        of `time.monotonic()`."""
         last = held.last_token_at
         if last is None:
             self._note_first_token(held, at)
@@ -50,7 +51,7 @@ class Meter:
         held.last_token_at = at
 
     def note_step(self, step: StepOutput) -> None:
-        """Note a step, after all of its outputs."""
+        """Record a step, after `note_output` for all its outputs."""
         for last, count in self._gaps.items():
             self.observe(metrics.BETWEEN_TOKENS, step.ended_at - last, count)
         self._gaps.clear()
@@ -61,12 +62,12 @@ class Meter:
             self._num_computed = num_computed
 
     def note_publish(self, num_rows: int, seconds: float) -> None:
-        """Note a round trip that sent events."""
+        """Record a round trip that sent `num_rows` events and took `seconds`."""
         self.num_published += num_rows
         self.observe(metrics.PUBLISH_TIME, seconds)
 
     def note_end(self, reason: FinishReason, held: PreparedRequest | None = None) -> None:
-        """Note the last event of a request; `held` is the request if it was prepared here."""
+        """Record the end of a request. `held` is None if the request was never prepared here."""
         self._contribution.finished += 1
         self.num_ended[reason] += 1
         stats = held.stats if held is not None else None
@@ -89,7 +90,8 @@ class Meter:
         self.observe(metrics.ATTEMPTS, held.claim.attempt)
 
     def mean_ms(self, name: str) -> float:
-        """Returns the mean of a time over the requests that ended, by its name in `Stats`."""
+        """Returns the mean of the time called `name` in `Stats`, in ms, over the requests that
+        ended."""
         return self._sums[name] / max(1, self._num_with_stats)
 
     def take_contribution(self) -> Contribution:

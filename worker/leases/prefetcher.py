@@ -1,4 +1,4 @@
-"""Claims and prepares requests ahead, so that the engine never waits for either."""
+"""Claims and prepares requests ahead of need, so that the engine does not wait for them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from promptq.worker.leases.slow_lane import SlowLane
 
 _JITTER_SECONDS = 0.001
 _PUT_OFF_POLL_SECONDS = 0.1
-"""Seconds between polls while requests are put off. The usual time would be too long, because no
-message says that the delay of a request is over."""
+"""Seconds between polls while requests are back in the queue with a delay. The usual interval would
+be too long, because no message says that a delay is over."""
 
 _Made = PreparedRequest | InvalidRequestError | TakesLongError | None
-"""The result of preparing a claim; None for a claim that was lost meanwhile."""
+"""The result of preparing a claim. None: the lease was lost before that."""
 
 _WORK_AHEAD_SECONDS = 0.1
 _MAX_DEPTH = 4096
@@ -48,10 +48,10 @@ class Prefetcher:
     """Keeps prepared requests ready, in queue order.
 
     Claims are prepared one after another in a thread. A claim whose preparation may take long goes
-    to the slow lane, and afterwards takes its place in the order. If the slow lane is full, the
-    request goes back to the queue for a while, so that it takes no slot while it waits. Requests
-    that cannot be prepared, and those that have nothing left to generate, are ended here. A
-    preparation that takes longer than `stuck_seconds` counts as hung.
+    to the slow lane instead. If the slow lane is full, the request returns to the queue with a
+    delay, so that it uses no slot while it waits. The prefetcher ends requests that cannot be
+    prepared, and requests that have nothing left to generate. A preparation that takes longer than
+    `stuck_seconds` counts as hung.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Prefetcher:
         stuck_seconds: float = math.inf,
     ) -> None:
         self.num_workers = 1
-        """How many workers the queue has. They share the waiting requests. The more workers there
+        """Number of the queue's workers, which share the waiting requests. The more workers there
         are, the more their claims are spread over time."""
         self._queue = queue
         self._leases = leases
@@ -94,14 +94,14 @@ class Prefetcher:
     async def stop(self) -> None:
         """Stop claiming, and give back the requests that are ready or being prepared.
 
-        A request whose preparation hangs goes back as a crash. Requests that the server does not
-        take stay held. Raises RedisError, OSError.
+        A request whose preparation hangs goes back as a crash. If the server does not accept a
+        request, the worker keeps the lease. Raises RedisError, OSError.
         """
         if self._task is not None:
             await end([self._task, *self._slow])
             self._task = None
         overdue = (lease for lease in self._overdue if lease.state is LeaseState.PREPARING)
-        to_blame = next(overdue, None)  # the others may only wait for the first
+        to_blame = next(overdue, None)  # the others may only wait for this one
         for lease in self._leases:
             if lease.state in (LeaseState.PREPARING, LeaseState.READY):
                 self._leases.returning(lease, crashed=lease is to_blame)
@@ -116,21 +116,23 @@ class Prefetcher:
 
     @property
     def task(self) -> asyncio.Task[None]:
-        """The running task, to be watched. Raises RuntimeError before `start`."""
+        """The task that claims. Its owner watches it for failures. Raises RuntimeError before
+        `start`."""
         if self._task is None:
             raise RuntimeError("the prefetcher was not started")
         return self._task
 
     @property
     def is_preparing(self) -> bool:
-        """Whether a thread prepares a request, perhaps one that is no longer held."""
+        """Whether a thread is preparing a request, perhaps one whose lease is already lost."""
         return bool(self._preparing)
 
     @property
     def hangs_on(self) -> Lease | None:
-        """The lease whose preparation hangs, even if it is no longer held.
+        """The lease whose preparation hangs, even if the lease is lost; None if no preparation
+        hangs.
 
-        None after `stop`, as nothing waits for that thread then.
+        Always None after `stop`, because nothing waits for that thread then.
         """
         return next(iter(self._overdue), None) if self.is_running else None
 
@@ -163,7 +165,7 @@ class Prefetcher:
             await asyncio.sleep(random.uniform(0, jitter))  # noqa: S311 # spreads claims
 
     async def _fill(self) -> int:
-        """Claim and prepare once. Returns how many requests were claimed."""
+        """Claim and prepare requests once. Returns the number of requests that were claimed."""
         work_came = self._wake_up.take()
         if self._broken is not None:
             raise self._broken
@@ -187,12 +189,13 @@ class Prefetcher:
                 self._exchange.take_answer(earlier, RowStatus.FENCED)
         leases = self._leases.claimed(claims)
         await self._take(leases, await asyncio.to_thread(self._prepare, leases))
-        if self._leases.some_return.is_set():  # before the next claim, which needs their room
+        if self._leases.some_return.is_set():  # before the next claim, because returns free room
             await self._exchange.give_back()
         return len(claims)
 
     async def _take(self, leases: list[Lease], made: list[_Made]) -> None:
-        """Pass on the results of preparations, and end requests that were refused or are complete.
+        """Act on the result of each preparation, and end requests that were refused or are
+        complete.
 
         A request goes back to the queue if its end cannot be published. Raises RedisError, OSError.
         """
@@ -246,14 +249,15 @@ class Prefetcher:
             self._wake_up.work_came()
 
     async def _report_prompt_lengths(self) -> None:
-        """Report the prompt lengths of ready requests; running ones send theirs with a row."""
+        """Report the prompt lengths of ready requests. Running requests report theirs with a
+        row."""
         ready = (lease for lease in self._leases if lease.state is LeaseState.READY)
         if unreported := [lease for lease in ready if lease.has_unreported_length]:
             with suppress(RedisError, OSError):  # the next renewal of the leases sends them too
                 await self._exchange.renew(unreported)
 
     def _prepare(self, leases: list[Lease], *, only_quick: bool = True) -> list[_Made]:
-        """Prepare some requests. This runs in a thread."""
+        """Prepare requests in a thread. Returns one result for each lease."""
         try:
             return [self._prepare_one(lease, only_quick) for lease in leases]
         finally:
@@ -267,7 +271,7 @@ class Prefetcher:
             return self._preparation.prepare(lease.claim, only_quick=only_quick)
         except (InvalidRequestError, TakesLongError) as error:
             return error
-        except BaseException as error:  # a panic, too; it must not stop the other requests
+        except BaseException as error:  # also a panic; other requests must not stop
             self._log.exception("preparation failed", request_id=lease.request_id)
             return InvalidRequestError(f"payload: {error}", "payload", "internal_error")
 
@@ -279,8 +283,8 @@ def _more(room: Room, than: Room) -> bool:
 class ClaimPolicy:
     """Decides how many requests to claim.
 
-    With `depth` None, about 100 ms of work is kept ready, measured by the rate at which the engine
-    takes requests.
+    If `depth` is None, about 100 ms of work is kept ready. The rate at which the engine takes
+    requests tells how many requests that is.
     """
 
     def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
@@ -290,19 +294,19 @@ class ClaimPolicy:
 
     @property
     def depth(self) -> int:
-        """How many requests to keep ready beyond the free slots."""
+        """Number of ready requests to keep beyond the free slots."""
         if self._fixed_depth is not None:
             return self._fixed_depth
         rate = self._leases.ready.hand_outs_a_second
         return max(1, min(math.ceil(rate * _WORK_AHEAD_SECONDS), _MAX_DEPTH))
 
     def room(self) -> Room:
-        """Returns the slots and the KV memory that no held request needs.
+        """Returns the room for new claims: the slots and KV tokens that no held request needs.
 
         A prefix that several sequences share is counted once, and no request counts for more than
-        the model length. Both numbers are negative while urgent requests that will preempt are
-        held, so that fewer sequences count as preemptible for further ones. There is no room while
-        a suspect is held, or while the engine accepts no requests.
+        the model length. Both numbers are negative while the worker holds urgent requests that will
+        preempt others. Then fewer sequences count as preemptible for further requests. There is no
+        room while a suspect is held, or while the engine accepts no requests.
         """
         leases, limits = self._leases, self._engine.limits
         if leases.has_suspect or not self._engine.is_accepting:

@@ -28,20 +28,20 @@ from promptq.worker.text.tokenizer import Tokenizer
 _QUICK_BYTES = 32 * 1024
 _QUICK_MESSAGES = 128
 _QUICK_TOKENS = 1024
-"""The most tokens of earlier attempts, or of an output prefix, that are quick to decode."""
+"""A quick preparation decodes at most this many tokens of earlier attempts or of a prefix."""
 
 _MAX_VALUES = 100_000
-"""The most JSON values in a payload, without the token ids of its prompt. The parser makes an
-object of each in one call, during which no other thread runs."""
+"""The most JSON values in a payload, not counting the token ids of its prompt. The parser creates
+an object for each value, all in one call during which no other thread runs."""
 
 _SEPARATORS = (b",", b"[", b"{")
-"""Each JSON value, and each key, follows one of these."""
+"""One of these characters stands before each JSON value and each key."""
 
 _sequence_ids = itertools.count(1)
 
 
 class TakesLongError(Exception):
-    """A preparation may take so long that other requests should not wait for it."""
+    """Raised if a preparation may take so long that other requests should not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ class Preparation:
     end_token_ids: frozenset[int]
     grammars: Grammars | None = None
     pooling: Pooling | None = "last"
-    """How prompts become vectors by default. None: each request has to name a pooling."""
+    """The pooling of an embedding request that names none. If None, each such request must name
+    one."""
 
     def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
-        """Parse, tokenise and check a request, and rebuild the state that earlier attempts had
-        reached.
+        """Parse, tokenise and check a request, and restore the state that earlier attempts reached.
 
-        Raises InvalidRequestError that names the wrong field. With `only_quick` it raises
+        Raises InvalidRequestError, which names the wrong field. With `only_quick`, raises
         TakesLongError before any work that may take long.
         """
         if claim.is_spoilt:
@@ -98,7 +98,7 @@ class Preparation:
             marks.check_stop_strings()
         text, begun = marks.text_stream(prefix, claim.events, min_tokens)
         unsent = []
-        if prefix and not claim.events:  # else an earlier attempt has published the prefix
+        if prefix and not claim.events:  # otherwise the prefix is already published
             unsent = [TokenEvent(index=0, token_ids=prefix, text=begun, attempt=claim.attempt)]
         events = [*unsent, *claim.events]
         emitted = [token_id for event in events for token_id in event.token_ids]
@@ -135,7 +135,8 @@ class Preparation:
         )
 
     def _stop_tokens(self, request: Request) -> dict[int, str]:
-        """Returns the stop strings that are tokens, which may be special ones and so no text."""
+        """Returns the stop strings that are one token, by token id. Special tokens have no text, so
+        they cannot be found in the output's text."""
         return {
             token_id: stop
             for stop in request.stop_strings
@@ -144,7 +145,7 @@ class Preparation:
         }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
-        """Returns the tokens that the output begins with, whichever attempt publishes them.
+        """Returns the tokens of the output prefix; an empty list if the request has no prefix.
 
         An end token at the end is left out, because the output continues in its place.
         """
@@ -167,7 +168,8 @@ class Preparation:
         return prefix
 
     def _check_values(self, payload: bytes) -> None:
-        """Refuse a payload of too many JSON values before they are parsed."""
+        """Raise InvalidRequestError if a payload has too many JSON values. Does not parse the
+        payload."""
         most = _MAX_VALUES + self.limits.max_model_len
         if len(payload) > most and sum(map(payload.count, _SEPARATORS)) > most < _num_values(
             payload
@@ -202,7 +204,8 @@ class Preparation:
             raise _unsupported(uncounted[0], "would not count all tokens of a watched stream")
 
     def _pooling(self, embed: Embed | None) -> Pooling | None:
-        """Returns how the prompt becomes a vector; None if it does not."""
+        """Returns the pooling that makes the prompt a vector; None if the request wants no
+        vector."""
         if embed is None:
             return None
         size = self.limits.embedding_size
@@ -283,7 +286,8 @@ class Preparation:
         is_prefix: bool,
         only_quick: bool,
     ) -> Grammar | None:
-        """Returns the grammar's state after `emitted`; `is_prefix`: these tokens are the prefix."""
+        """Returns the grammar after the tokens `emitted`; None if the request has no grammar.
+        `is_prefix`: the tokens are the output prefix."""
         wanted = request.wanted_output
         if wanted is None:
             return None
@@ -314,7 +318,8 @@ class Preparation:
         emitted: list[int],
         only_quick: bool,
     ) -> Grammar:
-        """Returns the grammar's state after `emitted`. Raises GrammarError if they do not fit."""
+        """Returns the grammar after the tokens `emitted`. Raises GrammarError if they do not
+        fit."""
         try:
             grammar = grammars.start(wanted, ends, only_known=only_quick)
         except NewGrammarError as error:
@@ -326,7 +331,7 @@ class Preparation:
     def _bad_token_sequences(
         self, request: Request, max_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Returns the token sequences of bad words that fit into an output of `max_tokens`."""
+        """Returns the token sequences of bad words. Leaves out those longer than `max_tokens`."""
         spellings = map(tuple, self.tokenizer.encode_words(request.bad_words or ()))
         return tuple(sorted({tokens for tokens in spellings if len(tokens) <= max_tokens}))
 
@@ -340,8 +345,9 @@ def _unsupported(field: str, why: str = "would ignore it") -> InvalidRequestErro
 
 
 def _num_values(payload: bytes) -> int:
-    """Returns how many separators there are outside of strings: the most JSON values."""
-    # Only borders of strings keep their `"`.
+    """Returns an upper bound of the number of JSON values: the number of separators outside of
+    strings."""
+    # After this, each `"` begins or ends a string.
     text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")
     characters = np.frombuffer(text, dtype=np.uint8)
     is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0

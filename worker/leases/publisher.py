@@ -1,4 +1,5 @@
-"""Sends the engine's outputs, all that are due in one round trip, and acts on the answers."""
+"""Sends the engine's outputs to Redis, all due outputs in one round trip, and acts on the
+answers."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ _Sent = tuple[Lease, Row]
 class Publisher:
     """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
 
-    The coalescer decides which tokens are sent at once. Rows that the server does not take are sent
-    again for `retry_seconds`; meanwhile the engine continues until its outbox is full.
+    The coalescer decides which tokens are sent at once. If the server does not accept rows, the
+    publisher repeats them for `retry_seconds`. Meanwhile the engine continues until its outbox is
+    full.
     """
 
     def __init__(
@@ -54,36 +56,37 @@ class Publisher:
         self._log = get_logger(worker_id=queue.worker_id)
 
     async def run(self) -> None:
-        """Run until cancelled, or until the engine fails. In that case raises the engine's
-        exception."""
+        """Publish outputs until this task is cancelled. Raises the engine's exception if the engine
+        fails, and RedisError or OSError if the server accepts nothing for `retry_seconds`."""
         while True:
             steps = await self._fetch()
-            # Under load it hardly ever waits for anything else.
+            # Under load this coroutine waits for hardly anything else.
             await heeding_cancels(self._publish(steps))
 
     async def flush(self) -> None:
-        """Send the outputs that still wait, at the end of a worker.
+        """Send all waiting outputs, at the end of a worker.
 
-        There is one try, since these tokens are generated again if that fails. Raises the error of
-        the server.
+        Does not retry: if sending fails, another worker generates these tokens again. Raises
+        RedisError, OSError.
         """
         self._coalescer.hurry()
         self._retry_seconds = 0.0
         await self._publish([])
 
     async def refuse(self, lease: Lease, error: InvalidRequestError) -> None:
-        """End a request that cannot be prepared. Raises what `run` raises."""
+        """End a request that cannot be prepared. Raises the errors of `run`."""
         self._leases.ending(lease)
         await self._send([(lease, self._rows.refusal(lease.claim, error))])
 
     async def complete(self, lease: Lease) -> None:
-        """End a request that needs no engine. Raises what `run` raises."""
+        """End a request that needs no engine. Raises the errors of `run`."""
         await self._send([(lease, self._rows.completion(lease.prepared))])
 
     async def _fetch(self) -> list[StepOutput]:
-        """Returns the steps since the last call; none if output of earlier steps is due first.
+        """Returns the steps since the last call. Returns an empty list if delayed outputs are due
+        first.
 
-        Raises the exception of an engine that failed, once nothing waits any longer.
+        Raises the exception of an engine that failed, once no delayed outputs are left.
         """
         try:
             async with asyncio.timeout(self._coalescer.seconds_left):
@@ -120,7 +123,8 @@ class Publisher:
             self._leases.returning(lease, crashed=why.is_blamed, delay_ms=why.delay_ms)
 
     def _due(self, steps: Iterable[StepOutput]) -> Iterator[SequenceOutput]:
-        """Measure steps and pass them to the coalescer. Yields the outputs that are due.
+        """Record steps in the meter, and pass their outputs to the coalescer. Yields the due
+        outputs.
 
         Between two outputs, the caller may end a sequence. Its later outputs are then left out.
         """
@@ -142,7 +146,7 @@ class Publisher:
     async def _send(self, rows: Sequence[_Sent]) -> None:
         """Publish rows and act on the answers.
 
-        Raises the last error of the server if it has taken nothing for `retry_seconds`.
+        Raises the last error of the server if the server has accepted nothing for `retry_seconds`.
         """
         rows = [(lease, each) for lease, row in rows for each in lease.with_unsent(row)]
         unreported = list(dict.fromkeys(lease for lease, _ in rows if lease.has_unreported_length))
@@ -167,10 +171,11 @@ class Publisher:
         self._exchange.take_answers(unreported, lengths, published.held)
 
     async def _fill_gap(self, lease: Lease, row: Row) -> RowStatus:
-        """Send all rows before `row` again, byte for byte, and then the row.
+        """Send all rows before `row` again, byte for byte, and then `row`. Returns the status of
+        `row`, or of the first row that shows a lost lease.
 
-        The log ends before the row: the server lost writes, as in a failover. For rows that it
-        still has the server answers `duplicate`.
+        The log ends before `row`, because the server lost writes, for example in a failover. The
+        server answers `duplicate` for the rows that it still has.
         """
         if not lease.is_held or lease.prepared_or_none is None:
             return RowStatus.GAP

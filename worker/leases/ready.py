@@ -1,4 +1,5 @@
-"""The prepared requests that wait for a place in the engine, and what wakes the prefetcher."""
+"""The prepared requests that wait for a slot in the engine, and the event that wakes the
+prefetcher."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_HAND_OUTS = 100_000
-"""The limit of remembered hand-outs. With a fixed depth nothing reads them, so they pile up."""
+"""The most times of hand-outs to the engine that are remembered. With a fixed depth nothing removes
+old times, so they would pile up."""
 
 
 class ReadyQueue:
@@ -23,11 +25,11 @@ class ReadyQueue:
     def __init__(self) -> None:
         self.num_handed_out = 0
         self.num_empty = 0
-        """How often the engine had a place and no request was ready."""
+        """Number of times that the engine had a free slot and no request was ready."""
         self.waited_seconds = 0.0
-        """How long prepared requests waited, in all, until they were handed out."""
+        """Seconds that all prepared requests together waited until they went to the engine."""
         self.filled_seconds = 0.0
-        """The number of ready requests, integrated over time."""
+        """The number of ready requests, integrated over time in seconds."""
         self._started_at = self._changed_at = time.monotonic()
         self._since: dict[Lease, float] = {}
         self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some have been removed since
@@ -38,7 +40,7 @@ class ReadyQueue:
         return len(self._since)
 
     def first(self) -> Lease | None:
-        """Returns the first request in queue order."""
+        """Returns the first request in queue order; None if there is none."""
         while self._heap and self._heap[0][2] not in self._since:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
@@ -62,7 +64,7 @@ class ReadyQueue:
 
     @property
     def hand_outs_a_second(self) -> float:
-        """The number of hand-outs a second, over the last two seconds."""
+        """Requests per second that went to the engine, over the last two seconds."""
         horizon = time.monotonic() - _RATE_WINDOW_SECONDS
         while self._hand_outs and self._hand_outs[0] < horizon:
             self._hand_outs.popleft()
@@ -70,12 +72,12 @@ class ReadyQueue:
 
     @property
     def mean_wait_seconds(self) -> float:
-        """How long a request waited on average, until it was handed out."""
+        """Mean seconds that a request waited here until it went to the engine."""
         return self.waited_seconds / max(1, self.num_handed_out)
 
     @property
     def mean_length(self) -> float:
-        """How many requests were ready on average."""
+        """Mean number of ready requests since the start."""
         return self.filled_seconds / max(time.monotonic() - self._started_at, 1e-9)
 
     def _note_change(self) -> float:
@@ -90,7 +92,7 @@ class WakeUp:
 
     def __init__(self) -> None:
         self.num_left = 0
-        """How many requests the last claim left in the queue."""
+        """Number of requests that the last claim left in the queue."""
         self._work_came = False
         self._rung = asyncio.Event()
 
@@ -100,7 +102,7 @@ class WakeUp:
         self._rung.set()
 
     def room_freed(self) -> None:
-        """Report that there may be room for requests that the last claim left."""
+        """Report that there may be room for requests that the last claim left in the queue."""
         if self.num_left:
             self._rung.set()
 

@@ -1,4 +1,4 @@
-"""A prepared request, its output so far, and its rows: text, stop strings, vectors, ends."""
+"""A prepared request with its output so far, and the rows that publish the output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from promptq.worker.text.output_marks import ReasoningTokens
 from promptq.worker.text.tokenizer import Tokenizer
 
 _SHORTEST = 1e-12
-"""The least number by which a vector is divided to get the length 1, as in torch's `normalize`."""
+"""The least divisor when a vector is scaled to length 1, as in torch's `normalize`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,26 +59,26 @@ class PreparedRequest:
     texts: list[str]
     logprobs: list[TokenLogprob]
     prompt_json: str = ""
-    """The report on the prompt's tokens in the first event, as JSON; empty if the request does not
-    want one, and until it is known."""
+    """The report on the prompt's tokens in the first event, as JSON. Empty if the request does not
+    want the report, or if the report is not known yet."""
     stop_tokens: Mapping[int, str] = field(default_factory=dict)
-    """The stop strings that are tokens."""
+    """The stop strings that are one token, by token id."""
     reasoning: ReasoningTokens | None = None
-    """Counts the tokens of reasoning; None if the output has none."""
+    """Counts the tokens of reasoning; None if the output has no reasoning."""
     resumed_inexactly: bool = False
-    """Whether this attempt may continue with other tokens than the first would have given."""
+    """Whether this attempt may generate other tokens than an undisturbed attempt would generate."""
     timing: SequenceTiming | None = None
     stats: Stats | None = None
     """Times and counts of the request; set with the last row."""
     error: ErrorInfo | None = None
-    """Why the request failed, if its last row says so."""
+    """The error that the last row reports; None if the request has not failed."""
     last_token_at: float | None = None
-    """When the last token of this attempt came; `time.monotonic()` in seconds."""
+    """When this attempt generated its last token so far, in seconds of `time.monotonic()`."""
     rows: list[Row] = field(default_factory=list)
     """The rows of this attempt in order. They are sent again if the server loses some."""
     unsent: list[Row] = field(default_factory=list)
-    """The row with the output's prefix, which came in the request. The row is sent with the next
-    one, because a request that waits here has not begun."""
+    """The row with the output prefix of the request, until it is sent. It is sent together with the
+    next row, because a request that still waits has not begun."""
 
     @property
     def request_id(self) -> str:
@@ -102,14 +102,14 @@ class PreparedRequest:
 
     @property
     def kv_need(self) -> int:
-        """The KV tokens that the request counts for: the expected number, or the present one if
+        """KV tokens that the request counts for: the expected number, or the present one if
         larger."""
         return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
 
     @property
     def is_at_end(self) -> bool:
-        """Whether only the last event is missing: earlier attempts generated the whole output, or
-        the request generates nothing."""
+        """Whether nothing is left to generate, so that only the last event is missing. Earlier
+        attempts generated the whole output, or the request wants only the tokens of its prompt."""
         return (
             self.request.tokenize
             or self.num_emitted >= self.engine_request.max_tokens
@@ -118,12 +118,13 @@ class PreparedRequest:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string was found or the grammar is complete, before the request runs."""
+        """Whether the output so far contains a stop string or completes the grammar, before the
+        request runs."""
         grammar = self.engine_request.grammar
         return self.text.stopped or (grammar is not None and grammar.is_complete)
 
     def rows_until(self, row: Row) -> list[Row]:
-        """Returns all rows of the log up to this one, with those of earlier attempts."""
+        """Returns all rows of the log up to and including `row`, also those of earlier attempts."""
         claim = self.claim
         earlier = [Row.of(claim.request_id, claim.fence, event) for event in claim.events]
         return [*earlier, *(sent for sent in self.rows if sent.start < row.start), row]
@@ -137,7 +138,7 @@ class PreparedRequest:
         error: ErrorInfo | None = None,
         embedding: str | None = None,
     ) -> Row:
-        """Returns the row with these tokens, which ends the request if there is a finish reason.
+        """Returns the next row of the request. A finish reason makes the row the last one.
 
         If the row cannot be built, the request's state stays as it was.
         """
@@ -212,27 +213,27 @@ class PreparedRequest:
 
 
 class RowBuilder:
-    """Makes the rows of requests. `tokenizer` gives the text of tokens in log-probabilities."""
+    """Builds the rows of requests. `tokenizer` provides the text of tokens in log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._log = get_logger()
 
     def row(self, prepared: PreparedRequest, output: SequenceOutput) -> Row:
-        """Returns the row of a running request; if making it fails, a row that ends this request
-        alone.
+        """Returns the row of a running request. If building it fails, returns a row that ends the
+        request with an error.
 
         The failed row's tokens are not sent.
         """
         try:
             return self._row(prepared, output)
-        except Exception as error:  # it must not stop the other requests
+        except Exception as error:  # one failure must not stop other requests
             self._log.exception("a request's output failed", request_id=prepared.request_id)
             reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
             return prepared.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)
 
     def refusal(self, claim: Claim, error: InvalidRequestError) -> Row:
-        """Returns the last row of a request that never became a sequence."""
+        """Returns the last row of a request that could not be prepared."""
         event = TokenEvent(
             index=claim.num_logged,
             token_ids=[],
@@ -306,7 +307,7 @@ class RowBuilder:
 def _prompt_logprobs(
     token_ids: Sequence[int], pieces: Sequence[PromptLogprobs]
 ) -> Iterator[TokenLogprob]:
-    """Yields the report on each token of a prompt but the first one."""
+    """Yields the log-probabilities of each token of a prompt except the first."""
     following = iter(token_ids[1:])
     for piece in pieces:
         columns = (piece.logprobs, piece.ranks, piece.top_ids, piece.top_logprobs)
@@ -323,8 +324,8 @@ def _prompt_logprobs(
 
 
 def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """Returns the text of each token of a prompt, special tokens by their names. Together the texts
-    are the prompt: a character of several tokens is in the text of the last one."""
+    """Returns one text for each token of a prompt. All texts joined are the prompt. A special
+    token's text is its name. A character of several tokens is in the text of the last of them."""
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
     for is_part, run in groupby(range(len(texts)), lambda place: REPLACEMENT in texts[place]):
         if is_part:
@@ -337,8 +338,8 @@ def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
 
 def encoded(vector: npt.NDArray[np.float32], embed: Embed) -> str:
-    """Returns the vector as base64 of little-endian float32: the first `dimensions` numbers, at
-    length 1 if `embed.normalize`."""
+    """Returns the vector as base64 of little-endian float32. The vector has the first `dimensions`
+    numbers, scaled to length 1 if `embed.normalize`."""
     numbers = vector[: embed.dimensions].astype(np.float64)
     if embed.normalize:
         numbers /= max(float(np.linalg.norm(numbers)), _SHORTEST)

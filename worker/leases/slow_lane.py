@@ -1,4 +1,5 @@
-"""Runs the preparations that take long, a few at a time and beside all others."""
+"""Runs preparations that may take long in a few separate threads, so that quick ones do not
+wait."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _MAX_THREADS_OF_TENANT = 2
 """The most threads of one tenant, so that some threads are left to others."""
 
 _USUAL_SECONDS = 0.05
-"""How long a function is expected to take before one of its tenant has been measured."""
+"""Expected seconds of a function whose tenant has no measurement yet."""
 _MIN_PUT_OFF_SECONDS = 0.1
 _MAX_PUT_OFF_SECONDS = 60.0
 
@@ -21,26 +22,28 @@ T = TypeVar("T")
 
 
 class SlowLane:
-    """Runs functions in threads. Tenants take turns to get one."""
+    """Runs functions in a few threads, and gives the threads to tenants in turns."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """The turns that each tenant waits for. The tenant whose turn is next comes first."""
+        """The waiting calls of `run`, by tenant. The tenant that gets the next thread comes
+        first."""
         self._running: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}  # how long a function of each tenant takes now
-        self._put_off_until: dict[str, float] = {}  # when the last request of each tenant is back
+        self._put_off_until: dict[str, float] = {}  # for each tenant: the end of the latest delay
 
     @property
     def has_put_off(self) -> bool:
-        """Whether a request that was put off has not come back yet."""
+        """Whether the delay of a request that `put_off` delayed has not passed yet."""
         now = time.monotonic()
         return any(until > now for until in self._put_off_until.values())
 
     def put_off(self, tenant: str) -> float:
-        """Returns how many seconds to put off one more request that finds no place here.
+        """Returns the delay in seconds for a request that finds the lane full.
 
-        After about this time the tenant's turn comes: its requests here and those that it put off
-        before come first. A request that comes back too early costs a useless claim.
+        The delay is the time that the tenant's earlier requests are expected to take: those in the
+        lane, and those that were put off before. A request that comes back too early costs a
+        useless claim.
         """
         now = time.monotonic()
         self._put_off_until = {
@@ -54,7 +57,8 @@ class SlowLane:
         return until - now
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Returns the function's result. A cancellation drops the result, but not the thread."""
+        """Run a function in a thread, and return its result. A cancellation drops the result, but
+        the thread continues."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._give_turns()
@@ -62,7 +66,7 @@ class SlowLane:
             await turn
             started = time.monotonic()
             result = await asyncio.to_thread(function)
-            most = 2 * self._seconds.get(tenant, _USUAL_SECONDS)  # one alone may be an exception
+            most = 2 * self._seconds.get(tenant, _USUAL_SECONDS)  # one may be an exception
             self._seconds[tenant] = min(time.monotonic() - started, most)
             return result
         finally:

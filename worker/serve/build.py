@@ -1,4 +1,5 @@
-"""Builds the parts that a worker serves: engine, tokenizer, end tokens, the model's identity."""
+"""Builds the parts of a worker that depend on its model: engine, tokenizer, end tokens,
+identity."""
 
 from __future__ import annotations
 
@@ -43,34 +44,36 @@ _MODEL_FREE_MODEL_LEN = 8192
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model, ready to serve."""
+    """A loaded model with all that a worker needs to serve it."""
 
     engine: Engine | EnginePort
-    """The worker starts a thread for an engine that is driven by steps."""
+    """An EnginePort, or an engine that computes step by step. The worker starts a thread for the
+    latter."""
     tokenizer: Tokenizer
     identity: ModelIdentity
     end_token_ids: frozenset[int]
     device: str
     dtype: str
-    """The dtype in which the model computes. Empty if nothing is computed."""
+    """The dtype in which the model computes; empty if this process computes nothing."""
     method: str = ""
-    """How the engine computes, in words: with promptq's own code, or why not."""
+    """A text for the user: that the engine uses promptq's own code, or why it does not."""
     grammars: Grammars | None = None
-    """Makes outputs match a schema; None for an engine that cannot use grammars."""
+    """Compiles grammars for structured output; None for an engine that cannot use grammars."""
     verdict: Verdict | None = None
-    """The result of the check at load. Another load of the same model need not repeat it."""
+    """The result of the check at load. A later load of the same model need not repeat the check."""
     pooling: Pooling | None = "last"
-    """How prompts become vectors; see Preparation."""
+    """The default pooling of embedding requests; see `Preparation`."""
 
     @property
     def computes_here(self) -> bool:
-        """Whether the model runs in this process. Its steps do not hold the interpreter's lock."""
+        """Whether this process computes the model. Steps of such a model release the interpreter's
+        lock."""
         return bool(self.dtype) and not isinstance(self.engine, EnginePort)
 
 
 def _kv_cache_bytes(settings: WorkerSettings) -> int | None:
-    """Returns the bytes of '4G', '512M' or '1048576'; None if not set. Raises
-    ConfigurationError."""
+    """Returns the size of the KV cache in bytes; None if it is not set. The setting is a text such
+    as '4G', '512M' or '1048576'. Raises ConfigurationError."""
     if not (text := settings.kv_cache_memory):
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
@@ -84,7 +87,8 @@ def _kv_cache_bytes(settings: WorkerSettings) -> int | None:
 def build(
     settings: WorkerSettings, progress: Progress = unheard, known: Verdict | None = None
 ) -> Served:
-    """Load the model that the settings name. `known` is the verdict of an earlier load of it.
+    """Load the model that the settings name. `known` is the verdict of an earlier load of the
+    model.
 
     Raises ConfigurationError, ModelError.
     """
@@ -104,7 +108,7 @@ def build(
 
 
 def identify(settings: WorkerSettings) -> ModelIdentity:
-    """Returns the identity of the model that the settings name; loads no weights. Raises
+    """Returns the identity of the model that the settings name. Loads no weights. Raises
     ModelError."""
     if settings.model == MODEL_FREE and settings.engine == NATIVE:
         return ModelIdentity(MODEL_FREE, MODEL_FREE)
@@ -118,7 +122,8 @@ def identify(settings: WorkerSettings) -> ModelIdentity:
 
 
 def _identity(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
-    """Returns the identity of a model, which may be that of an inference server."""
+    """Returns the identity of the model that the settings name. An inference server may have the
+    model."""
     is_native = settings.engine == NATIVE
     name = settings.model or str(MODEL_DIR)
     fingerprint = _fingerprint(name, with_weights=is_native)
@@ -132,7 +137,8 @@ def _identity(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> Mode
 
 
 def _formats(settings: WorkerSettings) -> list[str]:
-    """Returns the number formats that change outputs by more than another processor would."""
+    """Returns the number formats that belong to the model's identity: those that change outputs
+    more than another processor would."""
     formats: list[str] = []
     if settings.quantization != "none":
         formats.append(settings.quantization)
@@ -146,9 +152,9 @@ def _formats(settings: WorkerSettings) -> list[str]:
 
 
 def fits_beside_others(settings: WorkerSettings) -> bool:
-    """Returns whether the model can surely be loaded while others stay in memory."""
+    """Returns whether the model surely fits into memory beside other loaded models."""
     if settings.engine != NATIVE:
-        return settings.upstream is not None  # what its own server takes is unknown
+        return settings.upstream is not None  # the memory of its server is unknown
     if settings.model == MODEL_FREE:
         return True
     from promptq.worker.engine.model import loading
@@ -252,7 +258,7 @@ def _build_model(
 
 def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     require("an engine behind HTTP", "upstream")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "torch is missing"
     from promptq.worker.upstream.connecting import DIALECTS, find_server, key_of, start_server
     from promptq.worker.upstream.forwarding_engine import ForwardingEngine
     from promptq.worker.upstream.model_files import read_model_facts, require_for_gguf
@@ -323,8 +329,8 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
 def _end_token_ids(
     of_model: frozenset[int], tokenizer: HuggingFaceTokenizer, vocab_size: int
 ) -> frozenset[int]:
-    """Returns the end tokens of the model and of the tokenizer, as vLLM does. Many fine-tunes keep
-    the configuration of the model that they were made from, which may lack their end tokens."""
+    """Returns the end tokens of the model and of the tokenizer together, as vLLM does. Many
+    fine-tunes keep their base model's configuration, which may lack their own end tokens."""
     own = tokenizer.end_token_id
     return of_model if own is None or own >= vocab_size else of_model | {own}
 
@@ -356,7 +362,8 @@ def _engine(
     *,
     async_scheduling: bool = False,
 ) -> Engine:
-    """Returns the engine. The arguments after the settings are defaults for two settings."""
+    """Returns the engine. `speculative_tokens` and `async_scheduling` are used if the settings do
+    not set them."""
     if settings.speculative_tokens is not None:
         speculative_tokens = settings.speculative_tokens
     if settings.async_scheduling is not None:
@@ -386,11 +393,11 @@ def shown_name(settings: WorkerSettings) -> str:
 
 
 def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
-    """Returns a hash of the sizes and beginnings of a model's files, which distinguishes models.
+    """Returns a hash of the sizes and first bytes of a model's files, which identifies the model.
 
     A safetensors file begins with the names and shapes of all its tensors, a GGUF file with its
-    name and vocabulary. Without `with_weights`, the hash does not depend on weights, which need not
-    be on a machine whose worker only forwards.
+    name and vocabulary. Without `with_weights`, the hash leaves out the weight files, because a
+    machine whose worker only forwards need not have them.
     """
     folder = _folder(name_or_dir)
     digest = hashlib.sha256()
@@ -398,7 +405,7 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
     files = [folder / name for name in names if (folder / name).exists()]
     if with_weights:
         files += sorted(folder.glob("*.safetensors"))
-    if is_gguf(name_or_dir):  # one file with all of these inside
+    if is_gguf(name_or_dir):  # a single file contains all of these
         files = [Path(name_or_dir).expanduser()]
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
@@ -408,7 +415,7 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
 
 
 def _folder(name_or_dir: str) -> Path:
-    """Returns the folder of a model's files, by the folder itself or by the hub name."""
+    """Returns the folder of a model's files. `name_or_dir` is that folder, or a name on the hub."""
     folder = Path(library_arguments(name_or_dir)[0])
     if folder.is_dir():
         return folder

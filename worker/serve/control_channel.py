@@ -1,8 +1,8 @@
-"""Listens on the channels of the queue: new work and cancels on `control`, drains on `drain`.
+"""Listens on the channels of the queue: `control` for new work and cancels, `drain` for drains.
 
-Producers may publish on `control`, but should not be able to end workers. On a server without
-roles, where every client may do everything, the worker also obeys a drain on `control`, where
-earlier releases send it.
+Producers may publish on `control`, but must not be able to end workers. So drains have their own
+channel. On a server without roles, every client may do everything. There the worker also obeys a
+drain on `control`, where earlier releases send it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ async def act(
     exchange: Exchange,
     drain: asyncio.Event,
 ) -> None:
-    """Pass new work to `wake_up` and cancels to `exchange`, and set `drain`, until cancelled.
+    """Act on messages until cancelled. Passes new work to `wake_up` and cancels to `exchange`, and
+    sets `drain`.
 
     A message is `pending`, `cancel:ID`, `drain` for all workers, or `drain:WORKER_ID`.
     """
@@ -47,10 +48,11 @@ async def act(
 
 
 async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
-    """Yields each message, until cancelled. The first one says that the worker listens.
+    """Yields the messages, until cancelled. Yields `pending` after each connection.
 
-    Messages that are missed while disconnected only cost time: workers poll for new work, and
-    every publish reports cancels. Only a drain has to be sent again. Raises NoPermissionError.
+    The worker misses messages while it is disconnected. Missed wake-ups and cancels only cost time:
+    workers poll for new work, and every publish reports cancels. A missed drain has to be sent
+    again. Raises NoPermissionError.
     """
     client, keys = queue.redis, queue.keys
     heeded = {keys.drain.encode()}
@@ -63,7 +65,7 @@ async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
                 while True:
                     message = await _next(channel)
                     if message["type"] == "subscribe":
-                        yield "pending"  # something may have come before it listened
+                        yield "pending"  # messages before this were missed
                     if message["type"] != "message":
                         continue
                     text = message["data"].decode("ascii", "replace")
@@ -77,9 +79,9 @@ async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
 
 
 async def _next(channel: Any) -> dict[str, Any]:
-    """Returns the next message. If none comes, it sends a ping, whose answer is a message.
+    """Returns the next message. If none comes in time, sends a ping, whose answer is a message.
 
-    Raises RedisError if no answer comes: the connection may be open and pass nothing.
+    Raises RedisError if no answer comes, because then the connection is open but dead.
     """
     seconds = channel.connection.socket_timeout
     message: dict[str, Any] | None = await channel.get_message(timeout=seconds)

@@ -1,8 +1,8 @@
 """The thread that drives the engine, and the two queues between it and the rest of the worker.
 
-Only plain messages cross. The inbox is applied between steps and is the only way in, so a block
-always has one owner. Aborts never wait behind additions. The outbox is bounded: an engine whose
-output is not fetched stops.
+Only plain messages pass through the queues. The thread reads the inbox between steps, and nothing
+else changes the engine from outside. So a block always has one owner. Aborts never wait behind
+additions. The outbox is bounded: the engine pauses while nobody fetches its outputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IDLE_TICK_SECONDS = 0.5
 
 
 class EngineThread:
-    """Runs an engine that is driven by steps; see `EnginePort` for what it promises."""
+    """Implements `EnginePort` for an engine that computes step by step."""
 
     is_accepting = True
 
@@ -47,7 +47,7 @@ class EngineThread:
         self._snapshots: deque[asyncio.Future[EngineSnapshot]] = deque()
         self._inbox = threading.Condition()
         self._is_waiting = False
-        """Whether the thread waits for mail, or is about to."""
+        """Whether the thread waits for a message, or is about to wait."""
         self._outbox: deque[StepOutput] = deque()
         self._unfetched = threading.BoundedSemaphore(_MAX_UNFETCHED_STEPS)
         self._fetchable = asyncio.Event()
@@ -104,8 +104,7 @@ class EngineThread:
         return time.monotonic() - self._last_progress
 
     def _wake(self) -> None:
-        """Wake the thread if it waits. Only the first of many messages has to wake the thread,
-        which costs time."""
+        """Wake the thread if it waits. Waking costs time, so a running thread is not woken."""
         if self._is_waiting:
             with self._inbox:
                 self._is_waiting = False
@@ -133,21 +132,21 @@ class EngineThread:
             return self._engine.step()
         except Exception as error:
             self._log.exception("a step failed; it is computed again, if necessary in parts")
-            clear_frames(error.__traceback__)  # they hold memory that the parts need
+            clear_frames(error.__traceback__)  # the frames hold memory that the parts need
             self._last_progress = time.monotonic()
             return self._engine.recover(error)
 
     def _apply_inbox(self) -> bool:
-        """Wait for work, and apply additions and aborts. Returns False to stop."""
+        """Wait for work, and apply additions and aborts. Returns False if the thread must stop."""
         if not self._engine.has_work:
             self._wait()
-        # Aborts come out first: a request that was added before one of them is there by then.
+        # Aborts are taken first, so that additions made before an abort are taken with it.
         snapshots, aborts = _all_of(self._snapshots), _all_of(self._aborts)
         additions = _all_of(self._additions)
         for request in additions:
             try:
                 self._engine.add(request)
-            except Exception as error:  # it must not stop the other requests
+            except Exception as error:  # one failure must not stop other requests
                 refusal = SequenceOutput(
                     request.sequence_id, [], finish_reason=FinishReason.ERROR, error=str(error)
                 )
@@ -168,9 +167,9 @@ class EngineThread:
         return not self._stopping
 
     def _wait(self) -> None:
-        """Wait for mail, or for `stop`."""
+        """Wait until the inbox has a message, or until `stop` is called."""
         with self._inbox:
-            self._is_waiting = True  # before it looks, so that nothing comes unnoticed after that
+            self._is_waiting = True  # before the check, so that no later message is missed
             while not (self._stopping or self._additions or self._aborts or self._snapshots):
                 self._last_progress = time.monotonic()
                 self._inbox.wait(_IDLE_TICK_SECONDS)
@@ -192,5 +191,5 @@ class EngineThread:
 
 
 def _all_of(mail: deque[T]) -> list[T]:
-    """Returns all mail so far, and removes it. The other thread may add more meanwhile."""
+    """Remove and return all messages so far. The other thread may add more meanwhile."""
     return [mail.popleft() for _ in range(len(mail))]

@@ -1,4 +1,5 @@
-"""Serves a worker's metrics for Prometheus. Most are totals that the worker keeps anyway."""
+"""Serves a worker's metrics for Prometheus. Most metrics are totals that the worker keeps
+anyway."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _MADE_OF = {
     metrics.RECOMPUTED: "recomputed_tokens",
     metrics.STATE_BYTES: "state_bytes",
 }
-"""Metrics that are left out if the engine does not report this statistic."""
+"""The engine statistic behind each of these metrics. A metric is left out if the engine does not
+report its statistic."""
 _VLLMS_WORDS = {FinishReason.CANCELLED: "abort"}
 
 
@@ -71,7 +73,7 @@ def readings(worker: Worker) -> Iterator[Reading]:
 class MetricsServer:
     """Serves a worker's metrics over HTTP, in a separate thread.
 
-    Port 0 takes a free one. Raises ConfigurationError if the port is taken.
+    Port 0 selects a free port. Raises ConfigurationError if the port is in use.
     """
 
     def __init__(self, worker: Worker, host: str, port: int) -> None:
@@ -81,7 +83,7 @@ class MetricsServer:
         except OSError as error:
             raise ConfigurationError(
                 f"--metrics-port: cannot listen at {host}:{port} ({error.strerror});"
-                " 0 takes a free port"
+                " 0 selects a free port"
             ) from error
 
     @property

@@ -39,29 +39,31 @@ T = TypeVar("T")
 _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
-"""How soon an engine's thread gets the interpreter after a step; Python's default is 5 ms. If
-nothing computes, all threads need the lock all the time, and each change of thread costs more than
-it gains."""
+"""The interpreter's switch interval in seconds while the model computes here; Python's default is 5
+ms. The engine's thread gets the interpreter's lock this soon after a step. If nothing computes
+here, all threads always need the lock, and each switch costs more than it gains."""
 
 
 class Turn(Protocol):
-    """Decides when a process may load its model, if it shares the device with others."""
+    """Decides when a process may load its model, if several processes share the device."""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """Set the events when the owner orders the process to end, as a signal would."""
+        """Set the events when the owner of the processes orders this one to end, as a signal
+        would."""
         ...
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
-        """Return when the model may be loaded, with the result of its earlier check, if any."""
+        """Wait until the model may be loaded. Returns the verdict of an earlier load, or None."""
         ...
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
-        """Note that requests are claimed from now on. `line` is the ready line."""
+        """Report that the worker claims requests from now on. `line` is its ready line."""
         ...
 
 
 def serve_until_stopped(settings: WorkerSettings, redis_url: str, turn: Turn | None = None) -> None:
-    """Run a worker until SIGTERM or SIGINT; with `turn`, only when it is its turn.
+    """Run a worker until SIGTERM or SIGINT. If there is a `turn`, load the model only after
+    `turn.wait`.
 
     Raises PromptqError.
     """
@@ -149,10 +151,10 @@ async def _serve(settings: WorkerSettings, redis_url: str, turn: Turn | None) ->
 
 
 def handle_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-    """Set `stop` at the first SIGTERM or SIGINT, and `stop_now` at a further one.
+    """Set `stop` at the first SIGTERM or SIGINT, and `stop_now` at the next one.
 
-    Handlers of the loop itself would end with the loop. A further signal while the process ends
-    would then turn success into a failure.
+    Installs Python's signal handlers, because the event loop's handlers end with the loop. A signal
+    that comes at the end of the process would then turn success into a failure.
     """
     loop = asyncio.get_running_loop()
 
@@ -170,9 +172,11 @@ def handle_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
 async def unless(
     stop: asyncio.Event, starting: Awaitable[T], give_up: Callable[[], object] = lambda: None
 ) -> T:
-    """Await a stage of the start, or end the process if `stop` is set first.
+    """Await a stage of the start and return its result. If `stop` is set first, call `give_up` and
+    end the process.
 
-    The process holds no requests yet, and a thread that loads a model would continue for minutes.
+    The process holds no requests yet, so nothing is lost. A thread that loads a model would
+    continue for minutes.
     """
     part, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     await asyncio.wait((part, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -184,9 +188,9 @@ async def unless(
 
 
 def _leave_at_once(error: Exception | None = None) -> NoReturn:
-    """Report the error as at a normal end, and end the process now.
+    """Print the error as at a normal end, if there is one, and end the process now.
 
-    The interpreter would wait for a thread that may hang for ever.
+    A normal end would wait for all threads, and a thread may hang for ever.
     """
     if error is not None:
         is_ours = isinstance(error, PromptqError)
@@ -198,9 +202,10 @@ def _leave_at_once(error: Exception | None = None) -> NoReturn:
 
 
 def _spare_the_collector() -> None:
-    """Keep the garbage collector from scanning libraries and model, which stay anyway.
+    """Keep the garbage collector from scanning libraries and the model, which are never freed.
 
-    A full collection stops every thread, also the engine's, and a busy worker makes many objects.
+    Also makes collections less frequent, because a busy worker creates many objects. A full
+    collection stops every thread, also the engine's.
     """
     gc.collect()
     gc.freeze()
@@ -208,7 +213,8 @@ def _spare_the_collector() -> None:
 
 
 async def open_when_there(redis_url: str, wait_seconds: float) -> redis.asyncio.Redis:
-    """Connect, and wait for a server that starts at the same time as the worker."""
+    """Returns a connection to the server. Retries for `wait_seconds`, because the server may be
+    starting at the same time. Raises RedisUnavailableError."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:

@@ -1,4 +1,5 @@
-"""Shows and measures the start of a worker: a bar at a terminal, log lines otherwise."""
+"""Measures the stages of a worker's start. Shows them as a bar in a terminal, otherwise as log
+lines."""
 
 from __future__ import annotations
 
@@ -12,21 +13,22 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from promptq.shared.runtime.logs import get_logger
 
 _LOGGED_SECONDS = 5.0
-"""Longer stages get a log line where no bar is shown. The ready line names all others."""
+"""If no bar is shown, a stage that takes more seconds than this gets a log line. The ready line
+names the other stages."""
 
 
 class StartUp:
-    """Shows the stages of a start and measures them; it is the `Progress` of `build`.
+    """Shows and measures the stages of a start. Implements `Progress` for `build`.
 
-    It is called from the thread that loads. `close` ends the last stage, also when the start
-    failed, and removes the bar.
+    The thread that loads the model calls it. `close` ends the last stage, also after a failed
+    start, and removes the bar.
     """
 
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.seconds: dict[str, float] = {}
-        """The seconds that each stage took, in order."""
+        """The seconds of each stage, by its name, in order."""
         self._clock = clock
         self._logged: set[str] = set()
         self._stage: str | None = None
@@ -48,13 +50,14 @@ class StartUp:
         self._bar.update(self._task, description=stage, total=total, completed=share or 0.0)
 
     def close(self) -> None:
-        """End the last stage."""
+        """End the last stage, and remove the bar."""
         self._end_stage()
         if self._is_shown:
             self._bar.stop()
 
     def __str__(self) -> str:
-        """A short text of the stages that have no log line: `weights 0.8 s, checking 1.2 s`."""
+        """Returns the stages that have no log line, as a short text: `weights 0.8 s, checking 1.2
+        s`."""
         stages = self.seconds.items()
         return ", ".join(
             f"{name} {took:.1f} s" for name, took in stages if name not in self._logged

@@ -46,16 +46,16 @@ from promptq.worker.serve.build import Served
 from promptq.worker.serve.engine_thread import EngineThread
 
 _NOTE_SECONDS = 5.0
-"""How often the worker adds its queue's name to the server's list of queues."""
+"""Seconds between two calls that add the queue's name to the server's list of queues."""
 
 
 class Worker:
     """Serves one queue with one engine until it is stopped.
 
-    It makes the parts of a worker and runs them. The intake claims and prepares requests, and the
-    publisher sends their outputs. All parts report events of a held request to the leases, and the
-    leases feed the engine. `start_up_seconds` holds the seconds of each stage of loading, for the
-    heartbeat.
+    The worker creates its parts and runs them. The prefetcher (`intake`) claims and prepares
+    requests, and the publisher sends their outputs. All parts report events of a held request to
+    the leases, and the leases hand requests to the engine. `start_up_seconds` holds the seconds of
+    each stage of loading, for the heartbeat.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class Worker:
         self._log = get_logger(worker_id=self.worker_id, queue=settings.queue)
 
     def _about(self, start_up_seconds: Mapping[str, float]) -> WorkerStats:
-        """Returns the worker's statistics, of which most do not change."""
+        """Returns the worker's statistics at its start. Most of these values do not change
+        later."""
         served, limits = self.served, self.engine.limits
         return WorkerStats(
             worker_id=self.worker_id,
@@ -150,7 +151,7 @@ class Worker:
         )
 
     async def start(self) -> None:
-        """Start claiming. Raises ModelMismatchError if the queue has another model."""
+        """Start to claim requests. Raises ModelMismatchError if the queue has another model."""
         no_room = Room(max_count=0, token_budget=0)
         await keep_trying(lambda: self._queue.take_batch(no_room), self._settings.redis_wait)
         messages = control_channel.listen(self._queue)
@@ -170,7 +171,7 @@ class Worker:
         self._spawn(self._every(LOOK_SECONDS, self._look_at_maxmemory_policy))
         if (seconds := watchdog_seconds()) is not None:
             self._spawn(self._every(seconds, self._notify_service_manager))
-        await keep_trying(self._beat, self._settings.redis_wait)  # a wrong role is named now
+        await keep_trying(self._beat, self._settings.redis_wait)  # reports a wrong role now
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
         await self._survive_redis(self._look_at_maxmemory_policy)
@@ -178,7 +179,7 @@ class Worker:
         self._has_started = True
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, or until a drain is requested on the control channel.
+        """Serve requests until `stop` is set, or until a drain is requested on the control channel.
 
         Raises the exception of a part of the worker that failed.
         """
@@ -195,7 +196,7 @@ class Worker:
     async def drain(self, now: asyncio.Event) -> None:
         """Stop claiming, and let running requests finish until the grace time is over.
 
-        Setting `now` ends the grace time early. Raises what `serve` raises.
+        Setting `now` ends the grace time early. Raises the errors of `serve`.
         """
         self._heartbeat.about.state = "draining"
         notify("STOPPING=1")
@@ -211,7 +212,7 @@ class Worker:
                     await now.wait()
 
     async def stop(self) -> None:
-        """End all parts, give held requests back with their progress, and leave the queue."""
+        """Stop all parts, give held requests back with their progress, and leave the queue."""
         self._heartbeat.about.state = "draining"
         try_once(self._queue.redis)
         await self._survive_redis(self.intake.stop)
@@ -219,11 +220,11 @@ class Worker:
         await self._survive_redis(self._publisher.flush)
         has_failed = self.engine.has_failed and self.engine.abilities.is_at_risk
         broken = has_failed or self._watchdog.is_in_engine
-        for lease in self.leases:  # no need to wait for the running step: it writes nothing
+        for lease in self.leases:  # no need to wait for the running step, whose outputs are dropped
             is_suspect = broken and lease.state is LeaseState.RUNNING
             self.leases.returning(lease, crashed=is_suspect)
         leases_end_at = self._reaper.reached_at + self._queue.lease_ms / 1000
-        seconds = leases_end_at - time.monotonic()  # after that nothing can be given back
+        seconds = leases_end_at - time.monotonic()  # after that, the leases have expired
         await self._survive_redis(lambda: self._exchange.give_back(seconds))
         for lease in self.leases:
             self._departures.note(lease, Departure.of(lease))
@@ -245,7 +246,8 @@ class Worker:
         return self._heartbeat.stats()
 
     async def _note_queue(self) -> None:
-        """Add the queue's name to the server's list, where gateways of several queues look."""
+        """Add the queue's name to the server's list of queues. Gateways of several queues read the
+        list."""
         try:
             await self._queue.run(lookups.note_queue(self._queue.keys.queue))
         except NoPermissionError:
@@ -263,7 +265,8 @@ class Worker:
         self.intake.num_workers = await self._heartbeat.beat()
 
     async def _compare_lengths(self) -> None:
-        """Warn if another worker has another length limit, as streams may move to it."""
+        """Log a warning if another worker of the queue has another length limit, because streams
+        may move to that worker."""
         keys, own = self._queue.keys, self.engine.limits.max_model_len
         for worker_id in await self._queue.run(lookups.live_worker_ids(keys, 0)):
             other = await self._queue.run(lookups.worker_stats(keys, worker_id))
@@ -278,7 +281,7 @@ class Worker:
                 return
 
     async def _notify_service_manager(self) -> None:
-        """Notify systemd that the worker lives, as long as no part of it hangs."""
+        """Notify systemd that the worker is alive, unless a part of it hangs."""
         if not self._watchdog.reason:
             notify("WATCHDOG=1")
 

@@ -8,29 +8,29 @@ from dataclasses import dataclass
 from promptq.shared.queue.statistics import Work
 
 _SPARE_SECONDS = 2.0
-"""How much earlier than necessary a model is loaded for a deadline."""
+"""Seconds by which a model is loaded earlier than a deadline requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapTimes:
-    """The limits of the rule, in seconds."""
+    """The limits by which `choose` decides, in seconds."""
 
     least_loaded: float
-    """How long a model that has work stays loaded."""
+    """A model that has work stays loaded for at least this time."""
     longest_wait: float
-    """How long requests wait for their model while another model has work."""
+    """The longest time that requests wait for their model while another model has work."""
     idle: float
     """A model without work is unloaded after this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The loaded model. Times are by the clock of `choose(now)`."""
+    """The loaded model. Times are in seconds, by the clock of `choose(now)`."""
 
     queue: str
     since: float
     worked_at: float
-    """When its queue last had work."""
+    """The last time at which its queue had work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Candidate:
 
     work: Work
     left_at: float
-    """When its model was unloaded; minus infinity if it never was loaded."""
+    """The time at which its model was unloaded; minus infinity if it was never loaded."""
     load_seconds: float
-    """How long it takes until the model serves."""
+    """Expected seconds from the order to load the model until it serves."""
 
     def has_waited(self, now: float) -> float:
-        """Returns how long requests have waited for the model, without the time it was loaded."""
+        """Returns the seconds for which requests have waited while the model was not loaded."""
         return min(self.work.oldest_ms / 1000, now - self.left_at)
 
     @property
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def must_start_now(self) -> bool:
-        """Whether a deadline would be missed if the model were loaded later."""
+        """Whether a deadline will be missed unless the model is loaded now."""
         if not self.work.deadlines_ms:
             return False
         needed = self.load_seconds + (self.work.seconds_of_answer or 0.0) + _SPARE_SECONDS
@@ -66,7 +66,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The queue whose model should be loaded, or None for no model, and the reason."""
+    """The queue whose model should be loaded (None: no model should be loaded), and the reason."""
 
     queue: str | None
     because: str
@@ -79,12 +79,12 @@ def choose(
     candidates: Mapping[str, Candidate],
     now: float,
 ) -> Choice | None:
-    """Returns the model to load in place of the loaded one; None: no other. `own` is the loaded
-    model's work.
+    """Returns the change to make, or None if the loaded model should stay. `own` is the work for
+    the loaded model.
 
     The rule compares requests of different queues as if they waited in one queue: by the score,
-    which is the time of arrival with the priority added. So one level of priority counts as much as
-    an arrival one minute earlier.
+    which is the time of arrival plus the priority. So one level of priority counts as much as an
+    arrival one minute earlier.
     """
     waiting = {queue: each for queue, each in candidates.items() if each.is_waiting}
 

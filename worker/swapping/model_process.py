@@ -1,4 +1,5 @@
-"""A process that serves one of several models, seen from its owner."""
+"""Starts and controls a process that serves one of several models. The process that starts it is
+its owner."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Target = Callable[[WorkerSettings, str, Connection], None]
 
 
 class ProcessState(Enum):
-    """The state of a process. It has a model in memory from LOADING to DRAINING."""
+    """The state of a process. A model is in its memory in LOADING, SERVING and DRAINING."""
 
     STARTING = auto()
     STANDBY = auto()
@@ -28,10 +29,10 @@ class ProcessState(Enum):
 
 
 def forking(*libraries: str) -> ForkServerContext:
-    """Returns a context whose processes have these modules imported already, since importing them
+    """Returns a context whose new processes have already imported these modules. Importing them
     takes seconds.
 
-    A separate process forks them, because this process has threads.
+    The context forks from a separate process, because this process has threads.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*libraries])
@@ -40,7 +41,8 @@ def forking(*libraries: str) -> ForkServerContext:
 
 @contextmanager
 def _not_importing_from_here() -> Iterator[None]:
-    """Keep the server of forks, which starts here, from importing from the current folder.
+    """Prevent the fork server, which starts in this block, from importing modules of the current
+    folder.
 
     Sets PYTHONSAFEPATH. On exit the variable gets its former value, for this process and the
     processes that it starts later.
@@ -57,9 +59,10 @@ def _not_importing_from_here() -> Iterator[None]:
 
 
 class ModelProcess:
-    """Runs `target` with the settings, the server's address and a connection to this owner.
+    """A process that runs `target`, with the settings, the server's address and a connection to its
+    owner.
 
-    The process ends when the owner does: it drains once its connection to the owner is closed.
+    If the owner ends, the connection closes. Then the process drains and ends.
     """
 
     def __init__(
@@ -72,11 +75,12 @@ class ModelProcess:
     ) -> None:
         """`known` is the result of the check by an earlier process of this model."""
         self.has_room = True
-        """Whether its model fits beside those that are in memory."""
+        """Whether the model fits into memory beside the loaded models, as far as the process
+        reported."""
         self.failure = ""
-        """A sentence that says why the process ended, if the process knew that."""
+        """A sentence with the reason why the process ended; empty if the process reported none."""
         self.served = ""
-        """The ready line, once the process serves."""
+        """The ready line; empty until the process claims requests."""
         self.known = known
         self.state = ProcessState.STARTING
         self._line, its_end = context.Pipe()
@@ -92,13 +96,13 @@ class ModelProcess:
 
     @property
     def holds_memory(self) -> bool:
-        """Whether a model is in its memory, or being loaded."""
+        """Whether the process may have a model in memory: it is LOADING, SERVING or DRAINING."""
         busy = (ProcessState.LOADING, ProcessState.SERVING, ProcessState.DRAINING)
         return self.state in busy
 
     def look(self) -> ProcessState:
         """Read the reports of the process, and notice its end. Returns the new state."""
-        has_ended = self._process.exitcode is not None  # before its last words are read
+        has_ended = self._process.exitcode is not None  # checked before reading the last reports
         with suppress(EOFError, OSError):
             while self._line.poll():
                 self._take_note(*self._line.recv())
@@ -107,22 +111,22 @@ class ModelProcess:
         return self.state
 
     def load(self, *, is_alone: bool) -> None:
-        """Have the process load its model; `is_alone`: no other model is in memory."""
+        """Order the process to load its model. `is_alone`: no other model is in memory."""
         self.state, self.has_room = ProcessState.LOADING, True
         self._send(Order.LOAD_ALONE if is_alone else Order.LOAD)
 
     def drain(self) -> None:
-        """Have the process claim no more, finish running requests, and end."""
+        """Order the process to claim no more, finish running requests, and end."""
         self.state = ProcessState.DRAINING
         self._send(Order.DRAIN)
 
     def stop(self) -> None:
-        """Have the process give back running requests and end."""
+        """Order the process to give back running requests and end."""
         self.state = ProcessState.DRAINING
         self._send(Order.STOP)
 
     def kill(self) -> None:
-        """End the process for certain, and wait for that."""
+        """Kill the process, and wait until it has ended."""
         self._process.kill()
         self._process.join()
         self._line.close()
@@ -139,5 +143,5 @@ class ModelProcess:
             self.state, self.served = ProcessState.SERVING, text
 
     def _send(self, order: Order) -> None:
-        with suppress(OSError):  # it has ended, which is seen at the next look
+        with suppress(OSError):  # the process has ended; `look` will notice
             self._line.send((order, self.known))

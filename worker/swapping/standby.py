@@ -1,4 +1,4 @@
-"""A process of one of several models, which loads its model when the owner orders that."""
+"""Runs in the process of one of several models, and loads the model when the owner orders it."""
 
 from __future__ import annotations
 
@@ -24,40 +24,41 @@ if TYPE_CHECKING:
 
 
 class Order(StrEnum):
-    """An order of the owner to a process."""
+    """An order that the owner sends to a process."""
 
     LOAD = "load"
-    """Load once the model fits beside the models in memory."""
+    """Load the model as soon as it fits into memory beside the loaded models."""
     LOAD_ALONE = "load alone"
-    """Load now: no other model is in memory."""
+    """Load the model now. No other model is in memory."""
     DRAIN = "drain"
     STOP = "stop"
     """End without waiting for running requests."""
 
 
 class Report(StrEnum):
-    """A report of a process to its owner. A text may follow."""
+    """A report of a process to its owner, perhaps with a text."""
 
     REGISTERED = "registered"
     NO_ROOM = "no room"
-    """The model does not fit beside the models in memory."""
+    """The model does not fit into memory beside the loaded models."""
     SERVING = "serving"
-    """The text is the ready line."""
+    """The process claims requests. The text is its ready line."""
     FAILED = "failed"
-    """The text is a sentence with the reason."""
+    """The process ends after an error. The text is a sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The result of the check by an earlier process that loaded the model of this fingerprint."""
+    """The result of an earlier process that loaded and checked the model with this fingerprint."""
 
     fingerprint: str
     verdict: bytes
-    """Pickled, since the owner has not imported the classes of a verdict."""
+    """The pickled Verdict. It stays pickled in the owner, which has not imported that class."""
 
 
 class Standby:
-    """Waits until it is this model's turn. The end of the owner counts as a request to drain."""
+    """Waits until the owner orders this model to be loaded. If the owner ends, the process
+    drains."""
 
     def __init__(self, owner: Connection) -> None:
         self._owner = owner
@@ -88,9 +89,10 @@ class Standby:
         loop.add_reader(self._owner.fileno(), read)
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
-        """Register the model with its queue, so that clients find it, and wait for its turn.
+        """Register the model with its queue, so that clients find it, and wait for the order to
+        load.
 
-        Returns the verdict of an earlier load if the files have not changed. Raises
+        Returns the verdict of an earlier load if the files have not changed, otherwise None. Raises
         ModelNotFoundError, and ModelMismatchError if the queue has another model.
         """
         identity = await asyncio.to_thread(identify, settings)
@@ -111,11 +113,11 @@ class Standby:
         return verdict
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
-        """Report that requests are claimed from now on; `line` is the ready line."""
+        """Report that the process claims requests from now on. `line` is its ready line."""
         known = None if verdict is None else Known(self._fingerprint, pickle.dumps(verdict))
         self.report(Report.SERVING, line, known)
 
     def report(self, what: Report, text: str = "", known: Known | None = None) -> None:
-        """Send a report to the owner, if it still lives."""
+        """Send a report to the owner, if the owner still runs."""
         with suppress(OSError):
             self._owner.send((what, text, known))

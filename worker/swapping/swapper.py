@@ -1,4 +1,4 @@
-"""Lets several models take turns on one device, by the work in their queues."""
+"""Lets several models take turns on one device. The work in their queues decides the turns."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _LOADABLE_FOR_MS = 5000
 _GUESSED_LOAD_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _MOST_DOUBLINGS = 10
-"""How often the wait after a failure is doubled at most. Without a limit, the number would be too
+"""The wait after a failure doubles at most this often. Without the limit, the number would be too
 large for a float after a day of failures."""
 
 
 class ModelFailedError(PromptqError):
-    """A model cannot be served at all. The message says why."""
+    """Raised if a model cannot be served at all. The message has the reason."""
 
 
 @dataclass
 class _Place:
-    """The process of one model, and facts about earlier ones."""
+    """The present process of one model, and facts about its earlier processes."""
 
     process: ModelProcess
     left_at: float = float("-inf")
@@ -48,15 +48,16 @@ class _Place:
     load_seconds: float = _GUESSED_LOAD_SECONDS
     num_failures: int = 0
     not_before: float = 0.0
-    """The time of the next start after a failure; until then nothing loads the model."""
+    """After a failure, no process loads the model before this time, in seconds of
+    `time.monotonic()`."""
 
 
 class Swapper:
-    """Keeps one model loaded in its process, and the other models' processes ready to load.
+    """Keeps one model loaded, and the processes of the other models ready to load theirs.
 
-    `start` makes the process of a queue. With `overlaps`, a model may be loaded while the one
-    before it still runs, if there is memory for both. `choose` decides which model should be
-    loaded; all else follows from that and from the states of the processes.
+    `start` starts the process of a queue. With `overlaps`, a model may be loaded while the previous
+    one still runs, if there is memory for both. The function `choose` decides which model should be
+    loaded. Each next step follows from that choice and from the states of the processes.
     """
 
     def __init__(
@@ -83,13 +84,14 @@ class Swapper:
 
     @property
     def health(self) -> Health:
-        """Ready as long as models can be loaded, even while none is loaded."""
+        """The owner's health. `is_claiming` is true while models can be loaded, even if none is
+        loaded."""
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:
         """Wait until each model is found and the first one serves, or until `stop`.
 
-        Raises ModelFailedError if one of them cannot be served.
+        Raises ModelFailedError if a model cannot be served.
         """
         while not stop.is_set() and not self._has_started:
             self._look()
@@ -104,7 +106,7 @@ class Swapper:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Swap models until `stop`."""
+        """Change the loaded model as the queues' work requires, until `stop`."""
         reading = asyncio.create_task(self._read_on())
         try:
             while not stop.is_set():
@@ -119,7 +121,7 @@ class Swapper:
             reading.cancel()
 
     async def drain(self, stop_now: asyncio.Event, seconds: float) -> None:
-        """Let running requests finish, and end all processes."""
+        """Let running requests finish for up to `seconds`, and end all processes."""
         self._is_leaving = True
         notify("STOPPING=1")
         for place in self._places.values():
@@ -136,7 +138,7 @@ class Swapper:
             await asyncio.sleep(_LOOK_SECONDS)
 
     def kill(self) -> None:
-        """End the processes that still run."""
+        """Kill all processes."""
         for place in self._places.values():
             place.process.kill()
 
@@ -152,7 +154,8 @@ class Swapper:
                 place.left_at = now
 
     def _replace_ended(self) -> None:
-        """Replace the processes that have ended, by order or by themselves."""
+        """Start a new process for each one that has ended. After a failure, this waits until a
+        pause is over."""
         now = time.monotonic()
         for name, place in self._places.items():
             if place.process.state is not ProcessState.ENDED or now < place.not_before:
@@ -175,7 +178,8 @@ class Swapper:
             place.process = self._start(name, place.process.known)
 
     def _decide(self) -> None:
-        """Choose the model to load, if the works are known and no change is on its way."""
+        """Choose the model to load. Does nothing while the queues' work is unknown, or while a
+        change of models is in progress."""
         now, own, loaded = time.monotonic(), Work(), None
         if not self._works:
             return
@@ -204,10 +208,10 @@ class Swapper:
             self._wanted, self._changed_at = choice.queue, now
 
     async def _report_loadable(self) -> None:
-        """Report the queues whose models are loaded or can be."""
+        """Report to the server the queues whose models are loaded or can be loaded."""
         now = time.monotonic()
         names = [name for name, place in self._places.items() if place.not_before <= now]
-        with suppress(ResponseError):  # such as a server without memory: the models take turns on
+        with suppress(ResponseError):  # such as a full server; swapping continues
             until_ms = await self._queue.run(lookups.server_time_ms()) + _LOADABLE_FOR_MS
             await self._queue.run([scripts.stand_by(Keys(name), until_ms) for name in names])
 
@@ -215,7 +219,7 @@ class Swapper:
         return f"{self._names[name]} (queue {name})" if name else "none"
 
     def _arrange(self) -> None:
-        """Order the next steps, until the wanted process is the only one that serves."""
+        """Order the next steps that make the wanted process the only one that serves."""
         wanted = self._places[self._wanted].process if self._wanted else None
         others = [place for place in self._places.values() if place.process is not wanted]
         is_alone = not any(place.process.holds_memory for place in others)
@@ -233,7 +237,7 @@ class Swapper:
                     place.process.drain()
 
     async def _read_on(self) -> None:
-        """Read the works of all queues again and again, and report which models can be loaded."""
+        """Read the work of all queues repeatedly, and report which models can be loaded."""
         names = [*self._places]
         is_away, reported_at = False, -math.inf
         while True:
@@ -244,7 +248,7 @@ class Swapper:
                     reported_at = time.monotonic()
                     await self._report_loadable()
                 is_away = False
-            except Exception as error:  # what a stranger wrote must not end the swapping
+            except Exception as error:  # a bad entry in Redis must not end the swapping
                 if not is_away:
                     self._log.warning(
                         "the queues cannot be read, so no model is swapped", error=str(error)

@@ -1,4 +1,4 @@
-"""A process for each of several models, of which one is loaded: how they are started and ended."""
+"""Starts and ends a process for each of several models, of which one is loaded at a time."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from promptq.worker.swapping.standby import Report, Standby
 from promptq.worker.swapping.swapper import Swapper
 
 _LEAVING_SECONDS = 10.0
-"""How long a process may take to end after it drained."""
+"""Seconds that a process may take to end after it has drained."""
 
 
 async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None:
-    """Run a worker for each of several models, of which one is loaded, until SIGTERM or SIGINT."""
+    """Run a worker for each of several models until SIGTERM or SIGINT. One model is loaded at a
+    time."""
     first, started = settings[0], time.monotonic()
     by_queue = {each.queue: _of_one(each, nth) for nth, each in enumerate(settings)}
     names = {queue: shown_name(each) for queue, each in by_queue.items()}
@@ -85,10 +86,10 @@ async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None
 
 
 async def _reap(queues: Sequence[AsyncRequestQueue]) -> None:
-    """Put requests of crashed processes back into their queues.
+    """Return requests of crashed processes to their queues.
 
-    While no model of a queue is loaded, no worker of the queue does this, and a model is loaded
-    only for requests that wait.
+    A worker reaps only its own queue. A queue whose model is not loaded has no worker, and its
+    model is loaded only for waiting requests.
     """
     reapers = [Reaper(queue) for queue in queues]
     while True:
@@ -99,15 +100,15 @@ async def _reap(queues: Sequence[AsyncRequestQueue]) -> None:
 
 
 async def _notify_service_manager() -> None:
-    """Notify systemd that this loop runs, if systemd waits for that."""
+    """Notify systemd that this loop runs, if systemd expects that."""
     while (seconds := watchdog_seconds()) is not None:
         notify("WATCHDOG=1")
         await asyncio.sleep(seconds)
 
 
 def _of_one(settings: WorkerSettings, nth: int) -> WorkerSettings:
-    """Returns the settings of the `nth` process: a separate metrics port, and no port for probes,
-    which the owner answers."""
+    """Returns the settings of the `nth` process. Each process has a separate metrics port. It has
+    no port for probes, because the owner answers them."""
     port = settings.metrics_port and settings.metrics_port + nth
     return settings.model_copy(update={"metrics_port": port, "health_port": None})
 
@@ -116,9 +117,9 @@ def _serve_in_turn(
     cores: set[int] | None, settings: WorkerSettings, redis_url: str, owner: Connection
 ) -> None:
     """Run a worker that loads its model when the owner orders it."""
-    os.setpgid(0, 0)  # Ctrl-C is for the owner, which then stops this process
+    os.setpgid(0, 0)  # Ctrl-C must reach only the owner
     if cores is not None:
-        os.sched_setaffinity(0, cores)  # a library bound the process that was forked to one core
+        os.sched_setaffinity(0, cores)  # a library bound the parent to one core
     os.environ.pop("NOTIFY_SOCKET", None)  # the owner talks to the service manager
     configure_logs(settings.log_level, settings.log_format)
     standby = Standby(owner)

@@ -207,9 +207,9 @@ _REASONING = (
 
 
 def style_of(tokenizer: HuggingFaceTokenizer, name: str = AUTO) -> OutputStyle:
-    """Returns the style of a model's chats, from the templates that render them.
+    """Returns the style of a model's chats, as its chat templates show it.
 
-    A `name` of a family replaces what the templates show of calls.
+    If `name` is a family, the style of calls is that family's.
     """
     with_tools, without = (
         output_style(tokenizer.chat_template(with_tools=shown), tokenizer.response_template, name)
@@ -223,10 +223,10 @@ def style_of(tokenizer: HuggingFaceTokenizer, name: str = AUTO) -> OutputStyle:
 def output_style(
     chat_template: str, response_template: Any = None, name: str = AUTO
 ) -> OutputStyle:
-    """Returns the style of a model's texts, with calls in bare JSON by default.
+    """Returns the style of a model's texts. Without marks of a known family, calls are bare JSON.
 
-    A `response_template` of `transformers` has precedence for marks that it states literally. Marks
-    that it states as patterns come from the chat template.
+    If a `response_template` of `transformers` states a mark literally, that mark is used. All other
+    marks come from the chat template.
     """
     shown = chat_template.replace('\\"', '"').replace("\\n", "\n")  # in a text of the template
     style = _named(name) or next(
@@ -272,7 +272,8 @@ def _with_response_template(style: OutputStyle, response_template: Any) -> Outpu
 
 
 def _words(field: Any, name: str) -> str | None:
-    """Returns the mark that opens or closes a field; None if only a search would find it."""
+    """Returns the literal mark that opens or closes a field; None if the field has only a pattern
+    that matches many texts."""
     if not isinstance(field, Mapping):
         return None
     if isinstance(words := field.get(name), str):
@@ -283,6 +284,6 @@ def _words(field: Any, name: str) -> str | None:
 
 
 def _is_object(field: Mapping[str, Any]) -> bool:
-    """Whether a call is the JSON {"name": NAME, "arguments": {...}}, without a transform."""
+    """Whether a call is the plain JSON {"name": NAME, "arguments": {...}}."""
     plain = ({"type": "function", "function": "{content}"}, None)
     return field.get("content") == "json" and field.get("transform") in plain

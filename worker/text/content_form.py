@@ -1,4 +1,4 @@
-"""Finds out which form of a message's content a chat template reads: a text, or a list of parts."""
+"""Finds out in which form a chat template reads a message's content: a text, or a list of parts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _TOOLS: Tools = [{"type": "function", "function": _TOOL}]
 def reads_parts(
     write: Callable[[list[Message], Tools | None], str], *, with_tools: bool
 ) -> dict[str, bool]:
-    """Returns for each role whether the template writes its content only if that is a list.
+    """Returns for each role whether the template writes the content only if the content is a list.
 
-    The templates of many vision models do so. Short chats in both forms show which one is written,
-    as in llama.cpp. `write` renders a chat, and raises an Exception if the template refuses it.
+    The templates of many vision models read only lists. This function renders short chats in both
+    forms and looks for the content, as llama.cpp does. `write` renders a chat, and raises an
+    Exception if the template refuses the chat.
     """
     reads: dict[str, bool] = {}
 
@@ -41,7 +42,7 @@ def reads_parts(
 
 
 def in_form(messages: Sequence[Message], reads_parts: dict[str, bool]) -> list[Message]:
-    """Returns messages, whose content is a text, in the form that the template reads."""
+    """Returns the messages, whose content is a text, in the form that the template reads."""
     return [
         message | _message(message["role"], message["content"], in_parts=True)
         if reads_parts.get(message["role"], reads_parts["user"])

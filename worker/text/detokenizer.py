@@ -1,4 +1,4 @@
-"""Turns tokens into text as they come, without half characters and without stop strings."""
+"""Turns tokens into text one by one, without incomplete characters and without stop strings."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from promptq.worker.text.stop_strings import StopStrings
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
 _MOST_BROKEN_TOKENS = 1024
-"""The most tokens at the end of a context that may be no whole character."""
+"""The most tokens at the end of a context that may form no whole character."""
 
 _MOST_TOKENS = 16
 _MOST_BYTES = 4
-"""The most bytes of a character."""
+"""The most bytes of a character in UTF-8."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class IncrementalDecoder:
-    """Decodes token by token, holding back what may be the first bytes of a character.
+    """Decodes token by token. Holds back tokens that may be the first bytes of a character.
 
-    A tokenizer shows such bytes as U+FFFD. Tokens are decoded together with a few before them,
-    since many tokenizers drop a space in front of the first token.
+    A tokenizer decodes such bytes as U+FFFD. Tokens are decoded together with a few tokens before
+    them, because many tokenizers drop a space in front of the first token.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens, self._done = _whole(decode, context)
-        """The last tokens, and the text of the first `_num_done` tokens, which was returned."""
+        """The last tokens, and the text of the first `_num_done` of them. That text was already
+        returned."""
         self._num_done = len(self._tokens)
         self._lacks_context = not self._done and bool(decode(context[-_CONTEXT_TOKENS:]))
-        """Whether the context has a text, but no whole character."""
+        """Whether the context has a text, but ends without a whole character."""
 
     def push(self, token_id: int) -> str:
-        """Returns the text that this token makes certain; empty while a character is incomplete."""
+        """Add a token. Returns the text that can no longer change; empty while a character is
+        incomplete."""
         if self._lacks_context:
             self._lacks_context = False
             alone = self._decode([token_id])
@@ -60,18 +62,19 @@ class IncrementalDecoder:
         return text
 
     def _may_be_complete(self) -> bool:
-        """Whether decoding all held tokens may give text, when there are many held tokens.
+        """Whether decoding all held tokens may give text. Used when there are many held tokens.
 
         A complete character shows in the last tokens. The first tokens are decoded too, because
-        some tokenizers show a whole run of bytes as U+FFFD if one byte is wrong. The wrong byte is
-        among the first ones: otherwise the bytes before it would have made a character.
+        some tokenizers decode a whole run of bytes as U+FFFD if one byte is wrong. The wrong byte
+        is among the first ones: otherwise the bytes before it would have made a character.
         """
         first = self._tokens[self._num_done : self._num_done + _MOST_BYTES]
         text = self._decode([*first, *self._tokens[_MOST_BYTES - _MOST_TOKENS :]])
         return bool(text) and not text.endswith(REPLACEMENT)
 
     def _settle(self, whole: str) -> None:
-        """Note that all text was returned. Dropping old tokens costs a decoding, so it is rare."""
+        """Record that all text was returned. Drops old tokens, but only rarely, because that costs
+        a decoding."""
         if len(self._tokens) <= _MOST_TOKENS:
             self._done = whole
         else:
@@ -81,8 +84,8 @@ class IncrementalDecoder:
 
 
 def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
-    """Returns the last tokens of a context up to its last whole character, and their text. Half a
-    character would spoil the first one after it."""
+    """Returns the last tokens of a context up to its last whole character, and their text. After
+    half a character, the first character of the output would be wrong."""
     end = len(context)
     while end > max(0, len(context) - _MOST_BROKEN_TOKENS):
         tokens = list(context[max(0, end - _CONTEXT_TOKENS) : end])
@@ -96,8 +99,8 @@ def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
 class TextStream:
     """A request's output text, cut at its stop strings.
 
-    Stop strings count from output token `min_tokens` on. The first token's text has `prefix`
-    before it, which stop strings do not see.
+    A stop string counts if it ends in output token `min_tokens` or later. The first token's text
+    has `prefix` before it, and stop strings are not searched in `prefix`.
     """
 
     def __init__(
@@ -121,16 +124,17 @@ class TextStream:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was found."""
+        """The stop string that was found; None if none was found yet."""
         return self._stop.found
 
     @property
     def may_stop(self) -> bool:
-        """Whether there are stop strings, so that each token must be checked as it comes."""
+        """Whether the request has stop strings, so that each token must be checked as it comes."""
         return bool(self._stop)
 
     def begin(self, token_ids: Sequence[int]) -> str:
-        """Begin the output with the tokens of its prefix. Returns the text that is certain.
+        """Begin the output with the tokens of its prefix. Returns the text that can no longer
+        change.
 
         A stop string may begin in that text, but not end in it.
         """
@@ -140,7 +144,7 @@ class TextStream:
         return self._prefix + text if token_ids else text
 
     def push(self, token_id: int) -> str:
-        """Take the next output token and return the text that is certain."""
+        """Add the next output token. Returns the text that can no longer change."""
         self._num_tokens += 1
         text = self._release(self._decoder.push(token_id))
         return self._prefix + text if self._num_tokens == 1 else text
@@ -150,8 +154,8 @@ class TextStream:
         return self._release(self._decoder.flush()) + self._stop.flush()
 
     def replay(self, token_ids: Iterable[int]) -> str:
-        """Rebuild the state of an earlier attempt from its tokens. Returns the text that is
-        certain."""
+        """Restore the state of an earlier attempt from its tokens. Returns the text that can no
+        longer change."""
         return "".join(map(self.push, token_ids))
 
     def _release(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Keeps the marks around calls and reasoning in the text of a chat."""
+"""Keeps the marks around calls and reasoning in the text of a chat's output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from promptq.worker.text.tokenizer import Tokenizer
 
 _SHOWN_CHARS = 80
 _TAIL_TOKENS = 16
-"""The number of a prompt's last tokens that are searched for a mark at its end."""
+"""A mark is searched in this many tokens at the end of the prompt."""
 
 
 class OutputMarks:
@@ -34,7 +34,7 @@ class OutputMarks:
         is_chat, is_bound = request.messages is not None, request.wanted_output is not None
         self._may_reason = is_chat and not is_bound and bool(style.reasoning_marks)
         marks = style.reasoning_marks if self._may_reason else ()
-        # In channels all of a text is between marks, also without calls.
+        # In the channel format, all text is between marks, even without calls.
         if is_chat and (is_shown_tools or (style.form == CHANNELS and not is_bound)):
             marks += style.call_marks
         self._marks = marks
@@ -46,7 +46,7 @@ class OutputMarks:
                 self._prefix = style.reasoning_before
 
     def check_stop_strings(self) -> None:
-        """Raises InvalidRequestError for a stop string that no text can contain."""
+        """Raise InvalidRequestError if no text can contain a stop string."""
         for stop in self._request.stop_strings:
             if self._tokenizer.added_token(stop) is not None:
                 continue
@@ -54,14 +54,14 @@ class OutputMarks:
                 if not any(name in mark for mark in self._marks):
                     raise InvalidRequestError(
                         f"stop: {stop[:_SHOWN_CHARS]!r} holds {name!r}, a special token, which is"
-                        f" no text; {name!r} alone ends the output at that token",
+                        f" never in a text; {name!r} alone ends the output at that token",
                         field="stop",
                     )
 
     def text_stream(
         self, prefix_tokens: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
     ) -> tuple[TextStream, str]:
-        """Returns the output's text stream, and the text of the prefix, with which it begins.
+        """Returns the output's text stream, and the text of the output prefix.
 
         `events` are those of earlier attempts. Stop strings count from token `min_tokens` on.
         """
@@ -96,7 +96,8 @@ class ReasoningTokens:
     end_token_ids: frozenset[int]
 
     def count(self, token_ids: Sequence[int], text: str) -> int | None:
-        """Returns the count of reasoning tokens in an output; None if its marks are no tokens."""
+        """Returns the number of reasoning tokens in an output; None if the tokens do not show where
+        the reasoning begins or ends."""
         before, after = self.style.reasoning_marks
         first, last = map(self._tokens_of, (before, after))
         begin = 0
@@ -119,7 +120,8 @@ class ReasoningTokens:
         return end - begin
 
     def _tokens_of(self, mark: str) -> list[int]:
-        """Returns the tokens of a mark; none if no token makes it certain."""
+        """Returns the tokens of a mark; an empty list if the mark may be written with various
+        tokens."""
         single = self.tokenizer.added_token(mark.strip())
         if single is not None:
             return [single]

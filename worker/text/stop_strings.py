@@ -1,4 +1,5 @@
-"""Cuts a text at its stop strings, and holds back what could still become one."""
+"""Cuts a text at its stop strings, and holds back the end of a text that may begin a stop
+string."""
 
 from __future__ import annotations
 
@@ -7,19 +8,20 @@ from operator import itemgetter
 
 
 class StopStrings:
-    """Looks for all stop strings of one request in its text, which comes in parts."""
+    """Searches the text of one request, which comes in parts, for all stop strings of the
+    request."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = [_StopString(string) for string in strings]
         self._held = ""
         self.found: str | None = None
-        """The stop string that ended the text."""
+        """The stop string that ended the text; None if none was found."""
 
     def __bool__(self) -> bool:
         return bool(self._strings)
 
     def begin_after(self, text: str) -> None:
-        """Take the text before the first part, which is out already.
+        """Set the text before the first part. This text has already been sent.
 
         A stop string may begin in it, but not end in it.
         """
@@ -27,7 +29,8 @@ class StopStrings:
             each.find(text[max(0, len(text) - len(each.string) + 1) :])
 
     def release(self, text: str, *, look: bool) -> str:
-        """Take the next part and return the text that is certain. Stop strings count if `look`."""
+        """Add the next part, and return the text that can no longer change. `look` is False for
+        text in which no stop string may end."""
         if not self._strings:
             return text
         if self.found is not None:
@@ -54,7 +57,7 @@ class StopStrings:
 
 
 class _StopString:
-    """Tracks how many characters of a stop string a text ends with.
+    """One stop string, and the number of its characters that the text so far ends with.
 
     This is the algorithm of Knuth, Morris and Pratt (1977). Its cost for a character does not
     depend on the length of the string.
@@ -63,7 +66,7 @@ class _StopString:
     def __init__(self, string: str) -> None:
         self.string = string
         self.num_matched = 0
-        """Number of its first characters with which the text ends."""
+        """Number of first characters of the stop string with which the text so far ends."""
         self._borders = [0]  # of each prefix: the longest shorter prefix that it also ends with
         matched = 0
         for length in range(1, len(string)):
@@ -73,8 +76,9 @@ class _StopString:
             self._borders.append(matched)
 
     def find(self, text: str) -> int | None:
-        """Returns the place in this next part at which the string begins, if it ends in the part.
-        The place is negative if the string begins before the part. None if it does not end here."""
+        """Add the next part. Returns the index in the part at which the string begins, if the
+        string ends in this part, otherwise None. The index is negative if the string begins in an
+        earlier part."""
         string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:

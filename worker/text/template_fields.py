@@ -1,7 +1,7 @@
-"""Fills fields of messages in the forms that the chat templates of some families read.
+"""Fills fields of messages in the form that the chat templates of some families read.
 
-The ids of calls that a client sends come from a gateway or from another model, so a template may
-refuse them. APIs have one name for reasoning, and templates have others.
+A client may send ids of calls from a gateway or from another model, and a template may refuse them.
+APIs and templates also have different names for the field of reasoning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LONGEST_ID = 9
 
 
 def with_fields_of(template: str, messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with ids of calls and reasoning as the template reads them."""
+    """Returns the messages with call ids and reasoning in the form that the template reads."""
     filled = list(messages)
     if "<|tool_call_argument_begin|>" in template:
         filled = _renamed(filled, _name_and_number)
@@ -29,7 +29,7 @@ def with_fields_of(template: str, messages: Sequence[Message]) -> list[Message]:
 def _renamed(
     messages: Sequence[Message], new_id: Callable[[dict[str, Any], int], str]
 ) -> list[Message]:
-    """Returns the messages with new ids of calls, also where results name them."""
+    """Returns the messages with new call ids, in the calls and in the results that name them."""
     ids: dict[Any, str] = {}
     renamed = []
     num_calls = 0
@@ -48,12 +48,12 @@ def _renamed(
 
 
 def _name_and_number(call: dict[str, Any], number: int) -> str:
-    """Returns the id that Kimi writes, with the number of the call in the chat."""
+    """Returns a call id as Kimi writes it, with the number of the call in the chat."""
     return f"functions.{call['function']['name']}:{number}"
 
 
 def _nine_letters(call: dict[str, Any], number: int) -> str:
-    """Returns the id that Mistral's templates demand."""
+    """Returns a call id of nine letters and digits, as Mistral's templates require."""
     own = call.get("id")
     if isinstance(own, str) and len(own) == _LONGEST_ID and own.isalnum() and own.isascii():
         return own
@@ -61,10 +61,10 @@ def _nine_letters(call: dict[str, Any], number: int) -> str:
 
 
 def _with_thinking(message: Message) -> Message:
-    """Returns a message with its reasoning under gpt-oss' name.
+    """Returns the message with its reasoning under the name that gpt-oss' template reads.
 
-    In a message with calls, the template takes the content for reasoning, and refuses content
-    beside reasoning.
+    In a message with calls, this template reads the content as reasoning, and refuses a message
+    that has both. Such a message does not change.
     """
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     has_both = message.get("tool_calls") and message.get("content")

@@ -1,7 +1,7 @@
-"""Bounds the memory of chat templates: each operation that may grow a value is measured first.
+"""Limits the memory of chat templates. Each operation that may enlarge a value is measured first.
 
-One call into C, such as a product of a text and a number, can take all memory in a moment, and no
-other thread could end it. jinja2 is imported only here.
+A single call into C, such as a text times a number, can take all memory in a moment, and no other
+thread can stop it. jinja2 is imported only here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 MOST_BYTES = 2**26
-"""The limit of one value."""
+"""The most bytes of one value."""
 MOST_BYTES_IN_ALL = 2**29
-"""The most bytes that one rendering may produce, over all values."""
+"""The most bytes of all values together that one rendering may produce."""
 
 _SMALL = 256
-"""Texts with fewer characters are not counted: no template makes enough of them in its time."""
+"""Texts with fewer characters are not counted, because the time limit ends a template before such
+texts fill the memory."""
 _MOST_BITS = 2**16
 _MOST_DECIMALS = 1000
 _LONGEST_SEPARATOR = 64
 _MOST_PIECES = 2**20
-"""The most pieces that one operation may make of a text. A piece takes some 50 to 80 bytes."""
+"""The most pieces into which one operation may split a text. A piece takes some 50 to 80 bytes."""
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _INTO_PIECES = frozenset(
     {
@@ -41,15 +42,16 @@ _INTO_PIECES = frozenset(
         *("slice", "sort", "striptags", "title", "unique", "urlize", "wordcount", "wordwrap"),
     }
 )
-"""Filters that take a text apart, into characters or words."""
+"""Filters that split a text into characters or words."""
 _GROWTH = {
     **dict.fromkeys(("e", "escape", "forceescape", "tojson", "xmlattr"), 6),
     **dict.fromkeys(("urlencode", "encode"), 12),
     "pprint": 10,
 }
-"""Filters and methods, and how many characters or bytes they may make of one."""
+"""Filters and methods, with the number of characters or bytes that they may make of one
+character."""
 _CASES = frozenset({"capitalize", "casefold", "lower", "swapcase", "title", "upper"})
-"""Filters and methods that need up to 12 bytes for a character beyond ASCII."""
+"""Filters and methods whose result needs up to 12 bytes for a character that is not ASCII."""
 _MEASURED = (str, bytes, list, tuple, dict)
 _TEXTS_OF_ANYTHING = frozenset(
     {
@@ -58,13 +60,13 @@ _TEXTS_OF_ANYTHING = frozenset(
         *("truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
     }
 )
-"""Filters that make a text of a list or an object."""
+"""Filters that turn a list or an object into a text."""
 
 _NUMBER = re.compile(r"[0-9]+")
 
 
 class TemplateSizeError(Exception):
-    """The template makes a value that is too large."""
+    """Raised if a template makes a value that is too large."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -78,9 +80,11 @@ _num_bytes: ContextVar[list[int] | None] = ContextVar("num_bytes", default=None)
 
 @contextmanager
 def size_limit() -> Iterator[None]:
-    """Raise TemplateSizeError where a chat template of transformers makes too much in this block.
+    """In this block, make chat templates of transformers raise TemplateSizeError if a value is too
+    large.
 
-    The library makes the environment of each template from the class in this variable.
+    transformers creates the environment of each template from the class in the module variable that
+    this block replaces.
     """
     library: Any = chat_template_utils
     library.ImmutableSandboxedEnvironment = BoundedEnvironment
@@ -98,7 +102,7 @@ def _check(size: int) -> None:
 
 
 def _kept(value: Any) -> Any:
-    """Count a new value, and return it."""
+    """Add a new value to the count of bytes, and return the value. Raises TemplateSizeError."""
     if type(value) is str and len(value) < _SMALL:
         return value
     if isinstance(value, _MEASURED):
@@ -112,7 +116,7 @@ def _kept(value: Any) -> Any:
 
 
 def _length(value: Any) -> int:
-    """Returns about how many characters a value has as a text."""
+    """Returns the approximate number of characters of a value as a text."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -127,7 +131,8 @@ def _length(value: Any) -> int:
 
 
 def _json_of(value: Any) -> str:
-    """Returns a text, or the JSON of a call's arguments, which some templates take for a text."""
+    """Returns the value itself if it is a text, otherwise its JSON. Some templates expect the
+    arguments of a call as a text."""
     _check(_length(value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -142,7 +147,8 @@ def _check_count(num_pieces: int) -> None:
 
 
 def _check_pieces(text: str | bytes, separator: Any, most: int) -> None:
-    """Check the number of pieces before a text is split, `most` times at most if that is not -1."""
+    """Check the number of pieces before a text is split. `most` is the limit of splits; -1 means
+    none."""
     if len(text) > _MOST_PIECES and not 0 <= most <= _MOST_PIECES:
         _check_count(len(text.split(separator, _MOST_PIECES)))
 
@@ -154,7 +160,7 @@ def _check_lines(text: str | bytes) -> None:
 
 
 def _check_characters(value: Any) -> None:
-    """Check the length of a text of which each character may become a text."""
+    """Check the length of a text before each of its characters becomes a separate text."""
     if isinstance(value, str | bytes):
         _check_count(len(value))
 
@@ -167,7 +173,8 @@ def _check_growth(name: str, value: Any) -> None:
 
 
 def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
-    """Check `%` and `format`. Each field may be as wide as any number in the template or values."""
+    """Check the result's length before `%` or `format`. A field can be as wide as the largest
+    number in the template or the values."""
     text = template.decode("latin-1") if isinstance(template, bytes) else template
     values = list(values)
     num_fields = text.count("%") + text.count("{")
@@ -179,7 +186,7 @@ def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
 
 
 def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
-    """Check the length of the result of a text's method."""
+    """Check the length of the result before a method of a text is called."""
     _check_growth(name, text)
     match name, args:
         case "split" | "rsplit", _:
@@ -202,7 +209,7 @@ def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
 
 
 def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check the length of a filter's result."""
+    """Check the length of the result before a filter is called."""
     arguments = [*args, *kwargs.values()]
     width = max(map(_int_of, arguments), default=0)
     if name in _TEXTS_OF_ANYTHING and isinstance(value, list | tuple | dict):
@@ -263,7 +270,7 @@ class _Filters(dict[str, Callable[..., Any]]):
 
 
 class _Generator(CodeGenerator):
-    """Makes a template's code call the environment for operations that could grow without limit."""
+    """Compiles templates so that operations that can grow without limit call the environment."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined((")
@@ -280,7 +287,7 @@ class _Generator(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of transformers' chat templates, with sizes checked."""
+    """The sandbox of transformers' chat templates, with limits on the sizes of values."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -293,7 +300,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = filters
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse a template. Arguments behind a `*` become a list, which is checked."""
+        """Parse a template. Arguments after a `*` become a list, whose size is checked."""
         template = super()._parse(source, name, filename)
         calls: Iterable[Any] = template.find_all((nodes.Call, nodes.Filter, nodes.Test))
         for call in calls:
@@ -339,7 +346,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Join the output of the whole template, or of a block."""
+        """Join the pieces that the whole template, or a block, has written. Checks their size."""
         size, kept = 0, []
         for piece in pieces:
             size += len(piece)
@@ -350,7 +357,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def joined(parts: Sequence[Any]) -> str:
-        """Join the operands of `~`."""
+        """Join the operands of the operator `~`. Checks their size."""
         _check(sum(map(_length, parts)))
         joined: str = _kept("".join(map(str, parts)))
         return joined
@@ -364,7 +371,7 @@ def _check_bits(num_bits: int) -> None:
 
 
 def _printed(value: Any) -> Any:
-    """Check a value that becomes output, and return it."""
+    """Check the size of a value before it becomes output, and return the value."""
     if isinstance(value, list | tuple | dict):
         _length(value)
     return value

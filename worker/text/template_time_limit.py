@@ -13,19 +13,19 @@ _LINES_PER_LOOK = 128
 
 
 class CpuTimeLimitError(BaseException):
-    """The code exceeded its CPU time.
+    """Raised in code that has exceeded its CPU time.
 
-    This is no Exception, so that the code does not catch it and continue without a limit.
+    This is not an Exception, so that the code does not catch it and continue without a limit.
     """
 
 
 @contextmanager
 def cpu_time_limit(seconds: float, quick_file: str = "") -> Iterator[None]:
-    """Raise CpuTimeLimitError in Python functions called from here after this much CPU time.
+    """In this block, raise CpuTimeLimitError in Python functions after `seconds` of CPU time.
 
     The time is checked each time after a number of lines and calls of Python functions. This ends
-    every loop in Python, but no call into C. Lines of functions in `quick_file` do not count, so
-    these functions run at full speed; calls of them do count.
+    every loop in Python, but no call into C. Lines of functions in the file `quick_file` do not
+    count, so these functions run at full speed. Calls of these functions do count.
     """
     left = _LINES_PER_LOOK
     ends_at = time.thread_time() + seconds

@@ -1,4 +1,5 @@
-"""Turns text into token ids and back: by the model's Hugging Face tokenizer, or byte by byte."""
+"""Tokenizers, which turn text into token ids and back: that of a Hugging Face model, or bytes as
+tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from promptq.worker.text.template_fields import with_fields_of
 from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
 RENDER_SECONDS = 1.0
-"""CPU time that the model's chat template may take for one request. The model's author wrote the
+"""CPU seconds that the model's chat template may take for one request. The model's author wrote the
 template, but the messages that it loops over may come from a stranger."""
 
 _MOST_REASON = 300
@@ -27,15 +28,17 @@ _ANY_LENGTH = 10**30
 
 
 class Tokenizer(Protocol):
-    """Converts between text and token ids. Thread-safe, because the intake encodes while the
-    publisher decodes."""
+    """Converts between text and token ids. Thread-safe, because the worker encodes and decodes in
+    different threads."""
 
     def encode_prompt(self, request: Request) -> list[int]:
-        """Returns the token ids of the prompt or rendered messages. Raises InvalidRequestError."""
+        """Returns the token ids of the prompt or of the rendered messages. Raises
+        InvalidRequestError."""
         ...
 
     def encode_output(self, text: str) -> list[int]:
-        """Encode the beginning of an output, without special tokens. Raises InvalidRequestError."""
+        """Returns the token ids of the beginning of an output, without special tokens. Raises
+        InvalidRequestError."""
         ...
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
@@ -43,15 +46,17 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text without special tokens; incomplete characters become U+FFFD."""
+        """Returns the text without special tokens. Incomplete characters become U+FFFD."""
         ...
 
     def decoder(self, marks: Sequence[str]) -> Decode:
-        """Returns a `decode` that keeps the special tokens which the texts `marks` contain."""
+        """Returns a function like `decode` that keeps the special tokens contained in the texts
+        `marks`."""
         ...
 
     def added_token(self, text: str) -> int | None:
-        """Returns the id of the token that was added to the vocabulary for this text, if any."""
+        """Returns the id of the token that was added to the vocabulary for exactly this text; None
+        if there is no such token."""
         ...
 
     def special_within(self, text: str) -> list[str]:
@@ -59,12 +64,13 @@ class Tokenizer(Protocol):
         ...
 
     def token_text(self, token_id: int) -> str:
-        """Returns one token's text inside of a text, or the name of a special token."""
+        """Returns the text of one token as it stands within a text, or the name of a special
+        token."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as token ids, for the model-free engine."""
+    """Uses the bytes of UTF-8 as token ids, for the model-free engine."""
 
     def encode_prompt(self, request: Request) -> list[int]:
         if isinstance(request.prompt, list):
@@ -108,7 +114,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int | None = None) -> None:
         self._tokenizer = tokenizer
-        tokenizer.model_max_length = _ANY_LENGTH  # or it warns of prompts that are refused anyway
+        tokenizer.model_max_length = _ANY_LENGTH  # avoids warnings about long prompts
         self._max_prompt_tokens = max_prompt_tokens
         self._max_prompt_chars: int | None = None
         if max_prompt_tokens is not None:  # a token's name has no fewer characters than the token
@@ -127,7 +133,7 @@ class HuggingFaceTokenizer:
         trust_remote_code: bool = False,
         max_prompt_tokens: int | None = None,
     ) -> HuggingFaceTokenizer:
-        """Loads a model's tokenizer. Raises ModelNotFoundError if there is none."""
+        """Returns a model's tokenizer. Raises ModelNotFoundError if there is none."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
         from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -156,7 +162,7 @@ class HuggingFaceTokenizer:
                 check_tokenizer_config(place, get_tokenizer_config(place))
                 loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
             return cls(loaded, max_prompt_tokens)
-        except BaseException as error:  # the library raises plain Exceptions, and panics
+        except BaseException as error:  # the tokenizers library raises plain Exceptions, and panics
             if isinstance(error, PromptqError | KeyboardInterrupt | SystemExit):
                 raise
             reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
@@ -190,7 +196,7 @@ class HuggingFaceTokenizer:
         return self.decode(self.encode_text("a") * 2) != "aa"
 
     def _render(self, request: Request) -> str:
-        """Returns the messages' text, as the model's template writes it."""
+        """Returns the messages as text, rendered by the model's chat template."""
         arguments = request.chat_template_kwargs or {}
         if arguments and (names := self._call_arguments.intersection(arguments)):
             name = min(names)
@@ -224,8 +230,8 @@ class HuggingFaceTokenizer:
                 text = write(messages, tools, **arguments)
         except CpuTimeLimitError as error:
             raise InvalidRequestError(
-                "messages: take too long to render: the model's chat template had not written them"
-                f" after {RENDER_SECONDS:g} s",
+                "messages: take too long to render: the model's chat template needs more than"
+                f" {RENDER_SECONDS:g} s",
                 field="messages",
             ) from error
         except Exception as error:  # the template is the model's code and may raise anything
@@ -250,7 +256,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _call_arguments(self) -> frozenset[str]:
-        """Arguments of the call that renders, which are not variables of the template."""
+        """Names of arguments of `apply_chat_template` that are not variables of the template."""
         call = inspect.signature(self._tokenizer.apply_chat_template)
         return TEMPLATE_CALL_ARGUMENTS.union(call.parameters, self._tokenizer.special_tokens_map)
 
@@ -289,7 +295,7 @@ class HuggingFaceTokenizer:
         return self.added_tokens.get(text)
 
     def special_within(self, text: str) -> list[str]:
-        held = set(self.encode_text(text))  # which finds them faster than a search for each
+        held = set(self.encode_text(text))  # faster than a search for each name
         names = self.special_tokens.items()
         return [name for name, token_id in names if token_id in held and name in text]
 
@@ -306,13 +312,16 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _num_ids(self) -> int:
-        """All ids of tokens are below this number. A model's padded vocabulary may have more."""
+        """A number that is larger than each token id. A model's padded vocabulary may have more
+        ids."""
         return _num_ids(self._tokenizer)
 
     def chat_template(self, *, with_tools: bool) -> str:
-        """Returns the template of chats with tools, or of those without; empty if there is none.
+        """Returns the template of chats with tools, or of chats without tools; empty if there is
+        none.
 
-        If there are several templates with names, this chooses like transformers and llama.cpp.
+        If the model has several named templates, this function chooses like transformers and
+        llama.cpp.
         """
         templates = self._tokenizer.chat_template or ""
         if not isinstance(templates, dict):
@@ -327,29 +336,32 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The ids of the added tokens that `decode` leaves out, by their text."""
+        """The special tokens, which `decode` leaves out: their ids by their text."""
         added = self._tokenizer.added_tokens_decoder
         return {str(token): token_id for token_id, token in added.items() if token.special}
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """The ids of all added tokens by their text, without those that are only white space."""
+        """The ids of all added tokens by their text, except tokens that are only white space."""
         added = self._tokenizer.added_tokens_decoder.items()
         return {str(token): token_id for token_id, token in added if not str(token).isspace()}
 
     @property
     def end_token_id(self) -> int | None:
-        """The id of the tokenizer's end token; None if it has none, or does not know that token."""
+        """The id of the tokenizer's end token; None if there is none, or if it is not in the
+        vocabulary."""
         name = self._tokenizer.eos_token
         return None if name is None else self._tokenizer.get_vocab().get(str(name))
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, with added ones. A model may have more, rarely fewer."""
+        """Number of tokens, including added ones. A model's vocabulary may have more, rarely
+        fewer."""
         return len(self._tokenizer)
 
     def as_json(self) -> str | None:
-        """Returns a tokenizer.json with the added tokens; None for a slow tokenizer."""
+        """Returns the content of a tokenizer.json with the added tokens; None for a slow
+        tokenizer."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return None if backend is None else str(backend.to_str())
 
@@ -361,9 +373,10 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _failing_alone(field: str) -> Iterator[None]:
-    """Refuse a text at which the tokenizer fails: the model's author chose its regular expressions.
+    """In this block, turn a failure of the tokenizer into InvalidRequestError. The model's author
+    chose the tokenizer's regular expressions, and some fail on some texts.
 
-    The library panics where an expression takes too long, and a panic is no Exception.
+    The tokenizers library panics if an expression takes too long, and a panic is not an Exception.
     """
     try:
         yield
@@ -381,7 +394,7 @@ def _num_ids(tokenizer: Any) -> int:
 
 
 def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
-    """Returns a decoder that leaves out the `dropped` tokens; None: all special ones."""
+    """Returns a decoder that leaves out the tokens `dropped`. None means all special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     num_ids = cache(partial(_num_ids, tokenizer))  # a slow tokenizer may fail at ids beyond
     drops_special = dropped is None

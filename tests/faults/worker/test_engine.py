@@ -48,7 +48,7 @@ def test_a_worker_whose_engine_hangs_loses_its_leases_and_exits_with_an_error(
         assert worker.wait() == 1
         if fault == "hang":
             assert "promptq worker: the engine has made no progress for 1.5 s" in worker.said
-            assert len(worker.logged("the engine hangs; giving everything back")) == 1
+            assert len(worker.logged("the engine hangs; giving all requests back")) == 1
             for request_id in (innocent, guilty):
                 record = queue.run(lookups.record(queue.keys, request_id))
                 assert (record["state"], record["crashes"]) == ("waiting", "1")

@@ -1,1 +1,1 @@
-"""The messages between a worker and an engine; no torch here."""
+"""The messages between a worker and an engine. This package does not import torch."""

@@ -1,7 +1,8 @@
-"""The engine's view of a grammar, from any library: which tokens may follow in a sequence.
+"""The interface of grammars: which tokens may come next in a sequence. The engine knows no library.
 
-A grammar is the state of one sequence. The engine passes each token to it, and stops the sequence
-once nothing can follow. The sampler gets the masks of all rows at once, while the model computes.
+A grammar is the state of one sequence. The engine passes each token to the grammar, and ends the
+sequence once no token may follow. The sampler gets the masks of all rows at once, while the model
+computes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class GrammarError(Exception):
-    """A grammar cannot continue: a token does not fit, or the grammar became too complex."""
+    """Raised if a grammar cannot continue: a token does not fit, or the grammar became too
+    complex."""
 
 
 class Grammar(Protocol):
@@ -28,31 +30,32 @@ class Grammar(Protocol):
 
     @property
     def masker(self) -> Masker:
-        """Computes the masks. All grammars of a model have the same masker."""
+        """The masker that computes the masks. All grammars of a model share it."""
         ...
 
     def allows(self, token_id: int) -> bool:
-        """Whether `Masker.fill` sets a token's bit now."""
+        """Whether `Masker.fill` would now set the bit of this token."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Take the next output token, unless it is an end token. Raises GrammarError."""
+        """Add the next output token, which must not be an end token. Raises GrammarError."""
         ...
 
 
 class Masker(Protocol):
-    """Computes which tokens may come next."""
+    """Computes masks: for each sequence, the tokens that may come next."""
 
     @property
     def num_words(self) -> int:
-        """The number of words in a mask: a 32nd of the vocabulary, rounded up."""
+        """Number of 32-bit words in a mask: the vocabulary's size divided by 32, rounded up."""
         ...
 
     def fill(self, grammars: Sequence[Grammar], masks: npt.NDArray[np.int32]) -> dict[int, str]:
-        """Write a row of `masks` [len(grammars), num_words] for each grammar.
+        """Write one row of `masks` [len(grammars), num_words] for each grammar.
 
-        Bit i % 32 of word i / 32 is set if token i may come next. A token of text may come if the
-        grammar allows it, and an end token of the request if the output may end here. Returns the
-        reason for each row that failed. Releases the interpreter lock while it computes.
+        Bit i % 32 of word i / 32 is set if token i may come next. A token of text may come next if
+        the grammar allows it, and an end token of the request if the output may end here. Returns
+        the error message of each row that failed, by the row's index. Releases the interpreter lock
+        while it computes.
         """
         ...

@@ -7,7 +7,8 @@ from promptq.worker.engine.api.messages import EngineLimits, EngineRequest
 
 
 def check_settings(limits: EngineLimits) -> None:
-    """Raises ConfigurationError that names a setting with which no request could run."""
+    """Raise ConfigurationError if no request could run with these limits. Names the wrong
+    setting."""
     if limits.max_num_batched_tokens < limits.max_num_seqs:
         raise ConfigurationError(
             f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens a step are less "
@@ -21,7 +22,7 @@ def check_settings(limits: EngineLimits) -> None:
 
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
-    """Raises ValueError that names a field with which the request exceeds these limits."""
+    """Raise ValueError if the request exceeds these limits. Names the wrong field."""
     num_prompt_tokens = len(request.prompt_token_ids)
     num_output_tokens = len(request.output_token_ids)
     num_tokens = num_prompt_tokens + num_output_tokens

@@ -1,8 +1,8 @@
-"""The interface between a worker and any engine, and the plain messages between them.
+"""The plain messages between a worker and any engine.
 
-An engine lives in one thread, and only that thread drives it: `add` and `abort` are called between
-steps, and `step` does one step and returns its result. Nothing here knows of Redis, asyncio or
-torch, so an engine could also live in its own process.
+An engine runs in one thread, and only this thread calls it: `add` and `abort` between steps, and
+`step`, which does one step and returns its result. Nothing here imports Redis, asyncio or torch, so
+an engine could also run in a separate process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 LEAST = -9999.0
-"""Used instead of minus infinity, which JSON does not have (the same value as in vLLM)."""
+"""The value in place of minus infinity, which JSON does not have. vLLM uses the same value."""
 
 
 @dataclass(slots=True)
@@ -28,39 +28,42 @@ class EngineRequest:
     """One attempt at a request, tokenised and checked against the engine's limits."""
 
     sequence_id: int
-    """Chosen by the worker. Each attempt at a request has a new id."""
+    """An id that the worker chooses. Each attempt at a request has a new id."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    """Randomness is a function of (seed, position) alone."""
+    """The random numbers of the sequence depend only on this seed and the token's position."""
 
     max_tokens: int
-    """The most output tokens over all attempts, so that prompt and output fit the model length."""
+    """The most output tokens over all attempts together. Prompt and output then fit the model
+    length."""
 
     end_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the sequence: the model's (unless ignore_eos) and the request's."""
+    """Tokens that end the sequence: those of the model (unless ignore_eos) and those of the
+    request."""
 
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear in the output (the tokenised `bad_words`)."""
 
     output_token_ids: list[int] = field(default_factory=list)
-    """Tokens that earlier attempts emitted. Generation continues after them."""
+    """Tokens that earlier attempts emitted. This attempt continues after them."""
 
     priority: int = 0
-    """Only this decides which sequence may preempt which. Lower is more urgent."""
+    """Lower is more urgent. Only the priority decides which sequence may preempt which."""
 
     order: tuple[float, str] = (0.0, "")
-    """Queue score and request id: the order of waiting sequences."""
+    """Queue score and request id, by which waiting sequences are sorted."""
 
     cache_salt: str = ""
     """Only sequences with the same salt share cached prefixes."""
 
     tenant: str = ""
-    """Only sequences of the same tenant share cached prefixes, unless all tenants share them."""
+    """Only sequences of the same tenant share cached prefixes, unless `share_prefix_cache` is
+    set."""
 
     weight: float = 1.0
-    """A tenant with a larger weight may have more of the slots and of the KV cache than others."""
+    """The tenant's weight. A tenant with a larger weight may have more slots and more KV cache."""
 
     grammar: Grammar | None = None
     """Grammar of the output, in the state after `output_token_ids`. Once the request is added, only
@@ -71,31 +74,31 @@ class EngineRequest:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the engine still has to report the prompt's log-probabilities, with the first
-        token."""
+        """Whether the engine must report the prompt's log-probabilities with the first token. An
+        attempt that continues an output does not report them again."""
         return self.params.prompt_logprobs is not None and not self.output_token_ids
 
     @property
     def looks_back(self) -> bool:
-        """Whether earlier tokens influence the choice of the next one beyond the logits."""
+        """Whether earlier output tokens change the logits before the next token is chosen."""
         return bool(self.params.has_penalties or self.bad_token_sequences or self.grammar)
 
     @property
     def needs_last_token(self) -> bool:
         """Whether the engine's thread must know the last token before the next one is chosen.
-        Penalties do not need this, because they are counted on the device."""
+        Penalties do not need it, because they are counted on the device."""
         return self.grammar is not None or any(len(bad) > 1 for bad in self.bad_token_sequences)
 
     @property
     def bounds_choice(self) -> bool:
-        """Whether the request itself forbids some tokens."""
+        """Whether the request can forbid tokens: by a grammar, bad words or a logit bias."""
         return bool(self.grammar or self.bad_token_sequences or self.params.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Natural log-probabilities of P successive tokens of a prompt, and of the N likeliest tokens
-    at the position of each. The fields are arrays, because P may be large."""
+    """Natural log-probabilities of P successive prompt tokens, and of the N likeliest tokens at
+    each of these positions. The fields are arrays, because P may be large."""
 
     logprobs: npt.NDArray[np.float32]  # [P]
     ranks: npt.NDArray[np.int64]  # [P], from 1
@@ -110,63 +113,68 @@ class PromptLogprobs:
 class SequenceOutput:
     """The output of one step for one sequence.
 
-    `finish_reason` is set on the last output of a sequence, and `error` goes with
-    FinishReason.ERROR. By the time this last output is returned, the slot and blocks are free.
+    `finish_reason` is set on the last output of a sequence. `error` is set if the reason is
+    FinishReason.ERROR. When the engine returns the last output, it has already freed the slot and
+    the blocks.
     """
 
     sequence_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Set with the first token of all attempts, if the request wants them. Together, the pieces
-    cover the prompt from its second token on."""
+    """Set on the output with the first token of all attempts, if the request wants
+    log-probabilities of its prompt. All pieces together cover the prompt from its second token
+    on."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_refused: bool = False
-    """Set with `error` if the request itself left no token to choose."""
+    """Set together with `error` if the request itself forbids every token."""
     timing: SequenceTiming | None = None
-    """Set with the first token of this attempt, after a preemption, and with the last output."""
+    """Set with the first token of an attempt, with the first token after a preemption, and on the
+    last output."""
     embedding: npt.NDArray[np.float32] | None = None
     """[embedding_size]: the pooled hidden states, not normalised. Set on the last output if the
     request has `pooling`."""
     given_back: GivenBack | None = None
-    """Set if the sequence left before its end, so that its request goes back to the queue."""
+    """Set if the engine gives the sequence back before its end. The request then returns to the
+    queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """Why an engine gives a sequence back before its end."""
+    """The reason why an engine gives a sequence back before its end."""
 
     reason: str
     is_blamed: bool = True
     """Whether this counts as a crash of the request. A request that crashes too often ends."""
     delay_ms: int | None = None
-    """Time before the next attempt; None: no wait. Set only if `is_blamed` is false."""
+    """Milliseconds before the next attempt; None: no delay. Set only if `is_blamed` is false."""
 
 
 @dataclass(slots=True)
 class SequenceTiming:
-    """Times and counts of a sequence. Times are `time.monotonic()` in seconds, None if not
-    reached."""
+    """Times and counts of a sequence. Times are in seconds of `time.monotonic()`, or None if the
+    sequence has not got there yet."""
 
     scheduled_at: float | None = None
     first_token_at: float | None = None
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache held when the sequence was first scheduled. Only tokens
-    that the tenant had sent before count."""
+    """Number of prompt tokens found in the prefix cache when the sequence was first scheduled. Only
+    tokens that the same tenant had sent before count."""
     recomputed_tokens: int = 0
     preemptions: int = 0
     preempted_at: list[float] = field(default_factory=list)
     resumed_at: list[float] = field(default_factory=list)
 
     def copy(self) -> SequenceTiming:
-        """Returns a copy that its sequence no longer changes."""
+        """Returns a copy, which does not change together with the sequence."""
         return replace(self, preempted_at=[*self.preempted_at], resumed_at=[*self.resumed_at])
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """A snapshot. Counts of tokens and sequences are totals since the engine started."""
+    """Statistics of an engine at one time. Counts of tokens and sequences are totals since its
+    start."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -174,26 +182,26 @@ class EngineStats:
     num_used_blocks: int = 0
     """Blocks with an owner. Cached blocks without an owner do not count."""
     num_saved_blocks: int = 0
-    """Number of further blocks that sequences would need if they shared no prefixes."""
+    """Number of further blocks that the sequences would need if they shared no prefixes."""
     num_cached_blocks: int = 0
-    """Blocks without an owner that still hold a reusable prefix."""
+    """Blocks without an owner whose content can be reused as a prefix."""
     num_steps: int = 0
     num_processed: int = 0
-    """Sequences that ended in any way."""
+    """Sequences that have ended, for any reason."""
     prompt_tokens: int = 0
-    """Prompt tokens computed (cached ones are not computed)."""
+    """Prompt tokens that were computed. Cached tokens do not count."""
     cached_tokens: int = 0
     generation_tokens: int = 0
     recomputed_tokens: int = 0
     drafted_tokens: int = 0
-    """Drafted tokens that were computed along with decodes."""
+    """Drafted tokens that were computed together with decodes."""
     accepted_tokens: int = 0
-    """Drafted tokens that were right."""
+    """Drafted tokens that were accepted."""
     num_preemptions: int = 0
     step_seconds: float = 0.0
-    """Duration of the last step."""
+    """Duration of the last step, in seconds."""
     busy_seconds: float = 0.0
-    """Sum of all steps."""
+    """Duration of all steps together, in seconds."""
 
 
 @dataclass(slots=True)
@@ -201,35 +209,37 @@ class StepOutput:
     outputs: list[SequenceOutput]
     stats: EngineStats
     ended_at: float = field(default_factory=time.monotonic)
-    """`time.monotonic()` in seconds."""
+    """When the step ended, in seconds of `time.monotonic()`."""
 
 
 @dataclass(slots=True)
 class SequenceSnapshot:
-    """The state of one sequence between two steps. `slot` is None for a waiting one."""
+    """The state of one sequence between two steps. `slot` is None for a waiting sequence."""
 
     sequence_id: int
     slot: int | None
     num_tokens: int
-    """All known tokens: prompt and output."""
+    """Number of known tokens: prompt and output so far."""
     num_computed_tokens: int
     num_blocks: int
     num_shared_blocks: int
     timing: SequenceTiming
-    """A copy."""
+    """A copy of the sequence's timing."""
 
 
 @dataclass(slots=True)
 class EngineSnapshot:
-    """All sequences between two steps: running ones by slot, then waiting ones in order."""
+    """All sequences between two steps: running sequences by slot, then waiting sequences in queue
+    order."""
 
     sequences: list[SequenceSnapshot] = field(default_factory=list)
     num_shared_blocks: int = 0
     """Blocks with several owners, each counted once."""
     step_seconds: float = 0.0
-    """Median of the last steps."""
+    """Median duration of the last steps, in seconds."""
     peak_memory_bytes: int = 0
-    """Not part of EngineStats, because on CUDA reading it queries the allocator."""
+    """The most device memory used. Not in EngineStats, because reading it on CUDA queries the
+    allocator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,48 +249,50 @@ class EngineLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    """Prompt and output together; never more than the KV cache can hold for one sequence."""
+    """The most tokens of a sequence, prompt and output together. The KV cache can hold that
+    many."""
     kv_tokens: int
-    """Tokens that the whole KV cache holds."""
+    """Number of tokens that the whole KV cache can hold."""
     block_size: int
     bytes_per_token: int
-    """True size of one token's KV: layers x KV heads x (key size + value size) x dtype bytes."""
+    """Bytes of one token's KV: layers x KV heads x (key size + value size) x dtype bytes."""
     vocab_size: int
     embedding_size: int = 0
-    """Length of an embedding; 0 if the engine computes none."""
+    """Length of an embedding; 0 if the engine computes no embeddings."""
     state_bytes: int = 0
-    """Bytes of all states of recurrent layers, also of those kept after shared prefixes."""
+    """Bytes of all states of recurrent layers, including the states kept after shared prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
-    """Features of an engine. A worker refuses other features, and names the field."""
+    """The features that an engine supports. A worker refuses a request for other features, and
+    names the field."""
 
     logprobs: bool = True
-    """Whether it reports log-probabilities, with ranks as in the protocol."""
+    """Whether the engine reports log-probabilities, with ranks as in the protocol."""
     grammars: bool = True
     """Whether the engine can make the output match a schema."""
     preemption: bool = True
-    """Whether a more urgent sequence takes the place of one that runs."""
+    """Whether a more urgent sequence preempts a running one."""
     preempts_inexact: bool = True
-    """Whether a sequence that would not resume exactly may be preempted too."""
+    """Whether the engine may also preempt a sequence that would not resume exactly."""
     unheeded: frozenset[str] = frozenset()
-    """Further fields of a request that the engine would ignore."""
+    """Further fields of a request that the engine would ignore, so that a worker refuses them."""
     lowest_temperature: float = 0.0
-    """The engine would raise a temperature between 0 and this value to this value."""
+    """The engine raises a temperature between 0 and this value to this value."""
     exact_resume: bool = True
-    """Whether another attempt continues with exactly the tokens that the first would have emitted.
-    If not, a stream still has no gap and no repeat."""
+    """Whether another attempt continues with exactly the tokens that an undisturbed attempt would
+    emit. Even if not, a stream has no gap and no repeated token."""
     inexact_with: frozenset[str] = frozenset()
-    """Fields of a request with which `exact_resume` does not hold. `temperature` stands for any
-    request that is not greedy."""
+    """Fields of a request that make `exact_resume` false for this request. `temperature` stands for
+    any request that is not greedy."""
 
     head_cost: float | None = None
-    """The time of a token that a head of the model drafts, as a share of the time of a step. None:
-    the model has no such head."""
+    """Time to draft one token with a head of the model, as a fraction of a step's time. None: the
+    model has no such head."""
 
     is_at_risk: bool = True
-    """Whether a running request may be the cause of an engine's failure."""
+    """Whether a running request may have caused a failure of the engine."""
     untold: frozenset[str] = frozenset()
     """Fields of `WorkerStats` that the engine cannot report. Their values mean nothing."""
 
@@ -292,7 +304,7 @@ class EngineAbilities:
         return sorted(self.unheeded | logprobs | grammars)
 
     def may_preempt(self, params: SamplingParams) -> bool:
-        """Whether a sequence with these parameters may lose its place to a more urgent one."""
+        """Whether the engine may preempt a sequence with these parameters for a more urgent one."""
         return self.preemption and (self.preempts_inexact or self.resumes_exactly(params))
 
     def resumes_exactly(self, params: SamplingParams) -> bool:
@@ -300,5 +312,5 @@ class EngineAbilities:
         return self.exact_resume and not self.inexact_fields(params)
 
     def inexact_fields(self, params: SamplingParams) -> list[str]:
-        """Returns the fields because of which such a request would not resume exactly."""
+        """Returns the fields that prevent a request with these parameters from resuming exactly."""
         return sorted(filter(params.is_set, self.inexact_with))

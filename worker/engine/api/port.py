@@ -1,4 +1,4 @@
-"""The interface that a worker needs of any engine, and how a start reports its progress."""
+"""The interfaces of engines, and the callback that reports the progress of a start."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from promptq.worker.engine.api.messages import (
 
 
 class Progress(Protocol):
-    """A callback for the stages of a start, such as loading weights."""
+    """A callback for the stages of a worker's start, such as loading weights."""
 
     def __call__(self, stage: str, share: float | None = None) -> object:
-        """Report that `stage` is running, and that the stage before is over.
+        """Report that `stage` is running, and that the previous stage is over.
 
-        `share` is the part of the stage that is done, from 0 to 1; None if unknown.
+        `share` is the completed part of the stage, from 0 to 1; None if it is unknown.
         """
         ...
 
@@ -30,7 +30,8 @@ def unheard(stage: str, share: float | None = None) -> None:
 
 
 class Engine(Protocol):
-    """A continuous batch. Not thread-safe: one thread drives it."""
+    """An engine that computes a continuous batch step by step. Not thread-safe: one thread calls
+    it."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -49,14 +50,14 @@ class Engine(Protocol):
     def add(self, request: EngineRequest) -> None:
         """Add a sequence, which then waits for a slot and blocks.
 
-        Raises ValueError if it can never fit.
+        Raises ValueError if the sequence can never fit.
         """
         ...
 
     def abort(self, sequence_id: int) -> bool:
-        """End a sequence without a further output; slot and blocks are free on return.
+        """End a sequence without a further output. Its slot and blocks are free on return.
 
-        Returns False if the engine does not hold the sequence.
+        Returns False if the engine does not have the sequence.
         """
         ...
 
@@ -78,13 +79,13 @@ class Engine(Protocol):
         ...
 
     def check_integrity(self) -> None:
-        """Audit blocks and slots. Raises RuntimeError that names the inconsistency."""
+        """Audit blocks and slots. Raises RuntimeError, which names the inconsistency."""
         ...
 
 
 @runtime_checkable
 class EnginePort(Protocol):
-    """Runs sequences and returns their outputs. All methods belong to one event loop."""
+    """The interface that a worker uses for every engine. Call all methods in one event loop."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -94,32 +95,34 @@ class EnginePort(Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """The totals and the state of the batch, as last reported."""
+        """The totals and the state of the batch, as the engine last reported them."""
         ...
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the engine can run new sequences. While it cannot, a worker claims nothing, and
+        """Whether the engine can run new sequences. While it cannot, the worker claims nothing, and
         the engine gives back every sequence that is added."""
         ...
 
     def start(self) -> None:
-        """Start running. Call this in the event loop that calls `fetch`."""
+        """Start the engine. Call this in the event loop that calls `fetch`."""
         ...
 
     async def stop(self, patience: float) -> None:
-        """Stop after the running step, unless that has taken more than `patience` seconds.
+        """Stop after the running step, or at once if that step has already taken more than
+        `patience` seconds.
 
         Steps that were not fetched are dropped.
         """
         ...
 
     def add(self, request: EngineRequest) -> None:
-        """Add a sequence. A sequence that can never run ends with an error that says why."""
+        """Add a sequence. If the sequence can never run, its output is an error that names the
+        reason."""
         ...
 
     def abort(self, sequence_id: int) -> None:
-        """End a sequence. Once the engine has aborted the sequence, there is no output for it.
+        """End a sequence without a further output, as soon as the engine has handled the abort.
 
         Has no effect on a sequence that has ended or was never added.
         """
@@ -130,9 +133,10 @@ class EnginePort(Protocol):
         ...
 
     async def fetch(self) -> list[StepOutput]:
-        """Returns all steps since the last call, at least one. An engine pauses if nobody fetches.
+        """Returns all steps since the last call, at least one. The engine pauses while nobody
+        fetches.
 
-        Raises the exception of an engine that failed, once all steps before that were fetched.
+        Raises the exception of an engine that failed, once all earlier steps have been fetched.
         """
         ...
 
@@ -143,10 +147,11 @@ class EnginePort(Protocol):
 
     @property
     def num_aborting(self) -> int:
-        """Number of aborted sequences that still hold memory, since no abort is immediate."""
+        """Number of aborted sequences that still hold memory. An abort takes effect only after a
+        step."""
         ...
 
     def seconds_without_progress(self) -> float:
-        """Returns how long the current piece of work has taken so far. About 0 while the engine
-        waits for work or for a call of `fetch`."""
+        """Returns the seconds since the engine began its current piece of work; about 0 while the
+        engine waits for work or for a call of `fetch`."""
         ...

@@ -12,32 +12,34 @@ from promptq.worker.engine.attention.types import LayerCache, LayerSpec, Scoring
 
 
 class AttentionBackend(ABC):
-    """An implementation of attention. Creating an instance imports the packages that it needs."""
+    """An implementation of attention. Creating an instance imports the packages that the backend
+    needs."""
 
     name: ClassVar[str]
-    """The name in `--attention`."""
+    """The backend's name in `--attention`."""
     devices: ClassVar[Set[str]]
-    """The types of devices that it runs on, as torch names them."""
+    """The types of devices that the backend runs on, as torch names them."""
     dtypes: ClassVar[Set[torch.dtype]] = {torch.float32, torch.bfloat16, torch.float16}
     needs: ClassVar[str] = ""
-    """A package that it needs and that may be missing."""
+    """A package that the backend needs and that may be missing; empty if there is none."""
     takes_padding: ClassVar[bool] = False
     """Whether steps may be padded to the size of a CUDA graph (see StepBuffers). A padding row has
-    the write block -1 and, in DECODE_WORK, the context 0. It reads nothing, and its output is
-    zero. The lists in `plans` (DECODE_WORK, PREFILL_WORK) say which rows are decodes and which
-    belong to chunks. The layout's `num_decodes`, `query_starts` and `context_lens` mean nothing in
-    such a step."""
+    the write block -1 and, in DECODE_WORK, the context 0. The backend must read nothing for this
+    row, and write zeros as its output. The lists in `plans` (DECODE_WORK, PREFILL_WORK) tell which
+    rows are decodes and which belong to chunks. The layout's `num_decodes`, `query_starts` and
+    `context_lens` mean nothing in such a step."""
     refuses: ClassVar[Set[str]] = frozenset()
-    """The names in LayerSpec.features that it does not support."""
+    """The names in LayerSpec.features that the backend does not support."""
 
     def why_not(self, specs: Sequence[LayerSpec]) -> str:
-        """Returns why it cannot serve a model with these layers; empty if it can."""
+        """Returns the reason why the backend cannot serve a model with these layers; empty if there
+        is no such reason."""
         for spec in specs:
             for dtype in (spec.key_dtype, spec.value_dtype):
                 if dtype not in self.dtypes:
                     return f"it does not compute in {dtype}"
             if unknown := spec.features & self.refuses:
-                return f"it does not know {', '.join(sorted(unknown))}"
+                return f"it does not support {', '.join(sorted(unknown))}"
         return ""
 
     @abstractmethod
@@ -50,9 +52,9 @@ class AttentionBackend(ABC):
         layout: StepLayout,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Writes the step's K and V into the cache, then attends through the block tables.
+        """Write the step's K and V into the cache, and return attention through the block tables.
 
-        `query` [T, num_heads, key_size], `key` [T, num_kv_heads, key_size] and `value`
-        [T, num_kv_heads, value_size] result in [T, num_heads, value_size]. Cache content outside of
-        the sequences, even NaN, does not change the result.
+        `query` is [T, num_heads, key_size], `key` [T, num_kv_heads, key_size] and `value` [T,
+        num_kv_heads, value_size]. Returns [T, num_heads, value_size]. Cache content outside of the
+        sequences, even NaN, does not change the result.
         """

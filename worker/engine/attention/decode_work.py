@@ -1,8 +1,9 @@
-"""The parts that the contexts of decodes are cut into, and how a device's programs share them.
+"""Cuts the contexts of decodes into parts, and divides the parts among a device's programs.
 
-How a context is cut depends on its own length alone. So the bits of a row's result do not depend on
-the other rows. A kernel with a fixed number of programs takes one span after another from a list,
-where a span is one or more successive parts of a sequence. How long spans are depends on the batch.
+The parts of a context depend on the length of this context alone. So the bits of a row's result do
+not depend on the other rows. A kernel with a fixed number of programs takes one span after another
+from a list, where a span is one or more successive parts of a sequence. The length of spans depends
+on the batch.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from promptq.worker.engine.attention.types import SpanList
 from promptq.worker.engine.device.async_copies import to_device
 
 PART_TOKENS = 256
-"""The tokens of a part. A shorter one would take longer to start than to read."""
+"""The tokens of a part. A shorter part would take longer to start than to read."""
 MAX_PARTS = 64
 """The most parts of one context. Longer contexts have parts of twice the size, and so on."""
 FIELDS = 7
-"""The numbers that describe a span (see `cut`)."""
+"""The number of fields that describe a span (see `cut`)."""
 START_TOKENS = 64
 """Number of tokens that a program reads in the time that starting a span takes."""
 MAX_SPAN_TOKENS = 4096
@@ -35,11 +36,11 @@ def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
     """Returns [1 + num_spans, FIELDS]: the work list of decodes with contexts of these lengths.
 
     The first row begins with the number of spans. Each further row is a span, with these fields:
-    sequence; first token; end token (exclusive); place of the span's first part in the memory for
-    results; place of the sequence's first part; number of the sequence's parts; tokens of a part
-    (the last part may have fewer). The parts of a sequence have successive places. In the list the
-    longest spans come first. A context of 0, which pads a batch, has one span without tokens. A
-    context of -1, a row of a chunk, has none.
+    sequence; first token; end token (exclusive); index of the span's first part in the memory for
+    results; index of the sequence's first part; number of the sequence's parts; tokens of a part
+    (the last part may have fewer). The parts of a sequence have successive indices. The longest
+    spans come first in the list. A context of 0, which pads a batch, has one span without tokens. A
+    context of -1, which stands for a row of a chunk, has no span.
     """
     last = np.array(contexts, dtype=np.int64)
     starts = [spans.pattern.first_visible(max(0, context - 1)) for context in contexts]
@@ -63,26 +64,27 @@ def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
 
 
 def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
-    """Returns the number of tokens in each sequence's spans, chosen so that the launch is short.
-    Long spans need fewer starts, and programs share short spans more evenly."""
+    """Returns the number of tokens in each sequence's spans, chosen so that the kernel's run time
+    is short. Long spans need fewer starts, and programs share short spans more evenly."""
     best, shortest = size, np.inf
     tokens = PART_TOKENS
     while tokens <= MAX_SPAN_TOKENS:
         candidate = np.maximum(size, tokens)
         sequence, start = _spans(length, candidate)
         spans = np.sort(np.minimum(candidate[sequence], length[sequence] - start))[::-1]
-        of_first_program = spans[::at_once]  # no other one has more
+        of_first_program = spans[::at_once]  # no other program has more spans
         time = of_first_program.sum() + START_TOKENS * len(of_first_program)
         if time <= shortest:
             best, shortest = candidate, time
-        if len(spans) <= at_once:  # each is computed at once already
+        if len(spans) <= at_once:  # all spans are computed at once
             break
         tokens *= 2
     return best
 
 
 def _spans(length: _Numbers, tokens: _Numbers) -> tuple[_Numbers, _Numbers]:
-    """Returns the sequence of each span, and the place of its first token in the sequence."""
+    """Returns two arrays over all spans: each span's sequence, and the index of its first token
+    there."""
     count = _quotient(length, tokens)
     sequence = np.repeat(np.arange(len(length)), count)
     index = np.arange(len(sequence)) - (np.cumsum(count) - count)[sequence]
@@ -90,7 +92,8 @@ def _spans(length: _Numbers, tokens: _Numbers) -> tuple[_Numbers, _Numbers]:
 
 
 def _quotient(length: _Numbers, tokens: _Numbers) -> _Numbers:
-    """Returns the number of pieces of `tokens` tokens; a sequence without tokens has one."""
+    """Returns the number of pieces of `tokens` tokens for each length. A length of 0 has one piece,
+    a negative length has none."""
     quotient: _Numbers = np.where(length < 0, 0, np.maximum(1, -(-length // tokens)))
     return quotient
 
@@ -102,23 +105,23 @@ def most_parts(context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartResults:
-    """Results of a layer's parts, for the program that combines them."""
+    """Results of the parts of a layer, for the program that combines them."""
 
     sums: torch.Tensor
-    """[places, num_heads, value_size], float32: a part's weighted mean of the values."""
+    """[parts, num_heads, value_size], float32: the weighted mean of a part's values."""
     log_weights: torch.Tensor
-    """[places, num_heads], float32: the logarithm, in base 2, of the sum of its weights."""
+    """[parts, num_heads], float32: the logarithm, in base 2, of the sum of a part's weights."""
     num_finished: torch.Tensor
     """[num_sequences, num_kv_heads], int32: the number of parts that are done. Between launches all
-    are 0, because the program that finishes the last part sets the number back."""
+    are 0, because the program that finishes the last part resets the number."""
 
 
 class DecodeWork:
     """Work lists of decodes, one for each SpanList that layers request, and memory for results.
 
-    There is room for `contexts`, the lengths of the sequences. `fill` may replace them by others
-    that are not longer. The tensors keep their addresses, as replayed graphs need. `lists` are the
-    work lists that came to the device with the step's inputs.
+    `contexts` are the lengths of the sequences. `fill` may replace them by lengths that are not
+    larger. The tensors keep their addresses, as replayed graphs need. `lists` are the work lists
+    that were copied to the device with the step's inputs.
     """
 
     def __init__(
@@ -131,24 +134,24 @@ class DecodeWork:
         self._copied = lists
         self._num_sequences = len(contexts)
         self.max_parts = sum(map(most_parts, contexts))
-        """The most parts of all, and so the most spans in a list."""
+        """The most parts of all contexts together. A list has at most this many spans."""
         self._device = device
         self._lists: dict[SpanList, torch.Tensor] = {}
         self._results: dict[tuple[int, int, int], PartResults] = {}
 
     @property
     def requested(self) -> Sequence[SpanList]:
-        """The lists that layers requested."""
+        """The keys of the lists that layers requested."""
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replaces the sequences by others."""
+        """Replace the sequences by others, and rewrite the lists."""
         self._contexts, self._copied = contexts, lists
         for key in self._lists:
             self._write(key)
 
     def spans(self, key: SpanList) -> torch.Tensor:
-        """Returns the list (see `cut`) that layers request. Rows after its end mean nothing."""
+        """Returns the list (see `cut`) for `key`. Rows after the end of the list mean nothing."""
         if key in self._copied and key not in self._lists:
             self._lists[key] = self._copied[key]
         if key not in self._lists:
@@ -158,7 +161,8 @@ class DecodeWork:
         return self._lists[key]
 
     def results(self, num_heads: int, num_kv_heads: int, value_size: int) -> PartResults:
-        """Returns the memory for the parts of a layer. All layers of this shape share it."""
+        """Returns the memory for the parts of a layer. All layers of this shape share the
+        memory."""
         shape = (num_heads, num_kv_heads, value_size)
         if shape not in self._results:
             places, counters = self.max_parts, (self._num_sequences, num_kv_heads)

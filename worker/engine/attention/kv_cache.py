@@ -1,4 +1,4 @@
-"""The KV cache: each layer's tensors."""
+"""The tensors of the KV cache, for each layer."""
 
 from __future__ import annotations
 
@@ -45,17 +45,18 @@ class KVCache:
 def zeros_in_pages(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Returns zeros; on a CPU in pages that the system provides when they are first written.
+    """Returns a tensor of zeros. On a CPU, the system provides its memory pages when they are first
+    written.
 
-    Writing the whole tensor would take a second for each 2 GiB at every start. Large pages save
-    most of the look-ups of addresses.
+    Writing the whole tensor would take a second for each 2 GiB at every start. Large pages avoid
+    most TLB misses.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LEAST_MAPPED_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 

@@ -13,10 +13,10 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 
 MIN_BLOCKS = 2
-"""The fewest blocks: with one, a sequence that fills it could never continue."""
+"""The fewest blocks. With a single block, a sequence that fills it could never continue."""
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.95
-"""The cache's share of the memory that the largest step and the graphs leave free. The rest is a
+"""The cache's fraction of the memory that the largest step and the graphs leave free. The rest is a
 reserve, for example for gaps between allocations of other sizes."""
 
 
@@ -30,18 +30,17 @@ def fitting_blocks(
     reserved_bytes: int = 0,
     state_bytes: int = 0,
 ) -> int:
-    """Returns the number of blocks that fit into `memory_bytes`, beside `state_bytes` for the
-    states of recurrent layers.
+    """Returns the number of blocks that fit into `memory_bytes`, after `state_bytes` for the states
+    of recurrent layers.
 
-    If `memory_bytes` is None, returns the number that `wanted_tokens` need, at most as many as fit
-    into `default_memory_bytes`. Raises ConfigurationError if fewer than two fit, or if
-    `memory_bytes` are not free. A model without attention gets the blocks that `wanted_tokens`
-    need.
+    If `memory_bytes` is None, returns the number of blocks for `wanted_tokens`, but not more than
+    fit into `default_memory_bytes`. Raises ConfigurationError if fewer than two blocks fit, or if
+    `memory_bytes` are not free. A model without attention gets the blocks for `wanted_tokens`.
     """
     block_bytes = bytes_per_token(specs) * block_size
     is_limited = memory_bytes is None or not block_bytes
     if memory_bytes is not None:
-        # A CPU's cache takes memory only where it is written, and the system would end the process.
+        # On a CPU the cache takes memory only when written, and then the system kills the process.
         if not counts_memory(device) and memory_bytes > (free := free_bytes(device)):
             raise ConfigurationError(
                 f"--kv-cache-memory: {memory_bytes / 2**30:,.1f} GiB are requested, but"
@@ -74,9 +73,9 @@ def fitting_blocks(
 
 
 def default_memory_bytes(device: torch.device, reserved_bytes: int = 0) -> int:
-    """Returns the bytes of a cache without `--kv-cache-memory`: a share of the free memory.
+    """Returns the bytes of a cache without `--kv-cache-memory`: a fraction of the free memory.
 
-    `reserved_bytes` of the free memory are kept for other things.
+    `reserved_bytes` of the free memory are left for other uses.
     """
     share = CUDA_SHARE if counts_memory(device) else CPU_SHARE
     return max(0, int((free_bytes(device) - reserved_bytes) * share))

@@ -1,4 +1,4 @@
-"""One step's tokens as one packed row of input, and where their K and V go."""
+"""Packs the tokens of a step into one row of input, and finds where their K and V are written."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 from promptq.worker.engine.device.async_copies import to_device_at_once
 
 UNKNOWN = 0
-"""The input in place of a token that the previous step is still computing."""
+"""Stands for an input token that the previous step is still computing."""
 NO_DRAWS = np.empty((0, 0))
-"""The draws of a step whose tokens are not drawn."""
+"""The draws of a step that draws no tokens at random."""
 NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 Lists = dict[Hashable, npt.NDArray[np.int32]]
-"""Work lists that travel with a step's inputs (see StepLayout.lists)."""
+"""Work lists that are copied to the device with a step's inputs (see StepLayout.lists)."""
 PaddedLists = Callable[[StepLayout, int], Lists | None]
-"""Returns the work lists of a step with this number of sampled rows if the step will be padded,
-else None. Only the lengths in the layout are known."""
+"""A function that returns the work lists of a step with this number of sampled rows, or None if the
+step will not be padded. Only the lengths in the layout are known."""
 
 
 def no_padding(layout: StepLayout, num_sampled: int) -> None:
-    """A PaddedLists for a model without padded steps. Returns None."""
+    """Returns None. A PaddedLists for a model without padded steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,17 @@ class PackedStep:
     layout: StepLayout
     sampled: torch.Tensor
     """[S], int64: the rows from which tokens are sampled, in the order of `Batch.sampling`. A step
-    without any has row 0 here, because some families cannot compute zero rows."""
+    without such rows has row 0 here, because some families cannot compute zero rows."""
     draws: torch.Tensor
-    """[D, S], float64: how the token of each sampled row is drawn (see `Packer.pack`)."""
+    """[D, S], float64: the data by which the token of each sampled row is drawn (see
+    `Packer.pack`)."""
     unknown: torch.Tensor
     """[2, U], int64: rows whose input token the previous step is still sampling, and the index of
     that token among the previous step's tokens."""
     reported: torch.Tensor | None = None
     """[2, P], int64: the rows from which log-probabilities of prompts are reported, in the order of
-    `Batch.reporting`, and the tokens that follow in the prompts. None if there are no such rows."""
+    `Batch.reporting`, and the tokens that follow these rows in the prompts. None if there are no
+    such rows."""
 
     @property
     def pooled_rows(self) -> list[int]:
@@ -67,7 +69,7 @@ class PackedStep:
 
 
 class Packer:
-    """Packs batches. It remembers the block tables of the slots, because they seldom change."""
+    """Packs batches. Remembers the block table of each slot, because block tables seldom change."""
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
@@ -85,10 +87,10 @@ class Packer:
         sampled_at: Mapping[int, int] = NOWHERE,
         padded_lists: PaddedLists = no_padding,
     ) -> PackedStep:
-        """Returns the inputs of a step on the device, moved there in one copy.
+        """Returns the inputs of a step on the device, copied there in one transfer.
 
-        `draws` [D, S] have a column for each sampled token; they are only passed on. `sampled_at`
-        maps ids of sequences to the places of the tokens that the step before is still sampling.
+        `draws` [D, S] has a column for each sampled token, and is only passed on. `sampled_at` maps
+        ids of sequences to the indices of the tokens that the previous step is still sampling.
         `padded_lists` returns the work lists if the step will be padded.
         """
         decodes = [item for item in batch.scheduled if item.num_rows == 1]
@@ -169,7 +171,8 @@ class Packer:
         return lists
 
     def _block_tables(self, sequences: list[Sequence]) -> npt.NDArray[np.int64]:
-        """Returns [len(sequences), longest table]. Rewrites only the rows that changed."""
+        """Returns the block tables [len(sequences), longest table]. Rewrites only the rows that
+        changed."""
         slots = [slot_of(sequence) for sequence in sequences]
         width = max((len(sequence.block_table) for sequence in sequences), default=0)
         self._grow(max(slots, default=-1) + 1, width)
@@ -177,7 +180,7 @@ class Packer:
             if self._known[slot] != sequence.block_table:
                 table = sequence.block_table.copy()
                 self._tables[slot, : len(table)] = np.array(table, dtype=np.int64)
-                self._known[slot] = table  # only after it was written
+                self._known[slot] = table  # only after the row was written
         return self._tables[slots, :width]
 
     def _grow(self, num_slots: int, width: int) -> None:

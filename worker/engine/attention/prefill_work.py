@@ -1,4 +1,4 @@
-"""The tiles that the chunks of a step are cut into: some successive queries of one chunk each."""
+"""Cuts the chunks of a step into tiles. A tile is some successive queries of one chunk."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import StepLayout
 
 FIELDS = 4
-"""How many numbers describe a tile (see `cut`)."""
+"""The number of fields that describe a tile (see `cut`)."""
 
 
 def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
     """Returns [num_tiles, FIELDS]: sequence, first row, number of rows, position of the first row.
 
-    The tiles that see the most come first, so that no long tile starts at the end.
+    Tiles with the longest context come first, so that no long tile starts at the end.
     """
     tiles = []
     for sequence in range(layout.num_decodes, len(layout.context_lens)):
@@ -36,7 +36,7 @@ def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
 
 
 def longest_chunk(layout: StepLayout) -> int:
-    """Returns the most rows of a chunk."""
+    """Returns the number of rows of the longest chunk."""
     starts = layout.query_starts[layout.num_decodes :]
     return max(end - row for row, end in pairwise(starts))
 
@@ -44,10 +44,10 @@ def longest_chunk(layout: StepLayout) -> int:
 class PrefillWork:
     """Work lists of a step's tiles, one for each size of tile that layers request.
 
-    `room` is the largest step, as (rows, chunks). With it, `fill` may replace the step by another
-    one: the lists then keep their addresses, as replayed graphs need, and end with tiles without
-    rows. Some lists were copied to the device together with the step's inputs. With `room`, `fill`
-    gets these as `lists`; otherwise they are `lists` of the layout.
+    `room` is the largest step, as (rows, chunks). With `room`, `fill` may replace the step by
+    another one: the lists then keep their addresses, as replayed graphs need, and end with tiles
+    without rows. Some lists were copied to the device with the step's inputs. With `room`, `fill`
+    gets these as `lists`. Without `room`, they are the `lists` of the layout.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:
@@ -63,7 +63,7 @@ class PrefillWork:
         return [*self._lists]
 
     def fill(self, layout: StepLayout, lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replaces the step by another one."""
+        """Replace the step by another one, and rewrite the lists."""
         self._layout, self._copied = layout, lists
         for queries_per_tile, tiles in self._lists.items():
             tiles.copy_(self._tiles(queries_per_tile))
@@ -76,7 +76,7 @@ class PrefillWork:
         return self._lists[queries_per_tile]
 
     def cut(self, layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
-        """Returns the list of another step, filled up to the room."""
+        """Returns the list of another step, padded to the length for `room`."""
         tiles = cut(layout, queries_per_tile)
         if self._room is not None:
             num_rows, num_chunks = self._room

@@ -1,5 +1,5 @@
-"""The inputs of steps at addresses that stay the same, for graphs that are captured once and
-replayed with other inputs."""
+"""Buffers for the inputs of steps. Their addresses stay the same, for CUDA graphs that are captured
+once and replayed with other inputs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepKind:
-    """Steps that are padded to `num_rows` rows.
+    """A kind of steps: those that are padded to `num_rows` rows, mixed or not.
 
-    Mixed steps have chunks of prompts, with or without decodes beside them. All other steps have
-    decodes alone, for which a layer launches one kernel less.
+    Mixed steps have chunks of prompts, with or without decodes. All other steps have decodes only,
+    and their layers launch one kernel less.
     """
 
     num_rows: int
@@ -28,7 +28,7 @@ class StepKind:
 
 
 class StepBuffers:
-    """Room for the largest of some kinds of steps, with up to `max_num_seqs` sequences."""
+    """Buffers for the largest step among some kinds, with up to `max_num_seqs` sequences."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class StepBuffers:
         self._block_size = block_size
         self._input_ids = zeros(most_rows)
         self._positions = zeros(most_rows)
-        self._write_blocks = zeros(most_rows) - 1  # -1: written nowhere
+        self._write_blocks = zeros(most_rows) - 1  # -1: not written
         self._write_offsets = zeros(most_rows)
         self._block_tables = zeros(max_num_seqs, num_blocks_for(max_model_len, block_size))
         self._sampled = zeros(most_rows)
@@ -63,7 +63,8 @@ class StepBuffers:
         }
 
     def max_sequences(self, kind: StepKind) -> int:
-        """Returns the most sequences of a step of this kind, and of rows that are sampled in it."""
+        """Returns the most sequences in a step of this kind, and the most rows that are sampled in
+        it."""
         return min(kind.num_rows, self.max_num_seqs)
 
     def fits(self, layout: StepLayout, num_sampled: int, kind: StepKind) -> bool:
@@ -76,8 +77,8 @@ class StepBuffers:
         )
 
     def lists(self, layout: StepLayout, kind: StepKind) -> Lists:
-        """Returns the work lists of a step that is padded to this kind. The lists go to the device
-        with the step's inputs, and `fill` reads them from the step's layout."""
+        """Returns the work lists of a step that is padded to this kind. The lists are copied to the
+        device with the step's inputs, and `fill` reads them from the step's layout."""
         contexts = self._contexts(layout, kind)
         lists: Lists = {(kind, spans): cut(contexts, spans) for spans in self._decodes.requested}
         if kind.is_mixed:
@@ -87,13 +88,15 @@ class StepBuffers:
 
     @staticmethod
     def _contexts(layout: StepLayout, kind: StepKind) -> list[int]:
-        """Returns the contexts of all rows: of decodes, of the chunks' rows, and of padding."""
+        """Returns a context for each row: that of a decode, -1 for a row of a chunk, 0 for
+        padding."""
         decodes, num_rows = layout.context_lens[: layout.num_decodes], layout.query_starts[-1]
         of_chunks = [-1] * (num_rows - len(decodes))
         return [*decodes, *of_chunks, *[0] * (kind.num_rows - num_rows)]
 
     def fill(self, step: PackedStep, sampled: torch.Tensor, kind: StepKind) -> None:
-        """Copies the inputs of a step, with the rows that are sampled, and pads it to the kind."""
+        """Copy the inputs of a step, with its sampled rows, into the buffers, and pad the step to
+        `kind`."""
         layout = step.layout
         for buffer, values, nothing in (
             (self._input_ids, step.input_ids[0], 0),
@@ -119,7 +122,7 @@ class StepBuffers:
             self._chunks[kind].fill(layout, lists)
 
     def step(self, kind: StepKind) -> PackedStep:
-        """Returns a step on the buffers. Until they are filled, its rows are padding."""
+        """Returns a step whose tensors are the buffers. Until `fill`, all its rows are padding."""
         self._decodes.fill([0] * kind.num_rows)
         layout = self._layout(kind)
         layout.plans[DECODE_WORK] = self._decodes

@@ -1,7 +1,8 @@
-"""Paged attention in plain torch: the backend that runs everywhere.
+"""Paged attention in plain torch, the backend for all devices.
 
-Decodes are gathered into padded groups and attend together; a chunk attends alone. Padding points
-to the sequence's own first visible token, so no memory of other sequences is read.
+Decodes are gathered into padded groups, and each group is computed at once. Each chunk is computed
+alone. Padding points to the first visible token of the same sequence, so no memory of other
+sequences is read.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
 
 MAX_GATHERED_TOKENS = 1 << 16
-"""The most context tokens in one group of decodes, with padding. It limits a gather's memory."""
+"""The most context tokens in a group of decodes, including padding. This limits the memory of a
+gather."""
 MAX_SCORES = 1 << 24
-"""The most scores that the explicit softmax holds at once."""
+"""The most scores in memory at once in the softmax that does not use torch's kernels."""
 
 
 class TorchPaged(AttentionBackend):
@@ -55,22 +57,24 @@ class TorchPaged(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows `first` to `last`, which attend together: a chunk, or decodes with similar contexts."""
+    """Rows `first` to `last`, which are computed at once: a chunk, or decodes with similar
+    contexts."""
 
     first: int
     last: int
     cache_rows: torch.Tensor | None
-    """[sequences, num_kv_heads, length], see `_cache_rows`. None: a chunk sees only its rows."""
+    """[sequences, num_kv_heads, length], see `_cache_rows`. None: a chunk sees only its own
+    rows."""
     bias: torch.Tensor | None
-    """-inf for positions that a row does not see: [sequences, 1, 1, length] for decodes,
-    [rows, length] for a chunk. None: decodes see all positions, and a chunk is plain causal."""
+    """-inf for positions that a row does not see: [sequences, 1, 1, length] for decodes, [rows,
+    length] for a chunk. None: decodes see all positions, and a chunk is plain causal."""
     is_chunk: bool = False
 
 
 def _plan(
     layout: StepLayout, pattern: Pattern, num_kv_heads: int, like: torch.Tensor
 ) -> list[_Part]:
-    """Returns the step's parts, planned once for each pattern, head count and dtype."""
+    """Returns the step's parts, which are planned once for each pattern, head count and dtype."""
     key = (pattern, num_kv_heads, like.dtype)
     if key not in layout.plans:
         heads = torch.arange(num_kv_heads, device=like.device)
@@ -106,7 +110,8 @@ def _plan_decodes(
 
 
 def _similar(lengths: list[int]) -> list[tuple[int, int]]:
-    """Splits decodes into groups within the limit of padded size that are not mostly padding."""
+    """Returns ranges (first, end) of decodes: groups that are not mostly padding, and whose padded
+    size is within the limit."""
     groups = []
     first, longest = 0, 0
     for index, length in enumerate(lengths):
@@ -145,7 +150,7 @@ def _plan_chunks(
 
 
 def _visible(query: torch.Tensor, key: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """Returns [queries, keys]: whether the query at a position sees the key at another."""
+    """Returns booleans [queries, keys]: whether a query, by its position, sees a key."""
     visible = key <= query
     if pattern.kind == "sliding":
         visible &= key > query - pattern.size
@@ -155,8 +160,8 @@ def _visible(query: torch.Tensor, key: torch.Tensor, pattern: Pattern) -> torch.
 
 
 def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the numbers that kernels add to scores. Given booleans, kernels would compute these
-    numbers again in each layer."""
+    """Returns the numbers that kernels add to scores: 0 if visible, otherwise -inf. If kernels got
+    booleans, they would compute these numbers again in each layer."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, float("-inf"))
 
@@ -164,7 +169,8 @@ def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _cache_rows(
     tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor, layout: StepLayout
 ) -> torch.Tensor:
-    """Returns [sequences, num_kv_heads, length]: rows of the cache as [rows, head size]."""
+    """Returns [sequences, num_kv_heads, length]: indices into the cache viewed as [rows, head
+    size]."""
     size = layout.block_size
     blocks = tables.gather(1, positions // size)
     per_head = blocks.unsqueeze(1) * len(heads) + heads.unsqueeze(1)
@@ -172,7 +178,7 @@ def _cache_rows(
 
 
 def _gather(cache: torch.Tensor, cache_rows: torch.Tensor) -> torch.Tensor:
-    """Returns [sequences, num_kv_heads, length, head size] out of the paged cache."""
+    """Returns rows of the paged cache as [sequences, num_kv_heads, length, head size]."""
     rows = cache.view(-1, cache.shape[-1]).index_select(0, cache_rows.view(-1))
     return rows.view(*cache_rows.shape, cache.shape[-1])
 
@@ -186,8 +192,8 @@ def _attend(
 ) -> torch.Tensor:
     """Returns [size, num_heads, rows, value_size] for queries [size, num_heads, rows, key_size].
 
-    Without a bias there are either as many rows as keys, and attention is causal, or there is one
-    row, which sees all keys.
+    Without a bias there are two cases. If there are as many rows as keys, attention is causal. If
+    there is one row, it sees all keys.
     """
     if scoring.softcap is not None or scoring.sinks is not None:
         return _attend_explicitly(query, keys, values, bias, scoring)
@@ -218,7 +224,8 @@ def _attend_explicitly(
     bias: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Computes `_attend` with softcap and sinks, which torch's kernels do not support."""
+    """Returns the result of `_attend` with softcap and sinks, which torch's kernels do not
+    support."""
     size, num_heads, rows, key_size = query.shape
     num_kv_heads, length = keys.shape[1:3]
     if bias is None and rows > 1:

@@ -1,4 +1,4 @@
-"""The types of attention over the paged KV cache: layers, steps, and lists of work."""
+"""The types of attention over the paged KV cache: layers, steps, and keys of work lists."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class SpanList:
 
     pattern: Pattern
     at_once: int
-    """The number of spans whose KV heads a launch computes at once."""
+    """The number of spans, each with all KV heads, that a launch computes at once."""
 
 
 class RequestedLists:
-    """Lists that layers requested in earlier steps. A list that is missing here costs one
-    additional copy, once."""
+    """The keys of work lists that layers requested in earlier steps. A list with a new key is
+    copied separately the first time."""
 
     def __init__(self) -> None:
         self.spans: set[SpanList] = set()
-        """The lists of decodes."""
+        """The keys of the requested lists of decodes."""
         self._tile_sizes: defaultdict[int, set[int]] = defaultdict(set)
 
     def tile_sizes(self, longest_chunk: int) -> set[int]:
-        """Returns the sizes of tiles in steps whose longest chunk has this length. The caller may
-        add sizes to the set.
+        """Returns the tile sizes that were requested in steps whose longest chunk has this length.
+        The caller may add sizes to the set.
 
         Tiles have one size for all lengths up to the next power of two (see
         triton_kernels/prefill.py).
@@ -40,9 +40,10 @@ class RequestedLists:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The positions that a query sees, up to and including its position.
+    """The positions that a query sees, up to and including its own position.
 
-    `full`: all; `sliding`: the last `size`; `chunked`: all since the last multiple of `size`.
+    `full`: all positions; `sliding`: the last `size`; `chunked`: those since the last multiple of
+    `size`.
     """
 
     kind: Literal["full", "sliding", "chunked"]
@@ -57,8 +58,8 @@ class Pattern:
         return 0
 
     def shortened(self, max_length: int) -> Pattern:
-        """Returns this pattern for sequences of up to `max_length` tokens: full if `size` covers
-        them."""
+        """Returns the pattern for sequences of up to `max_length` tokens. The result is FULL if
+        `size` covers them."""
         return FULL if self.size >= max_length else self
 
 
@@ -77,13 +78,13 @@ class LayerSpec:
     value_dtype: torch.dtype
     pattern: Pattern = FULL
     shares_kv_of: int | None = None
-    """The index of an earlier layer whose K and V this layer uses."""
+    """The index of an earlier layer whose K and V this layer uses; None if it has its own."""
     scoring: frozenset[str] = frozenset()
-    """Further features of its scores: `softcap`, `sinks`."""
+    """Further features of the scores: `softcap`, `sinks`."""
 
     @property
     def features(self) -> frozenset[str]:
-        """The features beyond plain causal attention. Backends refuse features by these names."""
+        """The features beyond plain causal attention. A backend's `refuses` has these names."""
         return self.scoring if self.pattern.kind == "full" else self.scoring | {self.pattern.kind}
 
     @property
@@ -94,7 +95,8 @@ class LayerSpec:
         return self.num_kv_heads * (key_bytes + self.value_size * self.value_dtype.itemsize)
 
     def in_int8(self) -> LayerSpec:
-        """Returns this layer with K and V in int8: a row has integers, then their scale in bf16."""
+        """Returns this layer with K and V in int8. A row then has integers, followed by their scale
+        in bf16."""
         if self.key_dtype == torch.uint8:
             return self
         return replace(
@@ -106,7 +108,7 @@ class LayerSpec:
         )
 
     def in_float32(self) -> LayerSpec:
-        """Returns this layer with K and V in fp32, from any format."""
+        """Returns this layer with K and V in fp32, whatever their format was."""
         scale_bytes = SCALE_BYTES if self.key_dtype == torch.uint8 else 0
         return replace(
             self,
@@ -122,12 +124,12 @@ class LayerSpec:
 
 
 SCALE_BYTES = 2
-"""Bytes of the scale of a row in int8."""
+"""Bytes of the scale of an int8 row."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's K [num_blocks, num_kv_heads, block_size, key_size], and V likewise."""
+    """One layer's K [num_blocks, num_kv_heads, block_size, key_size] and V [..., value_size]."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -148,11 +150,11 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Places of a step's T packed rows in the cache; equal for all layers.
+    """Positions of a step's T packed rows in the cache, which are the same for all layers.
 
-    The first `num_decodes` rows belong to one sequence each, in descending order of context, and
-    the rows of the chunks follow. Sequence i has the rows `query_starts[i]` up to
-    `query_starts[i + 1]`, and after the step its K and V are `context_lens[i]` long.
+    The first `num_decodes` rows belong to one sequence each, in descending order of context. The
+    rows of the chunks follow. Sequence i has the rows `query_starts[i]` up to `query_starts[i +
+    1]`. After the step its K and V have `context_lens[i]` tokens.
     """
 
     num_decodes: int
@@ -161,21 +163,23 @@ class StepLayout:
     block_tables: torch.Tensor
     """[num_sequences, max_blocks], int64. Entries after a sequence's last block mean nothing."""
     write_blocks: torch.Tensor
-    """[T], int64: the block that each row's K and V are written to."""
+    """[T], int64: the block to which each row's K and V are written."""
     write_offsets: torch.Tensor
-    """[T], int64: the place in that block."""
+    """[T], int64: the position of each row's K and V in that block."""
     block_size: int
     plans: dict[Hashable, Any] = field(default_factory=dict)
     """Data that a backend computes once per step and uses in every layer."""
     lists: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """The work lists that came with the step's inputs: of decodes by their SpanList, of chunks by
-    the size of their tiles. In a padded step, the key is (kind, SpanList or size)."""
+    """The work lists that were copied with the step's inputs. Lists of decodes have their SpanList
+    as key, lists of chunks the size of their tiles. In a padded step, the key is (kind, SpanList or
+    size)."""
     requested: RequestedLists = field(default_factory=RequestedLists)
-    """The backend adds the lists that it reads, for later steps."""
+    """The backend adds the keys of the lists that it reads, so that later steps copy them in
+    advance."""
 
 
 DECODE_WORK = "decode work"
 """Key in `plans` of the DecodeWork of a step's decodes. Code that replays a step with other lengths
-sets it in advance."""
+sets the value in advance."""
 PREFILL_WORK = "prefill work"
 """Key in `plans` of the PrefillWork of a step's chunks."""

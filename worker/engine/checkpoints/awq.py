@@ -1,4 +1,4 @@
-"""Weights as AutoAWQ packs them in the version `gemm`.
+"""Reads weights that AutoAWQ packs in its version `gemm`.
 
 Source: https://github.com/casper-hansen/AutoAWQ.
 """
@@ -15,7 +15,7 @@ from promptq.worker.engine.checkpoints.unpacking import unpack, weight_of
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""The place in a word of each of eight successive outputs."""
+"""The positions of eight successive outputs within a 32-bit word."""
 
 
 class AWQ:

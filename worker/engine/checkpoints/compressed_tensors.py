@@ -1,4 +1,4 @@
-"""Weights as compressed-tensors packs them, for example for llm-compressor.
+"""Reads weights that compressed-tensors packs, for example for llm-compressor.
 
 Source: https://github.com/vllm-project/compressed-tensors. Settings for rounding inputs are not
 read, because promptq's matrix products round inputs in smaller chunks.

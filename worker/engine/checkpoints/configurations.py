@@ -1,4 +1,4 @@
-"""Reads end tokens and pooling from a model's configurations."""
+"""Reads end tokens and pooling from a model's configuration files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _NAMES: dict[str, Pooling] = {
 
 
 def pooling_of(folder: Path) -> Pooling | None:
-    """Returns the folder's pooling: `last` without a file, None for one that is not supported.
+    """Returns the pooling that a folder's file names: `last` if there is no file, None if the named
+    pooling is not supported.
 
     Raises ConfigurationError for a file that cannot be read.
     """
@@ -37,7 +38,8 @@ def pooling_of(folder: Path) -> Pooling | None:
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """Returns the poolings that are on. Newer files have one name in place of switches."""
+    """Returns the names of the poolings that are on. Newer files have a name, older files have
+    switches."""
     if isinstance(name := config.get("pooling_mode"), str):
         return [name]
     return [

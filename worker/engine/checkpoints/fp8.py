@@ -1,5 +1,5 @@
-"""Weights in FP8 with a scale for each block, as DeepSeek publishes them and transformers' `fp8`
-saves them."""
+"""Reads FP8 weights with a scale for each block, the format of DeepSeek and of transformers'
+`fp8`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class FP8:
 def scaled(
     weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None
 ) -> FP8Weight | torch.Tensor:
-    """Returns a weight [outputs, inputs] with a scale for each output, or else in fp32.
+    """Returns an FP8 weight with a scale for each output. If that format cannot represent the
+    scales, returns the weight in fp32. Both are [outputs, inputs].
 
     `scales` are one for all numbers, one for each output, or one for each block [outputs, inputs].
     """

@@ -1,4 +1,4 @@
-"""Weights as GPTQModel, AutoGPTQ and others pack them in the format `gptq`.
+"""Reads weights in the format `gptq`, which GPTQModel, AutoGPTQ and other tools write.
 
 Source: https://github.com/ModelCloud/GPTQModel.
 """
@@ -15,11 +15,12 @@ from promptq.worker.engine.checkpoints.unpacking import unpack, weight_of
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""Formats, and the number to add to each zero point in the file."""
+"""For each format, the number to add to each zero point in the file."""
 
 
 def _add(words: torch.Tensor, number: int, bits: int) -> torch.Tensor:
-    """Adds a number to each integer of the words. The tools add whole words, with carry."""
+    """Returns the words with `number` added to each of their integers. The tools that write these
+    files add to whole words, with carry, and so does this function."""
     ones = sum(1 << place for place in range(0, 32, bits))
     total = (words.long() + number * ones) & 0xFFFFFFFF
     return torch.where(total < 1 << 31, total, total - (1 << 32)).int()

@@ -1,4 +1,4 @@
-"""Exceptions that transformers' functions raise for files with faults."""
+"""Exceptions that transformers raises for faulty files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOADING_ERRORS = (
 
 
 def first_sentence(error: Exception) -> str:
-    """Returns the first sentence of the library's message. Further sentences are advice."""
+    """Returns the first sentence of transformers' message. Its further sentences are advice."""
     if isinstance(error, ZeroDivisionError | RecursionError | AssertionError | MemoryError):
         kind = type(error).__name__
         return f"its files have impossible sizes, or sizes that do not match ({kind})"

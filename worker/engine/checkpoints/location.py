@@ -1,4 +1,4 @@
-"""Places of a model's files: a directory, a GGUF file, or a name on a model hub."""
+"""Locations of a model's files: a directory, a GGUF file, or a name on a model hub."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def is_gguf(name_or_dir: str) -> bool:
 
 
 def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
-    """Returns the arguments for transformers' `from_pretrained` of a tokenizer."""
+    """Returns the arguments with which transformers' `from_pretrained` loads the tokenizer."""
     if not is_gguf(name_or_dir):
         return name_or_dir, {}
     file = Path(name_or_dir).expanduser()
-    # A file of the same name in the current folder would come before a name alone.
+    # A name alone could be read as a file of the same name in the current folder.
     return str(file.parent), {"gguf_file": str(file.absolute())}
 
 
 def check_source(name_or_dir: str) -> str:
-    """Returns the directory or GGUF file, checked to hold a model, or the hub name unchanged.
+    """Returns the directory or GGUF file after checking that it has a model. A hub name is returned
+    unchanged.
 
     Raises ModelNotFoundError, and ConfigurationError if a package is missing that reads the file.
     """
@@ -68,7 +69,7 @@ def _check_directory(directory: Path, name: str) -> None:
 
 
 def check_weights(source: str) -> None:
-    """Refuses a directory without weights. For a hub name, the library reports this itself.
+    """Check that a directory has weights. For a hub name, transformers checks this itself.
 
     Raises ModelNotFoundError, and UnsupportedModelError for an index of other files.
     """

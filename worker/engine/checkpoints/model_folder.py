@@ -1,4 +1,4 @@
-"""A directory of safetensors files, or a model of a hub."""
+"""Reads a model from a directory of safetensors files, or from a model hub."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ _PART_OF_HEAD = re.compile(r"(^|\.)(mtp|eh_proj|enorm|hnorm|shared_head)\.")
 class Format(Protocol):
     """Reads the layers of one quantization method.
 
-    Creating one from a `quantization_config` raises UnsupportedModelError for a variant that is not
-    supported.
+    The constructor takes the `quantization_config`, and raises UnsupportedModelError for a variant
+    that is not supported.
     """
 
     marker: str
     """The name of the tensor that only quantized layers have."""
     bits: int
-    """Bits of a number; words of 32 bits hold several."""
+    """Bits of a number. A 32-bit word has several numbers."""
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor:
-        """Returns the weight of a linear layer. Raises KeyError for a part that is missing."""
+        """Returns the weight of a linear layer from its tensors. Raises KeyError if a tensor is
+        missing."""
         ...
 
 
@@ -62,23 +63,24 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "fp8": FP8,
 }
 _OF_THE_CACHE = {"q_scale", "k_scale", "v_scale"}
-"""Scales for a KV cache of few bits, which are not read: our cache computes its scales."""
+"""Scales for a quantized KV cache. They are not read, because promptq's cache computes its
+scales."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEADER = 100_000_000
-"""The most bytes of a safetensors file's header; the library has the same limit."""
+"""The most bytes of a safetensors file's header. The safetensors library has the same limit."""
 
 
 class ModelFolder:
-    """A directory or hub name with a model, whose weights another tool may have quantized."""
+    """A model in a directory or on a hub. Another tool may have quantized its weights."""
 
     def __init__(self, source: str, trust_remote_code: bool) -> None:
-        """Reads the configuration. Raises ModelNotFoundError, and UnsupportedModelError for weights
+        """Read the configuration. Raises ModelNotFoundError, or UnsupportedModelError for weights
         of another format."""
         self.source = source
         self.config = _load_config(source, trust_remote_code)
         check_weights(source)
         _check_index_of_hub(source)
-        # The library would look for the tool that quantized the weights.
+        # transformers would look for the tool that quantized the weights.
         settings = self.config.__dict__.pop("quantization_config", None)
         if settings and not isinstance(settings, dict):
             settings = settings.to_dict()
@@ -94,7 +96,7 @@ class ModelFolder:
             check_sizes(source, text_config, numbers)
 
     def _has_experts(self) -> bool:
-        """Whether files in a directory have weights of experts."""
+        """Whether the files of a directory have weights of experts."""
         files = self._files() if Path(self.source).is_dir() else []
         return any(".experts." in name for file in files for name in _tensors(file))
 
@@ -106,8 +108,8 @@ class ModelFolder:
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The folder's generation config if its weights are quantized. None otherwise, because the
-        library then reads the config itself."""
+        """The folder's generation config if its weights are quantized. Otherwise None, because
+        transformers then reads the config itself."""
         if self._format is None or not (self._folder() / "generation_config.json").exists():
             return None
         config: GenerationConfig = GenerationConfig.from_pretrained(self.source)
@@ -119,14 +121,14 @@ class ModelFolder:
 
     @property
     def num_saved_bytes(self) -> int:
-        """Bytes of the weights' files. 0 for a hub name, whose files may not be here yet."""
+        """Bytes of the weights' files; 0 for a hub name, whose files may not be downloaded yet."""
         if not Path(self.source).is_dir():
             return 0
         return sum(file.stat().st_size for file in self._files())
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
-        """Returns the bytes of all parameters in `dtype`, or in the dtype that the library would
-        load. 0 for a hub name, whose files may not be here yet."""
+        """Returns the bytes of all parameters in `dtype`, or in the dtype that transformers would
+        load. Returns 0 for a hub name, whose files may not be downloaded yet."""
         if not Path(self.source).is_dir():
             return 0
         if self._format is None and dtype is None:
@@ -135,15 +137,15 @@ class ModelFolder:
 
     @cached_property
     def _num_numbers(self) -> int:
-        """How many numbers the files of weights have; 0 if they are damaged."""
+        """Number of elements of all weights; 0 if the files are damaged."""
         packed = 1 if self._format is None else 32 // self._format.bits
         return sum(_num_numbers(file, packed) for file in self._files())
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None:
-        """Returns the weights for a model that computes in `dtype`; None if none is quantized.
+        """Returns the weights for a model that computes in `dtype`; None if no weight is quantized.
 
-        Raises UnsupportedModelError for a layer that lacks a part, and SafetensorError for a file
-        that cannot be read.
+        Raises UnsupportedModelError if a tensor of a layer is missing, and SafetensorError for a
+        file that cannot be read.
         """
         if self._format is None:
             return None
@@ -172,8 +174,8 @@ class ModelFolder:
         return saved
 
     def damaged_file(self) -> str:
-        """Returns the name of the first file of weights that is incomplete or no safetensors file;
-        empty if there is none."""
+        """Returns the name of the first weights file that is incomplete or not a safetensors file;
+        empty if all are whole."""
         for file in self._files_in(self._folder(is_loaded=True)):
             try:
                 with safe_open(file, "pt"):
@@ -183,12 +185,10 @@ class ModelFolder:
         return ""
 
     def head_files(self) -> dict[str, Path]:
-        """Returns the files of the tensors of the head that predicts further tokens, by the names
-        of the tensors; empty if the files have no head.
+        """Returns the tensors of the head that predicts further tokens: each tensor's name, with
+        the file that it is in. Empty if the model has no head.
 
-        The names are those of a layer after the last one (DeepSeek-V3, GLM-4.5), or begin with
-        `mtp` (Qwen3-Next). The head may also lie in the folder `mtp`, which programs without
-        support for heads do not read.
+        The head may be in the folder `mtp`, which programs without support for heads do not read.
         """
         folder = self._folder(is_loaded=True)
         places: dict[str, Path] = {}
@@ -201,7 +201,7 @@ class ModelFolder:
 
     @staticmethod
     def head_weights(places: Mapping[str, Path]) -> dict[str, torch.Tensor]:
-        """Returns the tensors by name. `places` are those of `head_files`."""
+        """Returns the head's tensors by name. `places` is the result of `head_files`."""
         weights: dict[str, torch.Tensor] = {}
         for file in {*places.values()}:
             with safe_open(file, "pt") as tensors:
@@ -210,8 +210,9 @@ class ModelFolder:
         return weights
 
     def _of_head(self, names: Iterable[str]) -> list[str]:
-        """Returns the names of a head's tensors. They are names of a layer after the last one, if
-        it has parts of a head (DeepSeek-V3, GLM-4.5), or begin with `mtp` (Qwen3-Next)."""
+        """Returns those of `names` that name a head's tensors. Such names begin with `mtp`
+        (Qwen3-Next), or with a layer after the last one, if that layer has parts of a head
+        (DeepSeek-V3, GLM-4.5)."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         found = [name for name in names if of_head.fullmatch(name)]
@@ -231,7 +232,7 @@ class ModelFolder:
             raise UnsupportedModelError(f"{layer} has parts of wrong sizes: {error}") from error
 
     def _files(self) -> list[Path]:
-        """Returns the files with weights. Copies in another format may lie beside them."""
+        """Returns the files with weights, without copies of the weights in another format."""
         return self._files_in(self._folder())
 
     def _files_in(self, folder: Path) -> list[Path]:
@@ -241,8 +242,8 @@ class ModelFolder:
         return [folder / name for name in names]
 
     def _folder(self, *, is_loaded: bool = False) -> Path:
-        """Returns the folder. `is_loaded`: the library has fetched the files that it needs, and no
-        others are fetched."""
+        """Returns the folder of the files. `is_loaded`: transformers has already downloaded all
+        files that it needs, so nothing is downloaded."""
         here = Path(self.source)
         if here.is_dir():
             return here
@@ -253,10 +254,11 @@ class ModelFolder:
 
 
 def _check_index_of_hub(name: str) -> None:
-    """Refuses an index that names other files than safetensors before the library fetches them."""
+    """Raise UnsupportedModelError if the index names files that are not safetensors, before
+    transformers downloads them."""
     if Path(name).is_dir():
         return
-    with suppress(OSError):  # there is none, or the library reports why it cannot be fetched
+    with suppress(OSError):  # no index, or transformers reports the error
         shards_of(Path(hf_hub_download(name, "model.safetensors.index.json")).parent, name)
 
 
@@ -300,9 +302,9 @@ def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _num_numbers(file: Path, packed: int) -> int:
-    """Returns how many numbers a safetensors file has, if a word of 32 bits has `packed` numbers.
+    """Returns the number of elements in a safetensors file, if a 32-bit word has `packed` numbers.
 
-    Returns 0 for a damaged file. The damage shows when the file is loaded.
+    Returns 0 for a damaged file. Loading the file reports the damage.
     """
     try:
         return sum(
@@ -314,7 +316,8 @@ def _num_numbers(file: Path, packed: int) -> int:
 
 
 def _tensors(file: Path) -> dict[str, Any]:
-    """Returns the tensors' entries in a safetensors file's header; empty if it is damaged."""
+    """Returns the entries of all tensors in a safetensors file's header; empty if the file is
+    damaged."""
     try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")

@@ -1,7 +1,7 @@
 """Refuses a model's files that lead out of its folder or have absurd sizes.
 
 A model may come from a stranger. A link to `/proc/self/environ` as a chat template would show the
-process' secrets to every client that sends a chat, and a FIFO would block the start for ever.
+process' secrets to every client that sends a chat. A FIFO would block the start for ever.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
 
 _READ = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".spm", ".tiktoken", ".txt"})
-"""Endings of the files that promptq or the library may read."""
+"""Endings of the files that promptq or transformers may read."""
 HEAD_FOLDER = "mtp"
 _FOLDERS = ("", "additional_chat_templates", "1_Pooling", HEAD_FOLDER)
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
 MAX_PARTS = 2000
-"""The most layers, experts of a layer, or labels; the library makes an object for each."""
+"""The most layers, experts of a layer, or labels. transformers creates an object for each of
+them."""
 _SIZES = (
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"),
     *("head_dim", "num_attention_heads", "num_key_value_heads"),
 )
-"""Sizes of a model's matrices. All but the first are multiplied with the hidden size."""
+"""Names of the sizes of a model's matrices. The check multiplies all except the first by the hidden
+size."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 _CONTENTS = ("vocab", "merges")
-"""Settings of tokenizers that hold a file's content or a file's name."""
+"""Settings of tokenizers that are either the content of a file or the name of a file."""
 _LONGEST_NAME = 200
 _INDEX = "model.safetensors.index.json"
 
 
 def check_files(folder: Path) -> None:
-    """Refuses a folder with a file that leads out of it, or that is no regular file.
+    """Raise UnsupportedModelError if a file leads out of the folder, or is not a regular file.
 
-    Files of the hub's cache are links to the folder `blobs`, beside `snapshots`.
-    Raises UnsupportedModelError.
+    Files in the hub's cache are links to the folder `blobs`, beside `snapshots`. These are allowed.
     """
     for name in _FOLDERS:
         place = folder / name
@@ -61,9 +62,9 @@ def check_files(folder: Path) -> None:
 
 
 def check_tokenizer_config(source: str, config: dict[str, Any]) -> None:
-    """Refuses a `tokenizer_config.json` that names a file outside of the model.
+    """Raise UnsupportedModelError if `tokenizer_config.json` names a file outside of the model.
 
-    The library would read some of these files, and turn their content into tokens.
+    transformers would read some of these files, and turn their content into tokens.
     """
     for name, value in config.items():
         if not isinstance(value, str) or not (name in _CONTENTS or name.endswith("_file")):
@@ -85,7 +86,8 @@ def _is_inside(target: Path, folder: Path) -> bool:
 
 
 def check_config(source: str, config: Any) -> None:
-    """Refuses a `config.json` whose number of parts would hang the library or fill the memory."""
+    """Raise UnsupportedModelError if the numbers of parts in a `config.json` would make
+    transformers hang or run out of memory."""
     left = [config]
     while left:
         item = left.pop()
@@ -101,9 +103,10 @@ def check_config(source: str, config: Any) -> None:
 
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
-    """Refuses sizes with which one matrix has more numbers than all files of weights together.
+    """Raise UnsupportedModelError if one matrix would have more elements than all weights files
+    together.
 
-    The library would fill the memory with such a matrix before it compares the sizes.
+    transformers would fill the memory with such a matrix before it compares the sizes.
     """
     # Plain values: an attribute that differs between layers raises an error.
     sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
@@ -120,10 +123,10 @@ def check_sizes(source: str, config: Any, num_numbers: int) -> None:
 
 
 def check_experts(source: str, config: Any, *, has_weights: Callable[[], bool]) -> None:
-    """Refuses a configuration with no active experts, or with more than there are.
+    """Raise UnsupportedModelError if no experts are active, or more than the model has.
 
-    With 0 experts, some families are dense. `has_weights` returns whether the files have weights of
-    experts nevertheless.
+    With 0 experts, models of some families are dense. `has_weights` returns whether the files have
+    weights of experts nevertheless.
     """
 
     def count(names: tuple[str, ...]) -> tuple[str, int] | None:
@@ -155,10 +158,10 @@ def read_config(file: Path, source: str) -> dict[str, Any]:
 
 
 def shards_of(folder: Path, source: str) -> list[str] | None:
-    """Returns the names of the files that the index of a folder names; None without an index.
+    """Returns the names of the files that the folder's index names; None if there is no index.
 
-    Raises UnsupportedModelError for a name that is no safetensors file of the folder, because the
-    library would unpickle a `.bin`.
+    Raises UnsupportedModelError for a name that is not a safetensors file of the folder, because
+    transformers would unpickle a `.bin`.
     """
     index = folder / _INDEX
     if not index.exists():

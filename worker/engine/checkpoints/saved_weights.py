@@ -1,4 +1,4 @@
-"""Weights that another tool quantized."""
+"""The weights of a checkpoint that another tool quantized."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from promptq.worker.engine.quantization.weight import ExpertsWeight
 
 @dataclass(slots=True)
 class SavedWeights:
-    """The weights of a quantized checkpoint."""
+    """The weights of a quantized checkpoint, in the format of the files or dequantized."""
 
     format: str
-    """Name of the format, such as `gptq`. Empty if no weight is quantized."""
+    """Name of the format, such as `gptq`; empty if no weight is quantized."""
     dtype: torch.dtype
     """The dtype in which the model computes."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """All parameters by name, in `dtype`. A quantized one has only its shape, and no memory, until
-    it is widened."""
+    """All parameters by name, in `dtype`. A quantized parameter has a shape but no memory until
+    `widen`."""
     quantized: dict[str, SavedWeight] = field(default_factory=dict)
-    """The weights that have fewer bits, by the name of their module."""
+    """The quantized weights, by the name of their module."""
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds a parameter that is not quantized."""
+        """Add a parameter that is not quantized."""
         self.tensors[name] = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def add(self, module: str, weight: SavedWeight | torch.Tensor) -> None:
-        """Adds the weight of a linear layer, an embedding or a layer's experts."""
+        """Add the weight of a linear layer, an embedding or a layer's experts."""
         if isinstance(weight, torch.Tensor):
             self.add_tensor(f"{module}.weight", weight)
             return
@@ -38,7 +38,8 @@ class SavedWeights:
             self.tensors[name] = torch.zeros(1, dtype=self.dtype).expand(shape)
 
     def widen(self, module: str) -> None:
-        """Replaces the tensors without memory by the weight's numbers in `dtype`."""
+        """Dequantize a module's weight: give its parameters memory, and their numbers in
+        `dtype`."""
         weight = self.quantized[module]
         if isinstance(weight, ExpertsWeight):
             for part, numbers in weight.dequantized().items():
@@ -48,7 +49,7 @@ class SavedWeights:
 
 
 def shapes_of(module: str, weight: SavedWeight) -> dict[str, tuple[int, ...]]:
-    """Returns, by name, the shapes of a module's parameters that `weight` has in fewer bits."""
+    """Returns the shapes of a module's quantized parameters, by name."""
     if isinstance(weight, ExpertsWeight):
         return {f"{module}.{part}": shape for part, shape in weight.shapes.items()}
     return {f"{module}.weight": weight.shape}

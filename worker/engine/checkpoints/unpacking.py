@@ -1,6 +1,6 @@
 """Unpacks the integers of AWQ, GPTQ and compressed-tensors checkpoints.
 
-QuantizedWeight.pack packs them again for promptq's products.
+`QuantizedWeight.pack` packs them again for promptq's products.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns uint8 [..., words * 32 / bits] for int32 [..., words], a word's lowest bits first."""
+    """Returns uint8 [..., words * 32 / bits] for int32 [..., words], the lowest bits of a word
+    first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     numbers = words.unsqueeze(-1) >> shifts & (1 << bits) - 1
     return numbers.to(torch.uint8).flatten(-2)
@@ -27,9 +28,9 @@ def weight_of(
 ) -> QuantizedWeight | torch.Tensor:
     """Returns the weight `scale * (n - zero)` for unsigned `numbers` [outputs, `inputs`].
 
-    `scales`, in fp32, and `zeros` are [outputs, groups]. Without `zeros`, each zero is the middle
-    of the range. `groups` [inputs] has the group of each input. If groups are not one after the
-    other, the weight is widened to fp32.
+    `scales` (fp32) and `zeros` are [outputs, groups]. Without `zeros`, each zero is the middle of
+    the range. `groups` [inputs] has the group of each input. If the inputs of a group are not
+    adjacent, the result is an fp32 tensor.
     """
     middle, group = 1 << (bits - 1), -(-inputs // scales.shape[1])
     offsets = None

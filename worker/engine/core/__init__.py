@@ -1,1 +1,1 @@
-"""The scheduling core: sequences, blocks, steps; no torch here."""
+"""The engine's core: sequences, blocks and the scheduler. This package does not import torch."""

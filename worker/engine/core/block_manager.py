@@ -13,18 +13,19 @@ from promptq.worker.engine.core.sequence import Sequence
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Returns the number of blocks for tokens of one sequence. The last may be partly filled."""
+    """Returns the number of blocks for this many tokens of one sequence. The last block may be
+    partly filled."""
     return -(-num_tokens // block_size)
 
 
 class BlockManager:
     """Hands out blocks, counts their owners, and finds blocks by the prefix that they hold.
 
-    Every block is in one of three states: *free* (it holds nothing), *owned* (it is in as many
-    block tables as it has references) or *cached* (it has no owner, but can be found by its hash
-    until it is evicted). The hash of a block covers its tokens, all tokens before them, the tenant
-    and the cache salt. A block can be found as soon as it is computed, also while it is owned; a
-    block that can be found is never half written.
+    Every block is in one of three states. A *free* block holds nothing. An *owned* block is in as
+    many block tables as it has references. A *cached* block has no owner, but can be found by its
+    hash until it is evicted. The hash of a block covers its tokens, all tokens before them, the
+    tenant and the cache salt. A block can be found as soon as it is completely computed, also while
+    it is owned.
 
     Eviction is LRU (least recently used): when no block is free, the next one to allocate is the
     cached block that lost its last owner first. Of one sequence, the last blocks go first.
@@ -52,8 +53,8 @@ class BlockManager:
         self.block_size = block_size
         self._all_blocks = frozenset(range(num_blocks))
         self.num_gained = 0
-        """Number of times that a block lost its last owner, or became findable. Until this grows, a
-        waiting sequence that lacked room still lacks room."""
+        """Number of times that a block lost its last owner, or became findable. As long as this
+        number stays the same, a waiting sequence that lacked room still lacks room."""
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of findable blocks
         self._findable: dict[bytes, int] = {}
@@ -65,7 +66,8 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be allocated: free ones, then cached ones by eviction."""
+        """Number of blocks that can be allocated: free blocks, and cached blocks, which are then
+        evicted."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -77,12 +79,12 @@ class BlockManager:
         return len(self._cached)
 
     def shared_blocks(self, sequence: Sequence) -> list[int]:
-        """Returns the blocks of the sequence that others own too."""
+        """Returns the blocks of the sequence that other sequences own too."""
         return [block for block in sequence.block_table if self._references[block] > 1]
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the cached blocks of the sequence's first tokens. Leaves the last token, and all
-        tokens whose logits are needed, to be computed."""
+        """Returns the cached blocks of the sequence's first tokens. Leaves out the last token, and
+        all tokens whose logits are needed, because these must be computed."""
         prefix = self._findable_blocks(sequence)
         if self.kept_states is None:
             return prefix
@@ -100,8 +102,8 @@ class BlockManager:
         return prefix
 
     def num_known_to(self, tenant: str, prefix: list[int]) -> int:
-        """Returns how many blocks of a prefix this tenant sent before, and notes that the tenant
-        has now sent all of them."""
+        """Returns the number of blocks of a prefix that this tenant sent before. Records that the
+        tenant has now sent all of them."""
         if self._senders is None:
             return len(prefix)
         num_known = 0
@@ -111,16 +113,17 @@ class BlockManager:
         return num_known
 
     def num_needed(self, sequence: Sequence, prefix: list[int]) -> int:
-        """Returns how many free blocks the known tokens of a sequence without blocks need."""
+        """Returns the number of free blocks for the known tokens of a sequence without blocks.
+        Blocks of `prefix` that have an owner need no free block."""
         owned = sum(1 for block in prefix if self._references[block])
         return num_blocks_for(sequence.num_tokens, self.block_size) - owned
 
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Yields each sequence of `leaving`, with the number of free blocks after this one and all
-        before it have left. Does not count blocks of `prefix`: `num_needed` counts them as owned.
-        """
+        """Yields each sequence of `leaving` with the number of free blocks after this sequence and
+        all before it have left. Blocks of `prefix` do not become free: `num_needed` counts them as
+        owned."""
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
         for sequence in leaving:
@@ -151,7 +154,7 @@ class BlockManager:
                 sequence.state_source = self.kept_states.pin(sequence.block_hashes[len(prefix) - 1])
 
     def reserve_state(self, sequence: Sequence, end: int) -> None:
-        """Find a place for a sequence's state, if the state after `end` tokens will be kept."""
+        """Reserve a place for a sequence's state, if the state after `end` tokens will be kept."""
         is_due = end == sequence.keep_after and sequence.state_target is None
         if self.kept_states is not None and is_due:
             sequence.state_target = self.kept_states.reserve()
@@ -171,7 +174,7 @@ class BlockManager:
         return True
 
     def mark_computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the blocks findable that became full when tokens `start` to `end` were computed."""
+        """Make each block findable that became full when tokens `start` to `end` were computed."""
         first, last = start // self.block_size, end // self.block_size
         if sequence.state_source is not None and self.kept_states is not None:
             self.kept_states.unpin(sequence.state_source)
@@ -194,7 +197,7 @@ class BlockManager:
             self.num_gained += last  # a waiting sequence may need fewer blocks now
 
     def free(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks back. Findable ones stay cached; the last ones are evicted
+        """Take back a sequence's blocks. Findable blocks stay cached; the last blocks are evicted
         first."""
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
@@ -214,9 +217,10 @@ class BlockManager:
             sequence.state_source = sequence.state_target = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare all blocks with the block tables of `sequences`, which are all that have blocks.
+        """Compare all blocks with the block tables of `sequences`, which must be all sequences with
+        blocks.
 
-        Raises RuntimeError that names the inconsistency.
+        Raises RuntimeError, which names the inconsistency.
         """
         sequences = [*sequences]
         if self.kept_states is not None:
@@ -260,7 +264,8 @@ class BlockManager:
         return block
 
     def _evict(self) -> int:
-        """Make the least recently used cached block unfindable, and return it for another use."""
+        """Make the least recently used cached block unfindable, and return the block for another
+        use."""
         block, _ = self._cached.popitem(last=False)
         block_hash, self._hashes[block] = self._hashes[block], None
         if block_hash is not None:
@@ -272,7 +277,7 @@ class BlockManager:
     def _hash_blocks(self, sequence: Sequence) -> None:
         """Extend the chain of block hashes of the sequence up to its last full block.
 
-        The hash is a strong one, because a sequence that finds a block reads what another request
+        The hash is cryptographic, because a sequence that finds a block reads what another request
         wrote.
         """
         hashes, size = sequence.block_hashes, self.block_size
@@ -282,10 +287,11 @@ class BlockManager:
             hashes.append(_hash(parent + token_ids.tobytes()))
 
     def _salt_hash(self, sequence: Sequence) -> bytes:
-        """Returns the hash with which the chains of a tenant and salt begin.
+        """Returns the first hash in the chains of a tenant and salt.
 
-        `person` keeps it from being equal to a hash within a chain. The tenant is hashed first, to
-        a fixed length, so that no salt of one tenant spells the tenant and salt of another.
+        The parameter `person` of BLAKE2 keeps it different from each hash within a chain. The
+        tenant is hashed first, to a fixed length. So no salt of one tenant can imitate another
+        tenant and salt.
         """
         tenant = "" if self._senders is not None else sequence.request.tenant
         salt = sequence.request.cache_salt.encode("utf-8", "surrogatepass")

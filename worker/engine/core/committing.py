@@ -1,4 +1,4 @@
-"""Commits a step: its results become tokens, vectors and errors of sequences."""
+"""Commits a step: stores the results as tokens, vectors and errors of sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from promptq.worker.engine.core.sequence import (
 
 
 class Committer:
-    """Stores results in sequences, and counts their tokens in `totals`."""
+    """Stores results in sequences, and counts tokens in `totals`."""
 
     def __init__(
         self, block_manager: BlockManager, totals: EngineStats, *, has_states: bool
@@ -32,8 +32,8 @@ class Committer:
     def commit(
         self, batch: Batch, collected: Collected
     ) -> Iterator[tuple[Sequence, SequenceOutput]]:
-        """Stores the results of a batch, and yields the outputs. Expects the caller to end a
-        sequence with a finish reason before the next one."""
+        """Store the results of a batch, and yield each sequence with its output. If an output has a
+        finish reason, the caller must end the sequence before it takes the next output."""
         for share, reported in zip(batch.reporting, collected.prompt_logprobs, strict=True):
             share.sequence.num_reported_rows = share.reported_rows.stop
             share.sequence.prompt_logprobs.append(reported)
@@ -41,7 +41,7 @@ class Committer:
         for share in batch.scheduled:
             rows = next(tokens) if share.samples else []
             if share.sequence.status is SequenceStatus.FINISHED:
-                continue  # it has ended since this step was launched
+                continue  # the sequence ended after this step was launched
             if not share.samples:
                 self._advance(share, share.num_tokens)
                 if share.sequence.request.pooling is not None:
@@ -52,7 +52,7 @@ class Committer:
             yield share.sequence, output
 
     def _advance(self, share: ScheduledSequence, num_tokens: int) -> None:
-        """Note that the first tokens of the share are in the KV cache now."""
+        """Record that the first `num_tokens` tokens of the share are now in the KV cache."""
         sequence, start, end = share.sequence, share.start, share.start + num_tokens
         sequence.num_computed_tokens = end
         self._block_manager.mark_computed(sequence, start, end)
@@ -67,7 +67,7 @@ class Committer:
             self._totals.prompt_tokens += max(0, num_new_of_prompt)
 
     def _append(self, share: ScheduledSequence, tokens: list[SampledToken]) -> SequenceOutput:
-        """Append tokens up to an end, and return the output of the sequence."""
+        """Append sampled tokens to the sequence, up to its end, and return the output."""
         sequence = share.sequence
         if tokens[0].error is not None:
             output = failed(sequence, tokens[0].error)
@@ -88,7 +88,7 @@ class Committer:
         if grammar is not None and finish_reason is not FinishReason.STOP:
             try:
                 grammar.accept(sequence.token_ids[-1])
-            except Exception as error:  # must not stop the other sequences
+            except Exception as error:  # one failure must not stop other sequences
                 return failed(sequence, str(error))
             if grammar.is_complete:
                 finish_reason = FinishReason.STOP
@@ -112,10 +112,11 @@ class Committer:
         )
 
     def _pool(self, share: ScheduledSequence) -> Iterator[tuple[Sequence, SequenceOutput]]:
-        """Pool hidden states. The sequence ends with the states of its last token."""
+        """Pool the hidden states of a share. The states of the last token complete the vector and
+        end the sequence."""
         sequence = share.sequence
         if share.start == 0:
-            sequence.pool.clear()  # it was preempted and begins anew
+            sequence.pool.clear()  # preempted, so it starts again
         if share.states is not None:
             sequence.pool.add(share.states)
         if sequence.num_uncomputed_tokens:
@@ -156,8 +157,8 @@ def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[Sam
     """Returns the tokens that would have been sampled without a draft.
 
     These are the first token, and each later token if all drafted tokens before it were right. The
-    list also ends before a token whose sampling failed. That token is sampled again as the first
-    one of the next step, so an error that persists ends the request there.
+    list also ends before a token whose sampling failed. The next step samples that token again as
+    its first, so an error that persists ends the request there.
     """
     num_accepted = 1
     for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):

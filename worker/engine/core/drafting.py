@@ -1,13 +1,14 @@
-"""Guesses the next tokens of a sequence: from its own text, or with a head of its model.
+"""Drafts the next tokens of a sequence (speculative decoding): from its text, or with a head of its
+model.
 
 A step with a few more rows costs little more, as long as it mostly waits for the weights. So a
 decode may carry drafted tokens. Prompt lookup (Saxena 2023) finds the last occurrence of the
 sequence's last tokens in the prompt or output, and drafts the tokens that followed there. A model
-may also have a head that predicts further tokens (multi-token prediction); then the runner drafts.
+may also have a head that predicts further tokens (multi-token prediction). Then the runner drafts.
 
 The step samples after each drafted token too. A drafted token is accepted if and only if it equals
 the token that would have been sampled without a draft. A wrong draft costs only time, and this
-module limits how much.
+module limits that time.
 """
 
 from __future__ import annotations
@@ -15,53 +16,53 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MAX_ROWS = 16
-"""The most rows of a step with drafts, drafted ones included."""
+"""The most rows of a step with drafts, including the drafted rows."""
 
 _DRAFT_COST = 1 / 4
 _ROW_COST = 1 / 32
-"""The cost of the first drafted row, and of each further one, as a share of a step. The first costs
-more, because some libraries multiply one row differently. The values are high for most machines and
-dtypes."""
+"""The cost of a drafted row, as a fraction of a step. The first drafted row costs more, because
+some libraries multiply a single row differently. Most machines and dtypes have lower costs."""
 
 _ALLOWANCE = 0.01
-"""The cost that failing drafts may have, as a share of all steps."""
+"""The cost that failing drafts may have, as a fraction of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
-"""The most credit for drafts, in tokens. A higher limit would waste more drafts on a text that no
-longer repeats itself."""
+"""The most credit for drafts, in tokens. A higher limit would waste more drafts on a text that has
+stopped repeating itself."""
 _LARGEST_DEBT = 1.0
 _FIRST_LENGTH = 3
 _LONGEST, _SHORTEST = 4, 2
-"""Numbers of tokens that have to match. A match of a single token means too little."""
+"""The most and the least tokens that have to match. A match of a single token means too little."""
 
 UNKNOWN = -1
-"""A drafted token that the model's head has not chosen yet."""
+"""Stands for a drafted token that the model's head has not chosen yet."""
 _MOST_BY_HEAD = 8
-"""The most tokens that the head drafts. It chooses one after the other."""
+"""The most tokens that the head drafts in a step. It drafts one token after the other."""
 _FIRST_RATE = 0.7
-"""The expected rate of acceptance of each token by the head, given that the one before is right."""
+"""The expected rate at which the head's tokens are accepted, each if the token before it was
+right."""
 _FIRST_FOUND = 3.0
-"""The expected number of accepted tokens of a prompt lookup, beside a head."""
+"""The expected number of accepted tokens of a prompt lookup, if the model also has a head."""
 _WEIGHT = 1 / 16
 _WEIGHT_OF_LOOKUP = 1 / 4
-"""The weights of a new draft in these expectations."""
+"""The weights of a new draft in the running means of these two expectations."""
 _FORGETTING = 1 / 256
-"""After a step without a lookup, the expectation of lookups moves towards the first one by this
-weight. So a text that begins to repeat itself is noticed."""
+"""Weight by which each step without a lookup moves the expectation of lookups back to its first
+value. So a text that begins to repeat itself is noticed."""
 
 
 class PromptLookup:
-    """Finds tokens that followed earlier occurrences of a text's last ones, in constant time."""
+    """Finds tokens that followed earlier occurrences of a text's last tokens, in constant time."""
 
     def __init__(self) -> None:
         self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: place after its last occurrence
         self._num_indexed = 0
 
     def find(self, token_ids: list[int], count: int) -> list[int]:
-        """Returns `count` tokens that may follow; none if the end of the text is new.
+        """Returns `count` tokens that may follow; an empty list if the end of the text is new.
 
-        `token_ids` may only grow between calls. The longest match wins, then the latest. If fewer
-        than `count` tokens follow the match, they are repeated.
+        `token_ids` may only grow between calls. The longest match wins, and the latest of equally
+        long ones. If fewer than `count` tokens follow the match, they are repeated.
         """
         end = len(token_ids)
         for place in range(max(self._num_indexed, _SHORTEST), end):
@@ -80,23 +81,24 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class Head:
-    """A head of the model that drafts, for all sequences."""
+    """The costs and acceptance rates of the model's drafting head, over all sequences."""
 
     cost: float
-    """See EngineAbilities."""
+    """See `EngineAbilities.head_cost`."""
     rates: list[float] = field(default_factory=lambda: [_FIRST_RATE] * _MOST_BY_HEAD)
-    """For each place of a draft, the expected rate of acceptance if all before are right."""
+    """For each position in a draft, the expected rate of acceptance if all tokens before it are
+    right."""
 
     def settle(self, num_drafted: int, num_accepted: int) -> None:
         for place in range(min(num_accepted + 1, num_drafted)):
             self.rates[place] += _WEIGHT * ((place < num_accepted) - self.rates[place])
 
     def best_length(self, most: int, num_sequences: int, credit: float) -> tuple[int, float]:
-        """Returns the best number of tokens for the head to draft, and the speed with this draft:
-        the expected tokens in the time of a step without a draft.
+        """Returns the best number of tokens for the head to draft, and the speed with this draft.
+        The speed is the expected number of tokens in the time of a step without a draft.
 
-        If no draft pays off, but the credit covers a draft of one token, the head drafts one. So
-        the rates of acceptance stay known.
+        If no draft pays off, but the credit covers a draft of one token, the head drafts one token.
+        This keeps the rates of acceptance up to date.
 
         Each further sequence costs as much as the first: with 4 stories of the shipped model at
         once, a token that the head drafted for all took 0.7 of a step.
@@ -117,17 +119,18 @@ class Head:
 
 @dataclass(slots=True)
 class Drafter:
-    """Drafts for one sequence, as many tokens as pay off.
+    """Drafts tokens for one sequence, as many as pay off.
 
-    Drafts are paid for from a credit. Each accepted token adds to the credit, and each step adds a
-    little. So drafts that fail cost at most that little, and drafts that are right become longer.
+    Drafts are paid from a credit. Each accepted token adds to the credit, and each step adds a
+    little. So failing drafts cost at most what the steps add, and drafts that are right become
+    longer.
     """
 
     max_drafted: int
     """The most drafted tokens in a step."""
     begin: int
     end: int
-    """Drafts are made while the sequence has `begin` tokens or more, and never past `end`."""
+    """Drafts are made only while the sequence has at least `begin` tokens, and never past `end`."""
     head: Head | None = None
     _lookup: PromptLookup = field(default_factory=PromptLookup)
     _length: int = _FIRST_LENGTH
@@ -135,8 +138,8 @@ class Drafter:
     _found: float = _FIRST_FOUND
 
     def draft(self, token_ids: list[int], num_rows: int, num_sequences: int) -> list[int]:
-        """Draft at most `num_rows` tokens, for a step of `num_sequences` sequences. All are UNKNOWN
-        if the model's head will draft them."""
+        """Returns at most `num_rows` drafted tokens, for a step of `num_sequences` sequences. All
+        of them are UNKNOWN if the model's head will draft."""
         affordable = int((self._credit - _DRAFT_COST) / (_ROW_COST * num_sequences))
         useful = self.end - len(token_ids) - 1  # the last token is sampled, not drafted
         most = min(self.max_drafted, num_rows, useful)
@@ -158,7 +161,7 @@ class Drafter:
     def settle(
         self, num_drafted: int, num_accepted: int, num_sequences: int, *, by_head: bool = False
     ) -> None:
-        """Account for a decode of the sequence, with or without a draft."""
+        """Update the credit after a decode of the sequence, with or without a draft."""
         credit = self._credit + _ALLOWANCE + num_accepted
         if by_head or not num_drafted:
             self._found += _FORGETTING * (_FIRST_FOUND - self._found)

@@ -1,8 +1,9 @@
-"""Computes a failed step again, first as a whole and then in parts, to find the guilty sequence.
+"""Computes a failed step again, first as a whole and then in parts, to find the sequence that
+fails.
 
 Nothing of a failed step was committed. Computing a share again writes the same K and V, and begins
-with the same states of recurrent layers. So a step can be computed any number of times: about
-2 log2(n) times to find one guilty sequence of n.
+with the same states of recurrent layers. So a step can be computed any number of times. To find one
+failing sequence of n takes about 2 log2(n) computations.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Collected(NamedTuple):
-    """The results of a batch, for each of its `sampling` and `reporting` shares."""
+    """The results of a batch, one entry for each of its `sampling` and `reporting` shares."""
 
     sampled: list[list[SampledToken]]
     prompt_logprobs: list[PromptLogprobs]
@@ -55,9 +56,10 @@ def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
 class StepRecovery:
     """Computes the shares of a step that failed.
 
-    `commit` stores the results of a batch. `leave` removes one sequence, with a reason if it failed
-    and with None to give it back. Both return outputs. `set_back` makes a sequence wait that lacked
-    memory even alone, and returns whether the engine will try the sequence again.
+    `commit` stores the results of a batch and returns outputs. `leave` removes a sequence and
+    returns outputs. Its second argument is the error message, or None to give the sequence back.
+    `set_back` makes a sequence wait that lacked memory even alone. It returns whether the engine
+    will try the sequence again.
     """
 
     def __init__(
@@ -73,18 +75,18 @@ class StepRecovery:
         self._set_back = set_back
 
     def compute(self, shares: list[ScheduledSequence]) -> list[SequenceOutput]:
-        """Compute and commit shares, in parts if that fails.
+        """Compute and commit shares, in parts if that fails. Returns the outputs.
 
-        If a share fails alone, its sequence is to blame, provided that the runner can still compute
-        anything else. Otherwise raises the exception. A lack of memory blames no sequence, because
-        it may pass.
+        A sequence that fails alone ends with an error, if the runner can still compute anything
+        else. Otherwise raises the exception. A lack of memory is not the fault of any sequence,
+        because it may pass.
         """
         batch = Batch(shares)
         try:
             collected = self._compute(batch)
         except Exception as error:
             failure = error
-            clear_frames(error.__traceback__)  # they hold memory that the parts need
+            clear_frames(error.__traceback__)  # the frames hold memory that the parts need
         else:
             return self._commit(batch, collected)
         if parts := _in_parts(shares, failure):
@@ -110,10 +112,11 @@ class StepRecovery:
 
 
 def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[ScheduledSequence]]:
-    """Returns the parts to try after shares failed with `error`; none if there is nothing smaller.
+    """Returns the parts to try after shares failed with `error`; empty if nothing smaller is left
+    to try.
 
-    Several sequences are halved. A single one is tried without its draft. If memory was short, it
-    is then tried with half of its tokens, and later steps compute the rest.
+    Several sequences are halved. A single sequence is tried without its draft. If memory was short,
+    it is then tried with half of its tokens, and later steps compute the rest.
     """
     if len(shares) > 1:
         half = len(shares) // 2
@@ -127,10 +130,11 @@ def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[Sc
 
 
 def _probe(failed: Sequence) -> Batch:
-    """Returns a prompt of one token, in the slot and the last block of a sequence that failed.
+    """Returns a batch with a prompt of one token, in the slot and the last block of a failed
+    sequence.
 
-    That block holds the last known token of the sequence, which is not computed yet, so no other
-    sequence shares it.
+    The last block is for the last known token, which is not computed yet. So no other sequence
+    shares this block.
     """
     sequence = Sequence.of(EngineRequest(_PROBE_ID, [0], NEUTRAL, seed=0, max_tokens=1))
     sequence.slot = failed.slot

@@ -1,4 +1,4 @@
-"""States of recurrent layers that are kept at the ends of shared prefixes (LRU)."""
+"""Keeps the states of recurrent layers at the ends of shared prefixes. Eviction is LRU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from promptq.worker.engine.core.sequence import Sequence
 
 
 class KeptStates:
-    """Hands out the places of kept states, and finds a state by the hash of the last block before
+    """Hands out the places for kept states, and finds a state by the hash of the last block before
     it.
 
-    A place is free, reserved for a sequence that will write it, or holds a state that can be found.
-    A sequence that begins with a state pins its place until the first step is done. When no place
-    is free, the next to be reserved is that of the state which was used least recently.
+    A place is an index into the runner's pool of states. It is free, reserved for a sequence that
+    will write its state there, or has a state that can be found. A sequence that begins with a
+    state pins its place until the sequence's first step is done. If no place is free, the next one
+    to be reserved is that of the least recently used state.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -31,7 +32,7 @@ class KeptStates:
         return next(counts, 0)
 
     def pin(self, block_hash: bytes) -> int:
-        """Returns the place of a state that can be found, which then stays until `unpin`."""
+        """Returns the place of a findable state. The state stays there until `unpin`."""
         self._findable.move_to_end(block_hash)
         place = self._findable[block_hash]
         self._pins[place] += 1
@@ -41,7 +42,8 @@ class KeptStates:
         self._pins[place] -= 1
 
     def reserve(self) -> int | None:
-        """Returns a place to write a state to. None if all places are in use."""
+        """Returns a place to write a state to, which is then reserved; None if all places are in
+        use."""
         if self._free:
             return self._free.pop()
         for block_hash, place in self._findable.items():
@@ -51,19 +53,19 @@ class KeptStates:
         return None
 
     def publish(self, block_hash: bytes, place: int) -> None:
-        """Make the state findable that was written to a reserved place."""
+        """Make a state findable that was written to a reserved place."""
         if block_hash in self._findable:
             self.release(place)
         else:
             self._findable[block_hash] = place
 
     def release(self, place: int) -> None:
-        """Take back a reserved place."""
+        """Make a reserved place free again."""
         self._free.append(place)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare all places with the sequences, which are all that have blocks. Raises
-        RuntimeError that names the inconsistency."""
+        """Compare all places with `sequences`, which must be all sequences with blocks. Raises
+        RuntimeError, which names the inconsistency."""
         pins: Counter[int] = Counter()
         reserved = []
         for sequence in sequences:

@@ -1,4 +1,4 @@
-"""Continuous batching: each step schedules, launches, collects, and commits the result."""
+"""Continuous batching: each step is scheduled, launched, collected and committed."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from promptq.worker.engine.core.sequence import Batch, Sequence, SequenceStatus
 from promptq.worker.engine.core.step_plan import most_reported_rows
 
 _AUDIT_INTERVAL_SECONDS = 1.0
-"""The least time between two audits. An audit takes 0.1 µs for each block, too much for the end of
-every lone request."""
+"""The least seconds between two audits. An audit takes 0.1 µs for each block, which is too much at
+the end of every single request."""
 _SMALL_STEPS = 256
-"""Number of steps that are kept smaller after a step that was out of memory."""
+"""Number of smaller steps after a step that ran out of memory."""
 _MOST_SHORTAGES = 6
-"""How often a sequence may lack memory, though it is alone. After that it is given back."""
+"""A sequence that lacks memory alone this many times is given back."""
 _PAUSE_SECONDS = 0.05
-"""The pause before the next try if there was no memory for any sequence, doubled each time."""
+"""Seconds before the next try if there was no memory for any sequence. Doubles each time."""
 _STEPS_SHOWN = 32
-"""The reported step time is the median of this number of steps."""
+"""The reported step time is the median of this many steps."""
 _NO_MEMORY = GivenBack("there is too little memory even for a single request")
 
 
@@ -56,16 +56,17 @@ class _Step(NamedTuple):
 
 
 class LLMEngine:
-    """The engine around a runner; implements `Engine` of api/port.py.
+    """The engine around a runner. Implements `Engine` of api/port.py.
 
     `max_model_len` is lowered to the capacity of the model and its KV cache. `prefill_chunk` is the
     most tokens of one prompt in a step, by default the whole token budget of a step.
     `speculative_tokens` is the most tokens that are drafted for a sequence in a step, unless a
     request sets another number. With `async_scheduling`, the engine launches a step before it
-    collects the tokens of the step before, if the runner computes meanwhile. Results for sequences
-    that stopped in between are dropped. With `share_prefix_cache`, tenants share cached prefixes.
+    collects the tokens of the previous step, if the runner computes meanwhile. Results for
+    sequences that ended in between are dropped. With `share_prefix_cache`, tenants share cached
+    prefixes.
 
-    Raises ConfigurationError that names the option which cannot work.
+    Raises ConfigurationError, which names the option that cannot work.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class LLMEngine:
             )
         self.abilities = runner.abilities
         self._runner = runner
-        # A rejected draft cannot be taken back out of a state, nor can a step that was launched
-        # after one that failed.
+        # A state cannot be restored after a rejected draft, or after a step that was launched
+        # behind a failed step.
         self._speculative_tokens = speculative_tokens
         self._may_draft = not has_states or layout.states_skip_drafts
         cost = self.abilities.head_cost
@@ -173,9 +174,9 @@ class LLMEngine:
     def step(self) -> StepOutput:
         """Schedule, compute and commit one step.
 
-        Exceptions of the runner reach the caller, and then nothing is committed: no sequence has
-        gained a token, and the next step schedules the same work again. `recover` finds the
-        sequence that caused the failure.
+        If the runner raises an exception, nothing is committed: no sequence gains a token, and the
+        next step schedules the same work again. `recover` finds the sequence that caused the
+        failure.
         """
         self._uncommitted = None
         if not self.has_work:
@@ -255,7 +256,8 @@ class LLMEngine:
         return _Step(batch, self._runner.launch(batch))
 
     def _launch_after(self, step: _Step) -> _Step | None:
-        """Launch the step after `step`, which is not collected yet, if it can be planned."""
+        """Launch the step after `step`, which is not collected yet. Returns None if it cannot be
+        planned yet."""
         pacing = self._pacing
         batch = self._scheduler.follow(step.batch, pacing.chunk, pacing.prompt_tokens)
         if batch is None:
@@ -270,7 +272,7 @@ class LLMEngine:
         return True
 
     def _run_fewer(self, set_back: list[Sequence]) -> None:
-        """For some steps, limit the running sequences to the number that found memory."""
+        """For the next steps, limit the running sequences to the number that had enough memory."""
         num_running = len(self._scheduler.running)
         self._scheduler.max_running = max(1, num_running)
         self._full_steps_from = self._totals.num_steps + _SMALL_STEPS
@@ -291,8 +293,8 @@ class LLMEngine:
         return last_output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
-        """Returns the drafter of a sequence. Returns None for a request without drafts, for a model
-        that takes none, or if a sampling parameter counts earlier tokens (see `looks_back`)."""
+        """Returns the drafter of a sequence. Returns None if the request or the model takes no
+        drafts, or if the choice of a token depends on earlier tokens (see `looks_back`)."""
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit
@@ -325,7 +327,7 @@ class LLMEngine:
         self._totals.num_processed += 1
 
     def _check_integrity_when_idle(self) -> None:
-        """Audit the engine when it has no sequences, unless it was audited just before."""
+        """Audit the engine if it has no sequences, unless it was audited just before."""
         if not self.has_work and time.monotonic() >= self._next_audit_at:
             self.check_integrity()
             self._next_audit_at = time.monotonic() + _AUDIT_INTERVAL_SECONDS

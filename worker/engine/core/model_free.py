@@ -1,6 +1,7 @@
-"""An engine without a model: the next token is a known function of seed and position.
+"""A runner without a model: the next token is a known function of seed and position.
 
-It starts at once and without torch, and readers of its streams can check every token.
+An engine with this runner starts at once and without torch, and a reader of a stream can check
+every token.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.sequence import Batch, Sequence
 
 END_TOKEN_ID = 256
-"""The vocabulary is the 256 bytes and this token. It is never sampled: requests end by length."""
+"""The token after the 256 bytes in the vocabulary. It is never sampled: requests end by length."""
 
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz "
 _MASK = 2**64 - 1
@@ -32,7 +33,7 @@ def token_at(seed: int, position: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelFreeStep:
-    """A step and the tokens that it samples."""
+    """A launched step: its batch and the tokens that it samples."""
 
     batch: Batch
     sampled: list[list[SampledToken]]
@@ -41,7 +42,7 @@ class ModelFreeStep:
 class ModelFreeRunner:
     """A runner that computes nothing.
 
-    Sampling parameters other than `logprobs` and the seed are ignored.
+    Ignores sampling parameters other than `logprobs` and the seed.
     """
 
     abilities = EngineAbilities(grammars=False, unheeded=frozenset({"embed", "prompt_logprobs"}))

@@ -10,19 +10,20 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """The mean of rows, equal to the last bit however steps cut the rows into chunks."""
+    """Computes the mean of rows. The result is the same to the last bit, however steps cut the rows
+    into chunks."""
 
     def __init__(self) -> None:
         self._sum: npt.NDArray[np.float64] | None = None
         self._num_rows = 0
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self._sum, self._num_rows = None, 0
 
     def add(self, rows: npt.NDArray[np.float32]) -> None:
         """Add rows [N, size], in the order of their tokens."""
-        import numpy as np  # an engine without a model starts without it
+        import numpy as np  # an engine without a model does not need numpy
 
         terms = rows.astype(np.float64)
         if self._sum is not None:

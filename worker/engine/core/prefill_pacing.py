@@ -1,4 +1,4 @@
-"""Limits the prompt tokens of a step, so that the decodes beside them keep their pace."""
+"""Limits the prompt tokens of a step, so that the decodes in the same step keep their pace."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from statistics import median
 from promptq.worker.engine.core.sequence import Batch
 
 LONG_PROMPT = 512
-"""A prompt of more tokens is computed in paced chunks while other sequences decode."""
+"""Prompts with more tokens than this are computed in paced chunks while other sequences decode."""
 STRETCH = 1.6
-"""Longest step with a chunk of a long prompt, relative to a step of decodes alone."""
+"""The longest step with a chunk of a long prompt, as a multiple of a step with decodes only."""
 MIN_CHUNK = 4
 """The least tokens of a chunk. Fewer would not be worth the fixed cost of a step."""
 PROMPTS_STRETCH = 5.0
-"""Longest step with prompts of any length, relative to a step of decodes alone. The first of
-several prompts that come together need not wait for the last."""
+"""The longest step with prompts of any length, as a multiple of a step with decodes only. With this
+limit, the first of several prompts that come together need not wait for the last."""
 MIN_PROMPT_TOKENS = 256
-"""The least tokens of all prompts in a step."""
+"""A step may always have this many prompt tokens in all."""
 _RECENT, _RECENT_PROMPTS = 5, 9
-"""Numbers of remembered steps: of decodes alone, and with prompts. Medians count, because a single
-delayed step says little."""
+"""Numbers of recent steps that are remembered: steps with decodes only, and steps with prompts.
+Their medians are used, because a single delayed step says little."""
 _GROWTH = 4
-"""A chunk has at most this many times the tokens of the largest recent one."""
+"""A chunk has at most this many times the tokens of the largest recent chunk."""
 _CAUTION, _BOLDNESS = 4, 16
-"""A token is assumed to cost at least its share of a step's time, divided by this number: the first
+"""A token is assumed to cost at least 1 / n of its share of a step's time. The first n applies
 while all chunks had one size, the second once their sizes differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptStep:
-    """The prompt tokens of a step, its duration, and its duration beyond that of its decodes."""
+    """The prompt tokens of a step, its seconds, and the seconds beyond those of its decodes."""
 
     num_tokens: int
     seconds: float
@@ -40,12 +40,12 @@ class _PromptStep:
 
 
 class Pacing:
-    """Learns what decodes and prompts cost here, and derives the sizes of chunks.
+    """Measures the cost of decodes and prompts, and derives the sizes of chunks from the cost.
 
     A step with prompt tokens takes the time of its decodes, a fixed time, and a time for each
-    token. The fixed time is long where steps of decodes are replayed as a graph and others are not.
-    Then small chunks save nothing: a prompt would pay the fixed time again and again. So the tokens
-    of a chunk may always take as long as the fixed time does.
+    prompt token. The fixed time is long if steps with decodes only are replayed as a CUDA graph and
+    other steps are not. Then small chunks save nothing: a prompt would pay the fixed time again and
+    again. So the tokens of a chunk may always take as long as the fixed time does.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Pacing:
 
     @property
     def chunk(self) -> int:
-        """Tokens of a long prompt in a step beside decodes."""
+        """The most tokens of one long prompt in a step with decodes."""
         sizes = {step.num_tokens for step in self._prompts}
         if not sizes:
             return MIN_CHUNK
@@ -67,7 +67,7 @@ class Pacing:
 
     @property
     def prompt_tokens(self) -> int:
-        """Most tokens of all prompts in a step beside decodes. 0 in the first such step, so that it
+        """The most tokens of all prompts in a step with decodes. 0 in the first such step, which
         measures the time of decodes alone."""
         if self._prompts and not self._decode_seconds:
             return 0

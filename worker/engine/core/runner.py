@@ -12,7 +12,7 @@ from promptq.worker.engine.core.sequence import Batch
 
 @dataclass(slots=True)
 class SampledToken:
-    """The token sampled in one row. With `error` set, that row alone failed."""
+    """The token sampled in one row. If `error` is set, only this row failed."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -21,20 +21,21 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The size of the memory that the runner holds for sequences."""
+    """The size of the memory that the runner has for sequences."""
 
     num_blocks: int
     block_size: int
     bytes_per_token: int
     num_states: int | None = None
-    """The number of sequences for which recurrent layers have states. None: there are no such
-    layers."""
+    """The number of sequences for which recurrent layers have states. None: the model has no
+    recurrent layers."""
     num_kept_states: int = 0
-    """The number of further states, after shared prefixes."""
+    """The number of further states, which are kept after shared prefixes."""
     state_bytes: int = 0
-    """Bytes of all states."""
+    """Bytes of all states together."""
     states_skip_drafts: bool = False
-    """Whether a step may have drafted rows, because the states after it do not include them."""
+    """Whether a step may have drafted rows although the model has states: the states after the step
+    do not include drafted rows."""
 
 
 class Runner(Protocol):
@@ -48,33 +49,34 @@ class Runner(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the model computes, prompt and output together."""
+        """The most tokens of a sequence that the model can compute, prompt and output together."""
         ...
 
     @property
     def embedding_size(self) -> int:
-        """See EngineLimits."""
+        """See `EngineLimits.embedding_size`."""
         ...
 
     @property
     def abilities(self) -> EngineAbilities: ...
 
     def launch(self, batch: Batch, after: Any = None) -> Any:
-        """Start computing `batch`, writing K and V through the block tables of the sequences.
+        """Start to compute `batch`. Writes K and V through the block tables of the sequences.
 
-        `after` is what `launch` returned for the step before, if that is not collected yet and this
-        step begins with its tokens (see Scheduler.follow).
+        Returns the launched step, for `collect`. `after` is the previous launched step, if that is
+        not collected yet and this step begins with its tokens (see `Scheduler.follow`).
         """
         ...
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
-        """Returns, for each of `batch.sampling` in that order, the token after the last known one
-        and after each drafted one. Also sets `states` of each share that has `num_pooled`."""
+        """Returns sampled tokens for each share of `batch.sampling`, in that order: the token after
+        the last known token, and one after each drafted token. Also sets `states` of each share
+        whose `num_pooled` is not 0."""
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:
-        """Returns, for each of `batch.reporting` in that order, the log-probabilities of the tokens
-        after its `reported_rows`."""
+        """Returns the log-probabilities of the tokens after `reported_rows`, for each share of
+        `batch.reporting`, in that order."""
         ...
 
     def peak_memory_bytes(self) -> int: ...

@@ -1,4 +1,5 @@
-"""Decides what a step computes: which sequences continue, which join, and which make room."""
+"""Decides what a step computes: which sequences continue, which are admitted, and which are
+preempted."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ class _Room(NamedTuple):
 
 
 _Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
-"""Returns the running sequences that may be preempted for a waiting one that needs this number of
-blocks. The first to preempt comes first."""
+"""Returns the running sequences that may be preempted for a waiting sequence that needs this number
+of blocks, in the order of preemption."""
 
 
 class Scheduler:
-    """Chooses, for each step, the sequences that run and the tokens of each that are computed.
+    """Chooses the sequences that run in each step, and the tokens that each computes.
 
     In each step at least one sequence makes progress, for three reasons. The most urgent running
     sequence is never preempted. If no sequence runs, the first waiting one is admitted. And the
@@ -49,8 +50,8 @@ class Scheduler:
         block_manager: BlockManager,
         max_reported_rows: int = 1,
     ) -> None:
-        """A step reports log-probabilities for at most `max_reported_rows` rows of prompts, because
-        each needs logits over the whole vocabulary."""
+        """`max_reported_rows` limits the prompt rows for which a step reports log-probabilities,
+        because each row needs logits over the whole vocabulary."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_running = max_num_seqs  # fewer than the slots while memory is short
@@ -65,7 +66,7 @@ class Scheduler:
         self._tenants_waiting, self._tenants_running = TenantCounts(), TenantCounts()
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest is reused first
         # Blocks that an admission leaves free for the next tokens of the other sequences, so that
-        # it does not lead to a preemption at once.
+        # the admission does not cause a preemption at once.
         self._watermark = max(1, block_manager.num_blocks // 100)
         # The id of the last sequence that lacked room, and the `num_gained` of the block manager
         # from which on there may be room.
@@ -83,9 +84,9 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def set_back(self, sequence: Sequence) -> None:
-        """Send a running sequence back to its place among the waiting ones.
+        """Preempt a running sequence: return it to its position among the waiting sequences.
 
-        Its computed blocks stay cached until they are evicted, so coming back is cheap.
+        Its computed blocks stay cached until they are evicted, so resuming it is cheap.
         """
         self._withdraw(sequence)
         sequence.num_computed_tokens = 0
@@ -99,8 +100,8 @@ class Scheduler:
     ) -> Batch:
         """Plan a step, decodes first. A plan that was not computed can simply be made again.
 
-        Beside decodes, a long prompt gets at most `long_prompt_chunk` tokens, and all prompts
-        together get `prompt_tokens`.
+        In a step with decodes, a long prompt gets at most `long_prompt_chunk` tokens, and all
+        prompts together get at most `prompt_tokens`.
         """
         plan = self._new_plan(long_prompt_chunk)
         self._continue_running(plan, prompt_tokens)
@@ -122,11 +123,11 @@ class Scheduler:
         long_prompt_chunk: int | None = None,
         prompt_tokens: int | None = None,
     ) -> Batch | None:
-        """Plans the step after `batch` before the tokens of that step are known: the next chunks of
-        prompts, and one more decode of each sequence that samples in `batch` and is not ended by
-        its length.
+        """Plan the step after `batch` before the tokens of `batch` are known. The plan has the next
+        chunks of prompts, and one more decode of each sequence that samples in `batch` and does not
+        reach its length there.
 
-        None if a sequence may be admitted, or if a choice depends on the tokens.
+        Returns None if a waiting sequence may be admitted, or if the plan depends on the tokens.
         """
         shares = {
             share.sequence: share
@@ -157,7 +158,7 @@ class Scheduler:
         return Batch(list(plan.shares.values()))
 
     def check_integrity(self) -> None:
-        """Audit slots and queues. Raises RuntimeError that names the inconsistency."""
+        """Audit slots and queues. Raises RuntimeError, which names the inconsistency."""
         slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
         if sorted(slots + self._free_slots) != list(range(self.max_num_seqs)):
             raise RuntimeError(f"slots: owned {slots} and free {self._free_slots} do not add up")
@@ -208,19 +209,20 @@ class Scheduler:
                 plan.give(sequence)
 
     def _next_to_make_room(self) -> Sequence:
-        """Returns the running sequence to preempt when memory is short: of the least urgent ones,
-        the last of the tenant that has most. Never the most urgent one, unless it runs alone."""
+        """Returns the running sequence to preempt when memory is short. Of the least urgent
+        sequences, this is the last one of the tenant with the largest share. Never the most urgent
+        sequence, unless it runs alone."""
         if len(self._tenants_running) < 2:
             return self.running[-1]
         return last_of_most(self.running, self._shares())
 
     def _ahead_of_order(self, plan: StepPlan) -> Iterator[tuple[Sequence, _Room]]:
-        """Yields waiting sequences that can join this plan ahead of the queue's order. Expects the
-        caller to admit each before the next.
+        """Yields waiting sequences that can join this plan ahead of the queue's order. The caller
+        must admit each one before it takes the next.
 
         First come sequences that are more urgent than a running one, which they preempt. Then come
-        sequences of tenants that run nothing, at the cost of tenants that have more than their
-        share.
+        sequences of tenants that run nothing. They preempt sequences of tenants that have more than
+        their share.
         """
         while (sequence := self._next_urgent()) is not None:
             if (room := self._find_room(sequence, plan, self._less_urgent)) is None:
@@ -231,8 +233,8 @@ class Scheduler:
                 yield newcomer, room
 
     def _in_order(self, plan: StepPlan) -> Iterator[tuple[Sequence, _Room]]:
-        """Yields waiting sequences that can join this plan in the queue's order. Expects the caller
-        to admit each before the next."""
+        """Yields waiting sequences that can join this plan in the queue's order. The caller must
+        admit each one before it takes the next."""
         position = 0  # also the number of places kept for sequences that wait for a prefix
         while position < min(len(self.waiting), self._num_places):
             sequence = self.waiting[position]
@@ -247,7 +249,8 @@ class Scheduler:
                 return
 
     def _next_urgent(self) -> Sequence | None:
-        """Returns the most urgent waiting sequence, if it is more urgent than a running one."""
+        """Returns the most urgent waiting sequence if it is more urgent than a running one, else
+        None."""
         if self._waiting_by_urgency and self.running:
             sequence = self._waiting_by_urgency[0]
             if sequence.request.priority < self.running[-1].request.priority:
@@ -255,8 +258,8 @@ class Scheduler:
         return None
 
     def _newcomers(self) -> list[Sequence]:
-        """Returns the first waiting sequence of each tenant that runs nothing, unless a more urgent
-        one waits. Empty if nothing runs, because then the queue's order decides."""
+        """Returns the first waiting sequence of each tenant that runs nothing, if no waiting
+        sequence is more urgent. Empty if nothing runs, because then the queue's order decides."""
         tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
         if not tenants or not self.running:
             return []
@@ -288,8 +291,8 @@ class Scheduler:
     def _find_room(
         self, sequence: Sequence, plan: StepPlan, preemptible: _Preemptible
     ) -> _Room | None:
-        """Returns room for a waiting sequence beside this plan. None if there is too little, or if
-        the sequence should wait for a prefix."""
+        """Returns room for a waiting sequence in addition to this plan. Returns None if there is
+        too little room, or if the sequence should wait for a prefix."""
         prefix = self.block_manager.find_prefix(sequence)
         if plan.computes_next_block(sequence, prefix):
             return None
@@ -306,8 +309,8 @@ class Scheduler:
         return None
 
     def _less_urgent(self, sequence: Sequence, num_needed: int) -> list[Sequence]:
-        """Returns the running sequences that are less urgent, the least urgent first. Empty if even
-        all of their blocks are too few."""
+        """Returns the running sequences that are less urgent than `sequence`, the least urgent
+        first. Empty if all of their blocks together are too few."""
         priority = sequence.request.priority
         lesser = [*takewhile(lambda each: each.request.priority > priority, reversed(self.running))]
         num_freed_at_most = sum(len(victim.block_table) for victim in lesser)
@@ -324,7 +327,7 @@ class Scheduler:
         return Shares(self.max_num_seqs, self.block_manager.num_blocks, running)
 
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Whether the free blocks hold a waiting sequence."""
+        """Whether the free blocks are enough for a waiting sequence."""
         needed = self._num_needed(sequence, prefix, len(self.running))
         num_missing = needed - self.block_manager.num_free
         if num_missing > 0:
@@ -332,7 +335,8 @@ class Scheduler:
         return num_missing <= 0
 
     def _still_lacks_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Whether a sequence surely lacks room still. Cheap: does not look up its prefix."""
+        """Whether a sequence certainly has too little room still. Cheap: does not look up its
+        prefix."""
         known, num_gained = self._without_room
         return (
             known == sequence.sequence_id
@@ -389,10 +393,11 @@ def _order(sequence: Sequence) -> tuple[Any, ...]:
 
 
 def _urgency(sequence: Sequence) -> tuple[Any, ...]:
-    """A sort key: the most urgent comes first. The last running sequence is preempted first."""
+    """Returns a sort key by which the most urgent sequence comes first. The last running sequence
+    is preempted first."""
     return (sequence.request.priority, *_order(sequence))
 
 
 def _remove(sequences: list[Sequence], sequence: Sequence, key: Callable[[Sequence], Any]) -> None:
-    """Remove from a list that is sorted by `key`. No two sequences have the same key."""
+    """Remove a sequence from a list that is sorted by `key`. No two sequences have the same key."""
     del sequences[bisect_left(sequences, key(sequence), key=key)]

@@ -1,4 +1,4 @@
-"""The nouns of the engine: a sequence, and the batch of one step."""
+"""The engine's basic types: a sequence, and the batch of one step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class SequenceStatus(Enum):
 class Sequence:
     """One attempt at a request inside the engine.
 
-    Its KV cache holds the first `num_computed_tokens` of `token_ids`. A sequence has no phases. The
+    Its KV cache has the first `num_computed_tokens` of `token_ids`. A sequence has no phases: the
     scheduler gives it work while it has known tokens that are not computed. A step that computes
-    the last known token samples the next one, or ends the sequence if its request is for a vector.
+    the last known token samples the next one. If the request is for a vector, the step ends the
+    sequence instead.
     """
 
     request: EngineRequest
@@ -78,7 +79,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all attempts."""
+        """Number of output tokens of all attempts together."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
@@ -87,7 +88,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether only its last token is left to compute; see `is_decode`."""
+        """Whether only the last token is left to compute; see `is_decode`."""
         return self.is_decode(self.num_computed_tokens, self.num_uncomputed_tokens)
 
     def is_decode(self, start: int, num_tokens: int) -> bool:
@@ -97,9 +98,9 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """Number of first tokens that need no computing if the KV cache has them. Hidden states and
-        logits are not cached. So the last token and rows to report are always computed, and also
-        all other tokens if the mean of all hidden states is wanted."""
+        """Number of first tokens that need not be computed if their KV is cached. Hidden states and
+        logits are not cached. So the last token and the rows to report are always computed. If the
+        mean of all hidden states is wanted, all tokens are computed."""
         if self.request.pooling == "mean":
             return 0
         all_reported = self.num_reported_rows >= self.num_rows_to_report
@@ -113,20 +114,22 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """A sequence's share of one step: its tokens `start` to `start + num_tokens`, and a draft."""
+    """A sequence's share of one step: its tokens from `start` to `start + num_tokens`, and a
+    draft."""
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
-    """Whether these tokens reach the last known one, so that the step samples the next one."""
+    """Whether the share's tokens include the last known token, so that the step samples the next
+    one."""
     draft: tuple[int, ...] = ()
     """Drafted next tokens. The step also samples after each of them. If they are UNKNOWN, the
-    runner's head chooses them at launch."""
+    model's head chooses them at launch."""
     drafts_by_head: bool = False
-    """Whether the head drafts, or has drafted, these tokens."""
+    """Whether the model's head drafts these tokens, or has drafted them."""
     states: npt.NDArray[np.float32] | None = None
-    """[num_pooled, hidden size]: set when the runner collects the step."""
+    """[num_pooled, hidden size]. The runner sets this when it collects the step."""
 
     @property
     def num_rows(self) -> int:
@@ -134,18 +137,18 @@ class ScheduledSequence:
 
     @property
     def num_ahead(self) -> int:
-        """Number of tokens between the last known one and the first that is sampled."""
+        """Number of tokens between the last known token and the first sampled one."""
         return self.start + self.num_tokens - self.sequence.num_tokens
 
     @property
     def token_ids(self) -> list[int]:
-        """The known tokens of its rows."""
+        """The tokens of the share's rows: known tokens, then drafted ones."""
         known = self.sequence.token_ids[self.start : self.start + self.num_tokens]
         return [*known, *self.draft]
 
     @property
     def reported_rows(self) -> range:
-        """The places in the sequence whose rows report the log-probability of the prompt's next
+        """The positions in the sequence whose rows report the log-probability of the next prompt
         token."""
         sequence, start = self.sequence, self.start
         if start >= sequence.num_rows_to_report:
@@ -155,7 +158,7 @@ class ScheduledSequence:
 
     @property
     def num_pooled(self) -> int:
-        """Number of its last rows whose hidden states become part of a vector."""
+        """Number of the share's last rows whose hidden states become part of a vector."""
         match self.sequence.request.pooling:
             case "mean":
                 return self.num_tokens
@@ -165,7 +168,7 @@ class ScheduledSequence:
 
     @property
     def num_samples(self) -> int:
-        """Number of its last rows that sample a token."""
+        """Number of the share's last rows that sample a token."""
         return 1 + len(self.draft) if self.samples else 0
 
 

@@ -1,4 +1,4 @@
-"""Counts tenants' sequences, and divides an engine among tenants by their shares."""
+"""Counts the sequences of tenants, and computes each tenant's share of an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from promptq.worker.engine.core.sequence import Sequence
 
 
 class TenantCounts(dict[str, int]):
-    """The number of sequences of each tenant. A tenant without any has no entry."""
+    """The number of sequences of each tenant. A tenant without sequences has no entry."""
 
     def add(self, tenant: str) -> None:
         self[tenant] = self.get(tenant, 0) + 1
@@ -22,8 +22,9 @@ class TenantCounts(dict[str, int]):
             del self[tenant]
 
     def in_turn(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Returns sequences of these tenants in the order in which their prompts are computed: by
-        priority, and the first one of each tenant before the second of any."""
+        """Returns the sequences in the order in which their prompts are computed. They are sorted
+        by priority. Within a priority, the first sequence of each tenant comes before the second of
+        any tenant."""
         if len(self) < 2:
             return sequences
         numbers: Counter[tuple[int, str]] = Counter()
@@ -37,8 +38,8 @@ class TenantCounts(dict[str, int]):
 
 
 class Shares:
-    """Each tenant's part of the slots or of the KV cache, whichever is larger, divided by its
-    weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
+    """The share of each tenant: its part of the slots or of the KV cache, whichever is larger,
+    divided by its weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
 
     `running` yields the running requests, each with its number of blocks.
     """
@@ -60,8 +61,9 @@ class Shares:
     def may_make_room(
         self, victim: EngineRequest, blocks: int, newcomer: EngineRequest, needed: int
     ) -> bool:
-        """Whether the tenant of `victim`, without its `blocks`, still has at least the share that
-        the tenant of `newcomer` has with the needed blocks.
+        """Whether `victim` may be preempted for `newcomer`. Without the victim's `blocks`, its
+        tenant must still have at least the share that the newcomer's tenant has with `needed` more
+        blocks.
 
         So no tenant falls below its share, and a tenant that made room cannot take the room back.
         """
@@ -78,8 +80,8 @@ class Shares:
 
 
 def last_of_most(running: list[Sequence], shares: Shares) -> Sequence:
-    """Returns, of the least urgent running sequences, the last of the tenant that has most. Never
-    returns the first of several."""
+    """Returns the last one of the least urgent running sequences whose tenant has the largest
+    share. Never returns the first of several running sequences."""
     priority = running[-1].request.priority
     lesser = takewhile(lambda each: each.request.priority == priority, reversed(running[1:]))
     return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))
@@ -88,8 +90,9 @@ def last_of_most(running: list[Sequence], shares: Shares) -> Sequence:
 def beyond_their_share(
     running: list[Sequence], shares: Shares, newcomer: EngineRequest, num_needed: int
 ) -> Iterator[Sequence]:
-    """Yields the last running sequence of the tenant that has most, again and again, as long as
-    that tenant keeps its share. `newcomer` needs `num_needed` blocks."""
+    """Yields the running sequences to preempt for `newcomer`, which needs `num_needed` blocks. Each
+    is the last one of the tenant with the largest share at that time. No tenant falls below its
+    share."""
     by_tenant: dict[str, list[Sequence]] = {}
     for sequence in running:
         if sequence.request.priority >= newcomer.priority:

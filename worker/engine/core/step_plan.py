@@ -1,4 +1,4 @@
-"""Plans a step: gives sequences shares of its tokens."""
+"""Plans a step: divides the tokens of the step among sequences."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from promptq.worker.engine.core.prefill_pacing import LONG_PROMPT
 from promptq.worker.engine.core.sequence import ScheduledSequence, Sequence
 
 _MAX_LOGITS = 2**25
-"""The most logits of a step from which log-probabilities of prompts are reported: 128 MiB in
-fp32."""
+"""The most logits in a step that reports log-probabilities of prompts: 128 MiB in fp32."""
 
 
 def most_reported_rows(vocab_size: int) -> int:
-    """Returns the most rows of a step that report log-probabilities of prompts."""
+    """Returns the most prompt rows for which a step reports log-probabilities."""
     return max(1, _MAX_LOGITS // vocab_size)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """The shares of the step that is being planned, and the tokens that are left to give."""
+    """The step that is being planned: the shares so far, and the tokens that are left to share."""
 
     num_tokens_left: int
     prefill_chunk: int
@@ -31,18 +30,19 @@ class StepPlan:
     """Whether prefixes are shared only where states of recurrent layers are kept."""
     shares: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     prefilling: set[Sequence] = field(default_factory=set)
-    """The sequences that do not decode."""
+    """The sequences in the plan that do not decode."""
 
     def limit_prompts(self, num_tokens: int | None) -> None:
-        """Leave at most `num_tokens` for prompts, if there are decodes beside them."""
+        """Leave at most `num_tokens` for prompts if the plan already has decodes. None: no
+        limit."""
         if self.shares and num_tokens is not None:
             self.num_tokens_left = min(self.num_tokens_left, num_tokens)
 
     def give(self, sequence: Sequence, start: int | None = None) -> None:
-        """Give a sequence a share of the tokens that are left, if any are.
+        """Give a sequence a share of the tokens that are left, if any are left.
 
-        `start` is the number of its tokens that a step which still runs will have computed. If
-        these are all known tokens, the share is for the unknown next one.
+        `start` is the number of its tokens that will be computed when the running step ends. If
+        these are all known tokens, the share is for the next token, which is not known yet.
         """
         start = sequence.num_computed_tokens if start is None else start
         uncomputed = max(1, sequence.num_tokens - start)
@@ -77,14 +77,15 @@ class StepPlan:
             self.num_reported_rows_left += len(share.reported_rows)
 
     def computes_next_block(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Whether another sequence of this step is about to compute the next block of this prefix.
+        """Whether another sequence in this plan is about to compute the next block after this
+        prefix.
 
-        `sequence` should then wait a step and share the block. Only sequences that make progress in
-        this step count, so that no sequence waits for a stalled one.
+        `sequence` should then wait for a step and share the block. Only sequences that make
+        progress in this step count, so that no sequence waits for a stalled one.
         """
         index = len(prefix)
         if (index + 1) * self.block_size > sequence.num_cacheable_tokens:
-            return False  # `sequence` computes this block in any case
+            return False  # `sequence` must compute this block itself
         if self.keeps_states:
             return any(self._keeps_for(other, sequence, index) for other in [*self.prefilling])
         block_hash = sequence.block_hashes[index]
@@ -94,12 +95,15 @@ class StepPlan:
         )
 
     def _keeps_for(self, other: Sequence, sequence: Sequence, num_shared: int) -> bool:
-        """Let `other`, which this plan computes, keep its state where its tokens begin to differ
-        from those of `sequence`. Returns False if that would be no later than after the
-        `num_shared` blocks that `sequence` can share already, or if `other` is past that place."""
+        """Make `other`, which this plan computes, keep its state after the tokens that both
+        sequences begin with. Then `sequence` can start from that state.
+
+        Returns False, and changes nothing, in two cases: these tokens are no more than the
+        `num_shared` blocks that `sequence` can share already, or `other` has already computed them.
+        """
         hashes = other.block_hashes, sequence.block_hashes
         most = min(sequence.num_cacheable_tokens // self.block_size, *map(len, hashes))
-        # Equal hashes are of equal tokens before them, so the first difference can be bisected.
+        # A hash covers all tokens up to its block, so bisection finds the first difference.
         num_equal = bisect_left(range(most), True, key=lambda i: hashes[0][i] != hashes[1][i])
         share, end = self.shares[other], num_equal * self.block_size
         if end <= max(share.start, num_shared * self.block_size):
@@ -112,7 +116,8 @@ class StepPlan:
 
 
 def can_plan_next(share: ScheduledSequence) -> bool:
-    """Whether the next share of its sequence can be planned without the token that it samples."""
+    """Whether the sequence's next share can be planned before this share's sampled token is
+    known."""
     sequence = share.sequence
     return not share.samples or (
         not share.draft

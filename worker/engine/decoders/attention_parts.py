@@ -1,4 +1,4 @@
-"""Splits a layer's attention into its parts."""
+"""Splits a layer's attention into the parts that promptq's decoders compute."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ _KEYS_ARE_VALUES = ("q_proj", "k_proj")
 _SHARES_KV = ("q_proj",)
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), _KEYS_ARE_VALUES, _SHARES_KV)
 _NORMS_OF_HEADS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
-"""The names of norms that precede the rotation, and of norms that follow it."""
+"""The names of norms that come before the rotation, then the names of norms that come after it."""
 _PARTS = {"o_proj", "sinks", "v_norm"}.union(*_PROJECTIONS, *_NORMS_OF_HEADS)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention over the KV cache: `output(attend(place(qkv(x))))`."""
+    """Attention over the KV cache: `output(attend(place(qkv(x))))`. The function `place` applies
+    norms, rotates heads, and writes K and V."""
 
     qkv: tuple[nn.Linear, ...]
-    """Their outputs, one after the other, are queries, keys and values. Keys and values may have
-    the same linear layer."""
+    """Linear layers whose outputs, one after the other, are queries, keys and values. Keys and
+    values may have the same linear layer."""
     output: nn.Linear
     num_heads: int
     num_kv_heads: int
     head_size: int
     shares_kv: bool
-    """Whether it reads the keys and values of an earlier layer, and has queries alone."""
+    """Whether the layer reads the keys and values of an earlier layer, and computes only
+    queries."""
     is_gated: bool
-    """Whether a head's output is multiplied with the sigmoid of a gate. The gate's weights follow
+    """Whether a head's output is multiplied by the sigmoid of a gate. The gate's weights follow
     those of the head's query."""
     scale: float
-    """The scale of scores."""
+    """The factor of the scores `q k`."""
     softcap: float | None
     sinks: torch.Tensor | None  # [num_heads]
     query_norm: Norm | None
     key_norm: Norm | None  # there is one if the queries have one, and keys are computed
     value_norm: Norm | None
     norms_whole_rows: bool
-    """Whether the norms of queries and keys are of all heads of a row together."""
+    """Whether the norms of queries and keys normalise all heads of a row together."""
     norms_rotated: bool
-    """Whether these norms follow the rotation."""
+    """Whether these norms come after the rotation."""
     rotation: Rotation | None
 
     @property
@@ -116,7 +118,7 @@ class Attention:
 def _norms_of_heads(
     parts: dict[str, Any], shares_kv: bool, found: Found
 ) -> tuple[list[Norm | None], bool]:
-    """Returns the norms of queries and keys, and whether they follow the rotation."""
+    """Returns the norms of queries and keys, and whether these norms come after the rotation."""
     for names in _NORMS_OF_HEADS:
         if present := [name for name in names if name in parts]:
             wanted = list(names[:1] if shares_kv else names)

@@ -20,51 +20,51 @@ from promptq.worker.engine.recurrent.state_pool import StatePool
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The cache and the sequences that a decoder serves."""
+    """The cache and the number of sequences that a decoder serves."""
 
     caches: Sequence[LayerCache]
-    """One for each layer that attends, like `patterns`."""
+    """The cache of each layer that has attention, in order. `patterns` has the same order."""
     patterns: Sequence[Pattern]
     backend: AttentionBackend
     """The attention backend that serves the model."""
     max_length: int
-    """The most positions: each position is below this number."""
+    """The number of positions: each position is below this number."""
     num_slots: int = 0
     """The number of sequences for which recurrent layers have states."""
     releases: bool = False
-    """Whether the decoder may free weights of the model of which it has copies."""
+    """Whether the decoder may free weights of the model that it has copied."""
 
 
 class Decoder(ABC):
-    """Computes packed steps like PackedModel, without the library's modules."""
+    """Computes packed steps like PackedModel, but without transformers' modules."""
 
     unpacked: ClassVar[type[Decoder] | None] = None
-    """A decoder that computes the same in fp32 without a copy of the weights, so that the check at
-    load can compare the formula. None: there is no such decoder."""
+    """A decoder that computes the same formula in fp32 without copying the weights, for the check
+    at load. None: there is no such decoder."""
     states: StatePool | None = None
-    """The states of recurrent layers, if there are any."""
+    """The states of recurrent layers; None if the model has no recurrent layers."""
 
     @abstractmethod
     def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
-        """Raises NotOfThisKindError if the model has a part that the decoder does not know."""
+        """Raises NotOfThisKindError if the model has a part that the decoder does not support."""
 
     @abstractmethod
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """See PackedModel."""
+        """See `PackedModel.logits`."""
 
     @abstractmethod
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See PackedModel."""
+        """See `PackedModel.logits_and_states`."""
 
     def add_head(self, head: HeadParts, cache: LayerCache) -> None:
-        """Adds a head that drafts, with K and V in `cache`."""
+        """Add a head that drafts. Its K and V are in `cache`."""
         raise NotImplementedError
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """Returns the tokens [most drafted, S] that the head drafts after the rows of a step. Those
-        beyond a sequence's count mean nothing."""
+        """Returns the tokens [most drafted, S] that the head drafts after the rows of a step.
+        Tokens beyond a sequence's count mean nothing."""
         raise NotImplementedError
 
     @classmethod
@@ -75,9 +75,9 @@ class Decoder(ABC):
     @classmethod
     @abstractmethod
     def takes(cls, weight: FewBits) -> bool:
-        """Whether the decoder multiplies with this weight without widening all of it."""
+        """Whether the decoder can multiply by this weight without dequantizing all of it."""
 
     @classmethod  # noqa: B027  # a decoder need not change them
     def arrange(cls, model: PreTrainedModel) -> None:
-        """Arranges the weights of a served model as the decoder needs them, before the free memory
-        for the KV cache is measured."""
+        """Arrange the weights of a served model as the decoder needs them. Call this before the
+        free memory for the KV cache is measured."""

@@ -1,8 +1,8 @@
 """Splits a layer's mixture of experts into its parts.
 
-A router's formula is not visible in its modules. So promptq tries the formulas that it knows on
-probes, and takes the formula whose results equal those of the library's router. No family needs
-special code.
+A router's formula is not visible in its modules. So promptq tries each formula that it supports on
+random inputs, and chooses the formula whose results equal those of transformers' router. No family
+needs special code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from promptq.worker.engine.quantization.modules import QuantizedExperts, Quantiz
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 SCORES = ("softmax", "sigmoid", "sparsemixer")
-"""How logits become scores, as native/src/interface.h numbers it."""
+"""The functions from logits to scores, in the order of their numbers in native/src/interface.h."""
 _PARTS = {"gate", "router", "experts", "shared_expert", "shared_experts", "shared_expert_gate"}
 _PARTS_OF_ROUTER = {"moe_statics"}
 _NUM_PROBES = 32
@@ -36,28 +36,30 @@ _NUM_PROBES = 32
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How experts and their shares follow from the logits of a router."""
+    """How the experts of a row, and their shares, are computed from the logits of a router."""
 
     num_experts: int
     top_k: int
     scores: str = "softmax"
     choice_bias: torch.Tensor | None = None
-    """fp32 [num_experts], added to the scores for the choice alone."""
+    """fp32 [num_experts]. Added to the scores to choose the experts, but not to compute their
+    shares."""
     num_groups: int = 1
     top_groups: int = 1
-    """Experts are chosen from the groups whose two best experts have the largest sums."""
+    """Experts are chosen only from this many groups: those whose two best experts have the largest
+    sums."""
     normalizes: bool = False
-    """Whether a row's shares sum to 1. Their sum counts as at least `least_sum`."""
+    """Whether a row's shares are divided by their sum. The divisor is at least `least_sum`."""
     least_sum: float = 1e-20
     scale: float = 1.0
     expert_scales: torch.Tensor | None = None
     """fp32 [num_experts], factors of the shares."""
     jitter: float = 0.0
-    """Half of the distance from the best logit, relative to it, beyond which other logits are ruled
-    out (sparsemixer)."""
+    """Only for sparsemixer: an expert is ruled out if its logit's distance from the best logit,
+    relative to the best logit, is more than twice this number."""
 
     def shares(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns [rows, num_experts], with 0 for experts that are not chosen."""
+        """Returns the shares [rows, num_experts], which are 0 for experts that are not chosen."""
         if self.scores == "sparsemixer":
             return self._mixed(logits)
         scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
@@ -88,8 +90,8 @@ class Routing:
 
 class Limits(NamedTuple):
     """The parameters of a limited gate, `g * sigmoid(alpha * g) * (u + 1)` for a gate `g` and an up
-    `u`. First `g` and `u` are cut to at most `limit`, and `u` to at least `-limit`. Limit 0 stands
-    for another kind of gate."""
+    `u`. First `g` and `u` are cut to at most `limit`, and `u` to at least `-limit`. Limit 0 means
+    that the gate is not limited."""
 
     alpha: float = 0.0
     limit: float = 0.0
@@ -100,32 +102,33 @@ class Limits(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """One MLP. Weights are [outputs, inputs]."""
+    """The weights of one expert's MLP. Each weight is [outputs, inputs]."""
 
     gate: torch.Tensor | QuantizedWeight | None
     up: torch.Tensor | QuantizedWeight
     down: torch.Tensor | QuantizedWeight
     input_bias: torch.Tensor | None
-    """The bias of the gate, then the bias of `up`."""
+    """The bias of the gate, followed by the bias of `up`."""
     down_bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
-    """The sum of a row's experts, each times its share, and of the shared experts."""
+    """A mixture of experts: the sum of a row's experts, each times its share, and of the shared
+    experts."""
 
     routing: Routing
     router: torch.Tensor
-    """fp32 [num_experts, hidden size]. A further output scales the shared expert, if that has a
-    gate."""
+    """fp32 [num_experts, hidden size]. If the shared experts have a gate, one more row computes
+    it."""
     router_bias: torch.Tensor | None
-    """fp32, of the same outputs."""
+    """fp32, with the same outputs as `router`."""
     is_gated: bool
     activation: str
-    """Its name in ACTIVATIONS."""
+    """The activation's name in ACTIVATIONS."""
     limits: Limits
     fused: nn.Module
-    """The library's module with the weights of the experts."""
+    """The module of transformers with the weights of the experts."""
     shared: DenseMLP | None
 
     @classmethod
@@ -156,7 +159,7 @@ class ExpertParts:
 
     @classmethod
     def routed(cls, fused: Any, routing: Routing, router: torch.Tensor) -> ExpertParts:
-        """Splits the library's module with the experts into parts. Raises NotOfThisKindError for
+        """Returns the parts of transformers' module with the experts. Raises NotOfThisKindError for
         unknown experts."""
         plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
         require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
@@ -181,7 +184,7 @@ class ExpertParts:
         return (self.fused, *(self.shared.modules if self.shared else ()))
 
     def experts(self) -> Iterator[Expert]:
-        """Yields all experts but the shared one."""
+        """Yields all experts except the shared ones."""
         for index in range(self.routing.num_experts):
             if isinstance(self.fused, QuantizedExperts):
                 gate, up, down = self.fused.quantized[index]
@@ -199,11 +202,11 @@ def _biases(fused: Any, index: int) -> tuple[torch.Tensor | None, torch.Tensor |
 
 
 _Formula = tuple[str, bool, float]
-"""The fields `scores`, `normalizes` and `scale` of Routing."""
+"""The fields `scores`, `normalizes` and `scale` of a Routing."""
 
 
 def _routing(mlp: Any, router: Any, found: Found) -> Routing:
-    """Returns a router's formula. Raises NotOfThisKindError if no known formula fits."""
+    """Returns the routing of a router. Raises NotOfThisKindError if no known formula fits."""
     names = {name for name, _ in router.named_children()}
     is_known = hasattr(router, "top_k") and hasattr(router, "weight") and names <= _PARTS_OF_ROUTER
     require(is_known, f"a router of type {type(router).__name__}")
@@ -241,7 +244,7 @@ def _choice_bias(module: Any) -> torch.Tensor | None:
 
 def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
     """Returns the formula that fits; None if none fits. The formulas are tried with random weights,
-    because those of the module may be on another device, or without values."""
+    because the module's weights may be on another device, or may have no values yet."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -262,7 +265,7 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
         biases = arguments = [0.1 * drawn(routing.num_experts)]
     try:
         _, shares, chosen = functional_call(router, given, (probes, *arguments))
-    except Exception:  # it may take and return anything
+    except Exception:  # the module may take and return anything
         return None
     logits = nn.functional.linear(probes, weight, logit_bias)
     wanted = torch.zeros_like(logits).scatter(-1, chosen, shares.float())
@@ -278,7 +281,8 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
 
 
 def _activation(fused: Any) -> tuple[str, Limits]:
-    """Returns the formula that gives what the library's experts compute."""
+    """Returns the activation and limits with which the result equals that of transformers'
+    experts."""
     if not fused.has_gate:
         return activation_of(fused.act_fn), Limits()
     generator = torch.Generator("cpu").manual_seed(0)

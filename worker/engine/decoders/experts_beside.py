@@ -1,4 +1,4 @@
-"""Splits experts beside an MLP into their parts (the larger Gemma 4).
+"""Splits experts in a layer that also has a dense MLP into their parts (the larger Gemma 4).
 
     results = after_mlp(mlp) + after(experts(before(hidden)))
 
@@ -21,7 +21,7 @@ PARTS_BESIDE = frozenset({"router", "experts", _BEFORE, _AFTER, _AFTER_MLP})
 
 @dataclass(frozen=True, slots=True)
 class ExpertsBeside:
-    """Experts of a layer that also has a dense MLP."""
+    """The experts of a layer that also has a dense MLP, and their norms."""
 
     experts: ExpertParts
     before_router: Norm

@@ -29,19 +29,19 @@ from promptq.worker.engine.sampling.sampler import Sampler
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
-    """The parts of a head. Embedding and output layer are those of the model."""
+    """The parts of a drafting head. It uses the model's embedding and output layer."""
 
     of_embedding: Norm
     of_state: Norm
     projection: nn.Linear
-    """Its inputs are the normed embedding, then the normed hidden state."""
+    """The inputs are the normalised embedding, followed by the normalised hidden state."""
     layer: Layer
     last: Norm
 
     @classmethod
     def of(cls, head: Any, rotary: nn.Module | None, spec: LayerSpec) -> HeadParts:
-        """Returns the parts of the library's `MtpLayer`, whose attention must have the K and V of
-        `spec`. Raises NotOfThisKindError for an unknown part."""
+        """Returns the parts of transformers' `MtpLayer`. Its attention must have K and V of the
+        sizes in `spec`. Raises NotOfThisKindError for an unknown part."""
         require(head.post_norm is not None, "a head without a final norm")
         is_swapped = getattr(head.config, "mtp_hidden_states_first", False)
         require(not is_swapped, "a head whose hidden states come first")
@@ -64,11 +64,11 @@ class HeadParts:
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """The rows of the head for S sequences, T in all. Sequences with the most drafted tokens come
-    first.
+    """The T rows in which a head drafts for S sequences. Sequences with the most drafted tokens
+    come first.
 
-    The last row of a sequence drafts the sequence's first token. Each further drafted token has one
-    more row. The block table has room for the K and V of these rows.
+    The last row of a sequence drafts its first token. Each further drafted token has one more row.
+    The block table has room for the K and V of these rows.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -79,9 +79,9 @@ class DraftStep:
     counts: list[int]
     """Number of drafted tokens of each sequence, at least 1, in descending order."""
     sampler: Sampler
-    """Draws each token with the random number with which the model will draw its own."""
+    """Draws each token with the random number that the model will use for the same position."""
 
     @property
     def last_rows(self) -> list[int]:
-        """The last row of each sequence."""
+        """The index of the last row of each sequence."""
         return [end - 1 for end in self.layout.query_starts[1:]]

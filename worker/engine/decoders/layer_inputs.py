@@ -1,9 +1,9 @@
-"""The inputs that layers have beside the hidden states of the layer before (Gemma 4).
+"""The inputs that layers have in addition to the hidden states (Gemma 4).
 
     inputs = scale * (norm(projection_scale * projection(embedded)) + table_scale * table(ids))
     hidden += after(output(activation(gate(hidden)) * inputs of the layer))
 
-A layer does the latter after its MLP.
+A layer computes the second line after its MLP.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTS_OF_LAYER = frozenset({_GATE, _OUTPUT, _AFTER, "act_fn"})
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """The inputs of all layers, made of each row's token and its embedding."""
+    """The inputs of all layers, computed from each row's token and its embedding."""
 
     table: nn.Embedding
     """[tokens, layers * size]"""
@@ -60,17 +60,18 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """The part of a layer that reads its inputs."""
+    """The part of a layer that reads the layer's inputs."""
 
     gate: nn.Linear
     output: nn.Linear
     activation: str
-    """Its name in ACTIVATIONS."""
+    """The activation's name in ACTIVATIONS."""
     after: Norm
 
     @classmethod
     def of(cls, parts: dict[str, Any], found: Found) -> LayerInput:
-        """Returns the part of a layer. Raises NotOfThisKindError for an unknown part."""
+        """Returns this part, from the `parts` of a layer. Raises NotOfThisKindError for an unknown
+        part."""
         gate, output = linears_of(parts, (_GATE, _OUTPUT))
         has_bias = gate.bias is not None or output.bias is not None
         require(not has_bias, "a layer that reads its inputs with a bias")

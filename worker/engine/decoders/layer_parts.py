@@ -1,9 +1,9 @@
-"""Describes a library's model as layers that are put together from known parts.
+"""Describes a transformers model as layers that are composed of known parts.
 
 The names, shapes and types of modules show which parts a layer has. To find the formula of a norm,
-an activation or a rotation, promptq runs the module on a few numbers. The check at load compares a
-decoder's result with the library's model. So it detects a family that has the same names but
-another formula. The library's modules serve such a family.
+an activation or a rotation, promptq runs the module on a few numbers. A family may have the same
+names but another formula. The check at load detects such a family, because it compares a decoder's
+result with the transformers model. Then transformers' modules serve the family.
 """
 
 from __future__ import annotations
@@ -62,13 +62,12 @@ _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
         ("input_layernorm", "", "", ""),  # the MLP has the input of the attention
     )
 }
-"""The places of a layer's norms, by the set of their names."""
+"""The names of the norms before and after the mixer and the MLP, by the set of these names."""
 
 _MIXERS = ("self_attn", "linear_attn", "mamba", "conv")
-"""The names of the module that mixes positions. A layer with attention may have Mamba 2 beside
-it."""
+"""The names of the module that mixes positions. A layer may have both attention and Mamba 2."""
 _LONE = {"norm", "mixer"}
-"""The names in a layer that has one part, of any kind, and a norm before it."""
+"""The names in a layer with a single part, of any kind, and a norm before that part."""
 
 _BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
@@ -81,10 +80,10 @@ class Recurrent:
     """A recurrent layer."""
 
     mixer: Mixer
-    """The library's module, and the shape of its states."""
+    """The mixer, which has the module of transformers and the shapes of its states."""
     parts: RecurrentParts
     norm: Norm | None
-    """The norm of a RecurrenceParts, for all values, if it has one."""
+    """The norm of a RecurrenceParts, over all values, if the parts have a norm."""
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -93,7 +92,8 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP.
+    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the corresponding sum with
+    the MLP.
 
     Any of the norms may be missing, and the mixer or the MLP. At the end, `hidden *= output_scale`.
     """
@@ -101,7 +101,7 @@ class Layer:
     mixer: Attention | Recurrent | None = None
     """The part that mixes positions."""
     recurrent_beside: Recurrent | None = None
-    """A part beside attention: it has the same input, and its result is added, too."""
+    """A recurrent part with the same input as the attention. Its result is added, too."""
     mlp: MLP | None = None
     experts_beside: ExpertsBeside | None = None
     """Experts whose results are added to those of the MLP."""
@@ -112,21 +112,21 @@ class Layer:
     before_mlp: Norm | None = None
     after_mlp: Norm | None = None
     is_parallel: bool = False
-    """Whether the MLP has the input of the mixer."""
+    """Whether the MLP has the same input as the mixer."""
     mixer_scale: float = 1.0
     beside_scale: float = 1.0
-    """The scale of `recurrent_beside`."""
+    """The factor of the result of `recurrent_beside`."""
     mlp_scale: float = 1.0
     output_scale: float = 1.0
 
     @property
     def recurrent(self) -> Recurrent | None:
-        """The recurrent part, if there is one."""
+        """The recurrent part; None if the layer has none."""
         return self.mixer if isinstance(self.mixer, Recurrent) else self.recurrent_beside
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules of the large weights."""
+        """The modules with the large weights of the layer."""
         with_linears = (self.mixer, self.recurrent_beside, self.input)
         linears = chain(*(part.linears for part in with_linears if part is not None))
         experts = None if self.experts_beside is None else self.experts_beside.experts
@@ -136,8 +136,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """A whole model. Linear layers and the embedding may be quantized. Tensors are the model's
-    parameters, not copies."""
+    """The parts of a whole model. Linear layers and the embedding may be quantized. Tensors are the
+    model's parameters, not copies."""
 
     embedding: nn.Embedding
     embedding_scale: float
@@ -150,7 +150,8 @@ class ModelParts:
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_attending: int | None = None) -> ModelParts:
-        """Returns the parts of a model, of which `num_attending` layers attend, if that is known.
+        """Returns the parts of a model. `num_attending` is the number of layers with attention;
+        None if it is unknown.
 
         Raises NotOfThisKindError if the model has an unknown part.
         """
@@ -187,7 +188,7 @@ class ModelParts:
 
 
 def has_known_parts(model: PreTrainedModel) -> bool:
-    """Whether all parts of a model are known. The check at load compares the formula."""
+    """Whether all parts of a model are known. Only the check at load tests their formulas."""
     try:
         ModelParts.of(model)
     except Exception:  # a family may have anything under these names
@@ -239,7 +240,7 @@ def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
 
 
 def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) -> Layer:
-    """Returns a layer of one part, which is a mixer or an MLP."""
+    """Returns a layer of a single part, which is a mixer or an MLP."""
     if mixer_of(part) is not None or "o_proj" in parts_of(part):
         return Layer(mixer=_mixer(part, rotary, found), before_mixer=norm)
     return Layer(mlp=_mlp(part, None, found), before_mlp=norm)
@@ -248,8 +249,8 @@ def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) ->
 def _mixer(
     mixer: Any, rotary: nn.Module | None, found: Found, input_scale: float = 1.0
 ) -> Attention | Recurrent:
-    """Returns the parts of a mixer. Attention gets its input times `input_scale`. The caller scales
-    the output by the same number, because the parts do not scale values."""
+    """Returns the parts of a mixer. In the parts of attention, `input_scale` multiplies only the
+    scores. The caller must multiply the output by it, because the parts do not scale values."""
     recurrent = mixer_of(mixer)
     if recurrent is not None:
         return _recurrent(recurrent)
@@ -278,7 +279,8 @@ def _recurrent(mixer: Mixer) -> Recurrent:
 
 
 def _mlp(mlp: Any, shared: Any, found: Found) -> MLP:
-    """Returns the parts of an MLP. `shared` is a dense MLP beside experts, or alone."""
+    """Returns the parts of an MLP. `shared` is a dense MLP in addition to experts, or the only
+    MLP."""
     if not hasattr(mlp, "experts"):
         return DenseMLP.of(shared if mlp is None else mlp)
     experts = ExpertParts.of(mlp, found)

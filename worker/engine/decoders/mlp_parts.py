@@ -1,4 +1,4 @@
-"""The dense MLP of a layer, and what its activation computes."""
+"""Splits the dense MLP of a layer into its parts, and recognises its activation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class XIELU(NamedTuple):
-    """An activation (https://arxiv.org/abs/2411.13010) with learned numbers for each layer:
+    """An activation (https://arxiv.org/abs/2411.13010) with learned parameters for each layer:
     `positive * x^2 + slope * x` above 0, else `negative * (e^min(x, most) - 1 - x) + slope * x`."""
 
     positive: float
@@ -36,8 +36,8 @@ class XIELU(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> XIELU:
-        """Returns the numbers of the library's module, in its dtype."""
-        if module.alpha_p.is_meta:  # it has no values yet
+        """Returns the parameters of transformers' module, rounded to its dtype."""
+        if module.alpha_p.is_meta:  # the weights have no values yet
             return cls(0.0, 0.0, 0.0, 0.0)
         learned = module.alpha_p.detach(), module.alpha_n.detach()
         positive, negative = map(nn.functional.softplus, learned)
@@ -51,15 +51,14 @@ class DenseMLP:
     `down(activation(scale * up(x)))`."""
 
     inputs: tuple[nn.Linear, ...]
-    """Linear layers whose outputs, one after the other, are those of the gate, if there is one, and
-    `up`."""
+    """Linear layers whose outputs, one after the other, are the gate (if there is one) and `up`."""
     down: nn.Linear
     is_gated: bool
     activation: str
-    """Its name in ACTIVATIONS, or `xielu`."""
+    """The activation's name in ACTIVATIONS, or `xielu`."""
     gate_scale: float
     curve: XIELU | None = None
-    """The numbers of `xielu`."""
+    """The parameters of `xielu`."""
 
     @classmethod
     def of(cls, mlp: Any) -> DenseMLP:
@@ -85,11 +84,11 @@ class DenseMLP:
 
 
 def activation_of(module: Any) -> str:
-    """Returns its name in ACTIVATIONS. Raises NotOfThisKindError if the activation is unknown."""
+    """Returns the activation's name in ACTIVATIONS. Raises NotOfThisKindError if it is unknown."""
     probe = torch.linspace(-40.0, 40.0, 321, device="cpu")  # beyond the bounds of some activations
     try:
         found = module(probe)
-    except Exception:  # it may have parameters anywhere
+    except Exception:  # its parameters may be on any device
         found = torch.full_like(probe, torch.nan)
     for name, known in ACTIVATIONS.items():
         if torch.allclose(found, known(probe), rtol=1e-5, atol=1e-6):

@@ -1,4 +1,4 @@
-"""Finds the parts of a library's module by their names."""
+"""Finds the parts of a transformers module by their names."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ _SYNONYMS = {
     "output_linear": "down_proj",
     "activation": "act_fn",
 }
-"""Some families' names of a part."""
+"""Other names that some families use for a part, with the usual name."""
 
 
 def parts_of(module: nn.Module) -> dict[str, Any]:
-    """Returns modules and parameters by their usual names, except modules that have no effect."""
+    """Returns child modules and parameters by their usual names. Leaves out modules without
+    effect."""
     parts: dict[str, Any] = {
         **{name: each for name, each in module.named_children() if type(each) is not nn.Dropout},
         **dict(module.named_parameters(recurse=False)),
@@ -49,14 +50,15 @@ def parts_of(module: nn.Module) -> dict[str, Any]:
 
 
 def linears_of(parts: dict[str, Any], names: tuple[str, ...]) -> tuple[nn.Linear, ...]:
-    """Returns the linear layers of these names. Raises NotOfThisKindError for another kind."""
+    """Returns the linear layers of these names. Raises NotOfThisKindError for another kind of
+    module."""
     linears = tuple(parts[name] for name in names)
     require_linears(linears)
     return linears
 
 
 def require_linears(modules: Iterable[nn.Module]) -> None:
-    """Raises NotOfThisKindError if a module is no linear layer that our code knows."""
+    """Raise NotOfThisKindError if a module is not a linear layer that promptq's code supports."""
     for module in modules:
         require(is_linear(module), f"a linear layer of type {type(module).__name__}")
 
@@ -66,8 +68,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def scale_of_embedding(embedding: nn.Module, dtype: torch.dtype) -> float | None:
-    """Returns the factor by which the module scales its rows, rounded to `dtype`, if there is one.
-    Raises NotOfThisKindError for an embedding of another kind."""
+    """Returns the factor by which the module multiplies its rows, rounded to `dtype`; None if there
+    is none. Raises NotOfThisKindError for an embedding of another kind."""
     scale = embedding_scale(embedding)
     is_known = type(embedding) in (nn.Embedding, QuantizedEmbedding) or scale is not None
     require(is_known, f"an embedding of type {type(embedding).__name__}")

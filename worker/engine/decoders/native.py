@@ -1,4 +1,4 @@
-"""Builds the native decoder from the parts of a model of the library."""
+"""Builds the native decoder from the parts of a transformers model."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes in which the decoder computes."""
 
 _FREED_BYTES = 2**26
-"""Freed weights go back to the system once they have this many bytes."""
+"""Freed weights are returned to the system once they have this many bytes."""
 
 
 class NativeDecoder(NativeWeights, Decoder):
-    """Computes packed steps in one call that releases the interpreter lock."""
+    """Computes a packed step in a single call, which releases the interpreter lock."""
 
     def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
-        """See Decoder. This decoder has its own attention and ignores the backend."""
+        """See `Decoder`. This decoder has its own attention and ignores the backend."""
         parts = ModelParts.of(model, len(placement.caches))
         vocab_size, size = parts.embedding.num_embeddings, parts.embedding.embedding_dim
         if (vocab_size, size) != (parts.head.out_features, parts.head.in_features):
@@ -185,7 +185,8 @@ NativeDecoder.unpacked = UnpackedDecoder
 
 
 def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
-    """Describes the rows of a step, and returns the memory to which the description refers."""
+    """Returns a native description of a step's rows, and the memory that the description refers
+    to."""
     layout = step.layout
     num_sequences, tables = len(layout.context_lens), layout.block_tables.contiguous()
     numbers = np.array([*layout.query_starts, *layout.context_lens], dtype=np.int64)
@@ -208,8 +209,8 @@ def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
 
 
 def release(modules: Iterable[nn.Module]) -> int:
-    """Frees the weights of modules, of which a native decoder has copies. The modules can no longer
-    compute. Returns the number of bytes that they had."""
+    """Free the weights of modules that a native decoder has copied. The modules can no longer
+    compute. Returns the number of freed bytes."""
     num_bytes = 0
     for module in modules:
         for parameter in module.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Describes tensors to the native code: where their numbers are, and for how long."""
+"""Describes tensors to the native code: their addresses, and how long their memory must exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from promptq.worker.engine.recurrent.parts import RowsOfLinear
 
 
 class NativeTensors:
-    """Describes tensors, and keeps those to which the native code refers."""
+    """Describes tensors, and keeps references to those that the native code reads."""
 
     _is_packed = True
     """Whether the native code copies the weights into the order in which matrix products read
@@ -26,27 +26,29 @@ class NativeTensors:
     """Other dtypes that weights of linear layers and embeddings may have."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """`dtype` is that of all other numbers."""
+        """`dtype` is the dtype of all other numbers."""
         self._dtype = dtype
         self._kept: list[Any] = []  # all that the native code refers to
-        self._copied: list[Any] = []  # what it copies while a layer is added
+        self._copied: list[Any] = []  # for packing, until the layer is added
 
     def _read(self, weights: object) -> None:
-        """Keeps weights as long as native code reads them."""
+        """Keep a reference to weights as long as native code reads them."""
         (self._copied if self._is_packed else self._kept).append(weights)
 
     def _weights(self, linears: Sequence[nn.Linear], count: int) -> list[library.Weight]:
-        """Describes the weights of linear layers. Empty ones fill the list up to `count`."""
+        """Returns descriptions of the weights of linear layers. Empty descriptions fill the list up
+        to `count`."""
         weights = [self._weight(linear) for linear in linears]
         return weights + [library.Weight() for _ in range(count - len(weights))]
 
     def _bias(self, linears: Sequence[nn.Linear]) -> int | None:
-        """Returns the address of the layers' biases, one after the other, if there is any. It is
-        kept until the layer is added."""
+        """Returns the address of the layers' biases, one after the other; None if no layer has a
+        bias. The address is valid until the layer is added."""
         return self._bias_of([RowsOfLinear.all_of(linear) for linear in linears])
 
     def _bias_of(self, parts: Sequence[RowsOfLinear]) -> int | None:
-        """Returns the address of biases of some outputs of linear layers."""
+        """Returns the address of the biases of some outputs of linear layers; None if no layer has
+        a bias."""
         if all(rows.linear.bias is None for rows in parts):
             return None
         biases = [
@@ -59,8 +61,8 @@ class NativeTensors:
         return self._address(bias)
 
     def _weight(self, module: nn.Linear | nn.Embedding, *, keeps: bool = False) -> library.Weight:
-        """Describes a weight to the native code. `keeps`: packing does not copy this weight, so the
-        decoder keeps its memory."""
+        """Returns the description of a weight. `keeps`: packing does not copy this weight, so the
+        decoder keeps a reference to its memory."""
         weight = _weight_of(module)
         if keeps and not isinstance(weight, QuantizedWeight):
             # The model's tensor may be part of a whole file in memory.
@@ -70,8 +72,8 @@ class NativeTensors:
         return self._weight_at(weight)
 
     def _weight_at(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
-        """Describes a weight without moving it. A weight that will be packed may be copied
-        before."""
+        """Returns the description of a weight where it is. A weight that will be packed may first
+        be copied to be contiguous."""
         if isinstance(weight, QuantizedWeight):
             return native_weight(weight)
         if self._is_packed:
@@ -87,7 +89,7 @@ class NativeTensors:
         )
 
     def _address(self, bias: torch.Tensor | None) -> int | None:
-        """Returns the address of a bias, if there is one."""
+        """Returns the address of a bias; None if there is none."""
         if bias is None:
             return None
         if bias.dtype != self._dtype or not bias.is_contiguous():
@@ -95,7 +97,8 @@ class NativeTensors:
         return bias.data_ptr()
 
     def _in_float32(self, numbers: torch.Tensor | None) -> int | None:
-        """Returns the address of a copy in fp32, if there are numbers, and keeps it."""
+        """Returns the address of a copy in fp32, and keeps a reference to the copy. None for
+        None."""
         if numbers is None:
             return None
         self._kept.append(numbers := numbers.to(torch.float32, copy=True).contiguous())
@@ -103,7 +106,8 @@ class NativeTensors:
 
 
 def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeight:
-    """Returns a weight [outputs, inputs], or of an embedding [tokens, hidden size]."""
+    """Returns the weight [outputs, inputs] of a linear layer, or [tokens, hidden size] of an
+    embedding."""
     if isinstance(module, QuantizedLinear | QuantizedEmbedding):
         assert isinstance(module.quantized, QuantizedWeight), "the decoder takes no others"
         return module.quantized
@@ -111,7 +115,8 @@ def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeig
 
 
 def native_weight(weight: QuantizedWeight) -> library.Weight:
-    """Describes a quantized weight to the native code. The caller must keep the weight."""
+    """Returns the description of a quantized weight. The caller must keep a reference to the
+    weight."""
     return library.Weight(
         numbers=weight.numbers.data_ptr(),
         scales=weight.scales.data_ptr(),

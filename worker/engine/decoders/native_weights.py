@@ -26,17 +26,17 @@ from promptq.worker.engine.recurrent.parts import (
 )
 
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
-"""The kinds of patterns as native/src/attention/work_pieces.h numbers them."""
+"""The numbers of the kinds of patterns in native/src/attention/work_pieces.h."""
 
 _ACTIVATIONS = (*ACTIVATIONS, "limited", "xielu")
-"""The activations as native/src/layers/activation.h numbers them."""
+"""The activations, in the order of their numbers in native/src/layers/activation.h."""
 
 
 class NativeWeights(NativeTensors):
-    """Describes parts."""
+    """Describes the parts of layers to the native code."""
 
     def __init__(self, dtype: torch.dtype, max_length: int) -> None:
-        """`dtype` is that of all numbers but weights. Positions are below `max_length`."""
+        """`dtype` is the dtype of all numbers except weights. Positions are below `max_length`."""
         super().__init__(dtype)
         self._max_length = max_length
         self._tables: dict[Rotation, RotationTables] = {}
@@ -47,7 +47,8 @@ class NativeWeights(NativeTensors):
         attended: Iterator[tuple[LayerCache, Pattern]],
         states: Iterator[Sequence[torch.Tensor]],
     ) -> library.LayerWeights:
-        """Describes a layer, which takes the next cache and pattern, or the next states."""
+        """Returns the description of a layer. Attention uses the next cache and pattern, and a
+        recurrent part the next states."""
         weights = library.LayerWeights(
             before_mixer=self._norm(layer.before_mixer),
             after_mixer=self._norm(layer.after_mixer),
@@ -299,7 +300,8 @@ def _gates_last(attention: Attention) -> list[RowsOfLinear]:
 
 
 def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
-    """Describes a layer's K and V to the native code, which continues to use their memory."""
+    """Returns the description of a layer's K and V, whose memory the native code continues to
+    use."""
     key, value = cache.key, cache.value
     assert key.stride() == value.stride(), "K and V are laid out alike"
     assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"

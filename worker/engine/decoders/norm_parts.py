@@ -1,4 +1,4 @@
-"""Finds out what a norm of a library's model computes."""
+"""Finds out which formula a norm of a transformers model computes."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from torch.func import functional_call
 
 
 class NotOfThisKindError(Exception):
-    """The model has a part that promptq's decoders do not know; the message says which."""
+    """Raised if a model has a part that promptq's decoders do not support. The message names the
+    part."""
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raises NotOfThisKindError, unless the model is of a known kind."""
+    """Raise NotOfThisKindError, with the message `it has {otherwise}`, unless `holds` is true."""
     if not holds:
         raise NotOfThisKindError(f"it has {otherwise}")
 
 
 Found = dict[tuple[Any, ...], Any]
-"""Formulas by the kind and the sizes of the modules that showed them, so that each kind of module
-is tried once."""
+"""Formulas that were found so far, by the kind and sizes of their module. Each kind of module is
+tried only once."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormFormula:
-    """`normed * weight + bias`, computed in fp32."""
+    """A norm's formula: `normalised * weight + bias`, computed in fp32."""
 
     is_centered: bool
     """Whether the mean is subtracted first, as in a LayerNorm."""
     adds_one: bool
     """Whether the factor is `1 + weight`."""
     rounds_twice: bool
-    """Whether the row is rounded before it is multiplied with the weight, and again after it."""
+    """Whether the row is rounded before it is multiplied by the weight, and again after that."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
@@ -46,7 +47,7 @@ class NormFormula:
         return (row if bias is None else row + bias.float()).to(x.dtype)
 
     def factor(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the factor of a normed row, in fp32."""
+        """Returns the factor of a normalised row, in fp32."""
         if self.adds_one and self.is_centered:  # Nemotron's module rounds the sum, Gemma's does not
             return (weight + 1.0).float()
         return weight.float() + float(self.adds_one)
@@ -65,7 +66,7 @@ _FORMULAS = [
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm of rows, or of heads."""
+    """A norm of rows or of heads: its formula, with its weights."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -76,7 +77,7 @@ class Norm:
     def of(cls, module: Any, found: Found | None = None, size: int | None = None) -> Norm:
         """Returns a module's norm. `size` is the size of a norm without a weight.
 
-        Raises NotOfThisKindError if the module computes no norm.
+        Raises NotOfThisKindError if the module does not compute a norm.
         """
         found = {} if found is None else found
         name = type(module).__name__
@@ -98,7 +99,8 @@ class Norm:
 def _formula(norm: Any, shape: torch.Size, epsilon: float) -> NormFormula | None:
     """Returns the formula that computes the same as the module; None if there is none.
 
-    Weights are random, because those of the module may be on another device, or without values.
+    The formulas are tried with random weights, because the module's weights may be on another
+    device, or may have no values yet.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     names = [name for name, _ in norm.named_parameters()]

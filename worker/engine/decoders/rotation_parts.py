@@ -1,4 +1,4 @@
-"""Finds out how a library's model rotates heads by their positions."""
+"""Finds out how a transformers model rotates heads by their positions (RoPE)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RotationTables:
     sine: torch.Tensor
     is_interleaved: bool
     """Whether the pairs are neighbours. Otherwise, the first half of the numbers are paired with
-    the second, as in Llama."""
+    the second half, as in Llama."""
 
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:
         """Returns heads [positions, 2 * pairs], rotated."""
@@ -42,18 +42,18 @@ class Rotation:
     first numbers are rotated."""
 
     module: nn.Module
-    """Computes the tables."""
+    """The module that computes the tables."""
     layer_type: str | None
-    """The type of these layers, if the tables depend on that."""
+    """The type of these layers, if the tables depend on it."""
     apply: Callable[..., Any] | None
     """The family's function that rotates queries and keys by the tables."""
 
     def is_of(self, attention: nn.Module, size: int) -> bool:
-        """Whether an attention module of rows of this size rotates its heads.
+        """Whether an attention module, for rows of `size` numbers, rotates its heads.
 
-        Derivatives show which inputs the output depends on. They are taken on the device `meta`, so
-        no weight is read. Raises NotOfThisKindError if the output also depends on positions beside
-        the rotation.
+        Derivatives show which inputs the output depends on. They are computed on the device `meta`,
+        so no weight is read. Raises NotOfThisKindError if the output also depends on positions in
+        another way.
         """
         like = torch.empty(1, device=next(attention.parameters()).device)
         with torch.inference_mode(False), torch.enable_grad():
@@ -61,7 +61,7 @@ class Rotation:
                 tables = [_on_meta(table) for table in self._computed(2, like)]
                 positions = _on_meta(torch.zeros(1, 2))
                 output = _attended(attention, size, tables, positions)
-            except Exception:  # it may need anything; the check at load will show
+            except Exception:  # the module may need anything; the check at load decides
                 return True
             if not output.requires_grad:
                 return False
@@ -99,7 +99,7 @@ class Rotation:
         return cosine, sine
 
     def _is_by(self, tables: RotationTables, cosine: torch.Tensor, sine: torch.Tensor) -> bool:
-        """Whether the family rotates a few heads by these tables."""
+        """Whether the family's function rotates a few heads in the same way as these tables."""
         if self.apply is None or cosine.is_meta:  # the check at load will show
             return True
         few = slice(9)
@@ -131,12 +131,12 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _attended(
     attention: Any, size: int, tables: list[torch.Tensor], positions: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the sum of the module's output for two rows on the device `meta`."""
+    """Returns the sum of the module's output for two rows, on the device `meta`."""
     module, config = copy.copy(attention), copy.copy(attention.config)
     config._attn_implementation_internal = "eager"
     modules = {
         name: nn.Linear(each.in_features, each.out_features, device="meta")
-        if isinstance(each, nn.Linear)  # it may be quantized
+        if isinstance(each, nn.Linear)  # also a quantized one
         else each
         for name, each in module.named_children()
     }

@@ -1,1 +1,1 @@
-"""Memory and number formats of the device, and copies to and from it."""
+"""Memory and number formats of the device, and copies to the device and back."""

@@ -1,7 +1,7 @@
 """Copies small tensors to a device and back without waiting for the device's other work.
 
-A copy from or to memory that is not pinned waits for all work queued before it. A step could then
-not be launched ahead.
+A copy from or to memory that is not pinned would wait for all queued work. Then a step could not be
+launched before the previous one has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 
 def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns the values on the device: an array in its type, a sequence as int64.
+    """Returns the values as a tensor on the device. An array keeps its dtype, other values are
+    int64.
 
     On a CPU the tensor shares the array's memory, so the array must not change afterwards.
     """
@@ -28,7 +29,8 @@ def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) ->
 def to_device_at_once(
     arrays: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Moves several arrays of any types to the device in one copy. Returns views of that copy."""
+    """Copy several arrays of any dtypes to the device in one transfer. Returns a view for each
+    array."""
     if device.type != "cuda":
         return [torch.from_numpy(array) for array in arrays]
     # Triton compiles kernels again for addresses that are not multiples of 16.
@@ -47,7 +49,7 @@ def to_device_at_once(
 
 
 class HostCopies:
-    """Copies tensors to the host. The copies begin after all work that is queued so far."""
+    """Copies tensors to the host. The copies begin after all work that is already queued."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._copied: torch.cuda.Event | None = None
@@ -61,7 +63,7 @@ class HostCopies:
             self._copied.record()
 
     def arrays(self) -> list[npt.NDArray[Any]]:
-        """Wait for the copies, but not for later work, and return them."""
+        """Wait for the copies, and return them as arrays. Does not wait for later work."""
         if self._copied is not None:
             self._copied.synchronize()
         return [each.numpy() for each in self._tensors]

@@ -1,4 +1,5 @@
-"""Weights of a layer's experts, as the library stores them, and the experts' sum in fp32."""
+"""Reads the weights of a layer's experts (MoE) from transformers' modules, and computes experts in
+fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 _TOLERANCE = 0.1
-"""The largest difference, relative to the result, that 16 bits explain."""
+"""The largest relative difference from the result that 16-bit rounding explains."""
 
 
 class ExpertWeights(NamedTuple):
@@ -22,7 +23,7 @@ class ExpertWeights(NamedTuple):
 
 
 def has_experts(module: Any) -> bool:
-    """Whether a module of the library has experts as `expert_weights` takes them."""
+    """Whether a transformers module has experts in the form that `expert_weights` reads."""
     if getattr(module, "has_post_expert_norm", True):
         return False
     names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
@@ -32,14 +33,14 @@ def has_experts(module: Any) -> bool:
 
 
 def input_weights(module: Any) -> torch.Tensor:
-    """Returns the weights of the gates and ups of all experts, or of ups if there are no gates."""
+    """Returns the gate and up weights of all experts, or the up weights if there are no gates."""
     weights: torch.Tensor = module.gate_up_proj if module.has_gate else module.up_proj
     return weights
 
 
 def take_any_sizes(model: Any) -> None:
-    """Makes the library multiply experts one by one if their rows have a size that its grouped
-    products refuse."""
+    """Make transformers multiply experts one by one if its grouped products refuse the size of the
+    experts' rows."""
     experts = [module for module in model.modules() if has_experts(module)]
     rows = [
         weight.shape[1 if module.is_transposed else 2] * weight.itemsize
@@ -51,7 +52,7 @@ def take_any_sizes(model: Any) -> None:
 
 
 def expert_weights(module: Any, index: int) -> ExpertWeights:
-    """Returns views of the weights of an expert, which need not be contiguous."""
+    """Returns views of the weights of one expert. The views may be not contiguous."""
     inputs, down = input_weights(module)[index], module.down_proj[index]
     if module.is_transposed:
         inputs, down = inputs.T, down.T
@@ -60,7 +61,7 @@ def expert_weights(module: Any, index: int) -> ExpertWeights:
 
 
 def split_gates(module: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the entries of the gate, and those of `up`."""
+    """Splits rows of gate and up weights into the gate's rows and the up rows."""
     if module.is_concatenated:
         gate, up = gate_up.chunk(2)
         return gate, up
@@ -68,7 +69,7 @@ def split_gates(module: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def join_gates(module: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Returns rows [..., 2 * inner size] of gates and ups [..., inner size]."""
+    """Joins `gate` and `up` [..., inner size] to [..., 2 * inner size], in the module's order."""
     both = torch.cat if module.is_concatenated else _interleaved
     return both([gate, up], -1)
 
@@ -78,14 +79,14 @@ def _interleaved(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def misread_experts(model: nn.Module) -> set[type[nn.Module]]:
-    """Returns the classes of experts that compute something else than `sum_of_experts`."""
+    """Returns the classes of experts whose result differs from that of `sum_of_experts`."""
     of_class = {type(module): module for module in model.modules() if has_experts(module)}
     return {kind for kind, module in of_class.items() if not _is_read(module)}
 
 
 def _is_read(module: Any) -> bool:
-    """Whether `sum_of_experts` computes the same as the module for a few rows. The rows are large:
-    with small gates, gate and up could be exchanged without a difference."""
+    """Whether `sum_of_experts` computes the same as the module for a few rows. The rows are large,
+    because with small gates, exchanging gate and up would make no difference."""
     num_experts = len(module.down_proj)
     weights = partial(expert_weights, module)
     generator = torch.Generator("cpu").manual_seed(0)
@@ -107,8 +108,8 @@ def sum_of_experts(
     shares: torch.Tensor,
     weights_of: Callable[[int], ExpertWeights],
 ) -> torch.Tensor:
-    """Computes in fp32 what the experts' module computes. `weights_of` returns the weights of an
-    expert, because those of all experts in fp32 may need too much memory."""
+    """Returns the output of the experts' module, computed in fp32. `weights_of` returns the weights
+    of one expert, because the fp32 weights of all experts may need too much memory."""
     experts: Any = module
     hidden = hidden.float()
     total = torch.zeros_like(hidden)

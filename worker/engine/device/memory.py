@@ -18,7 +18,7 @@ def counts_memory(device: torch.device) -> bool:
 
 
 def give_back(device: torch.device) -> None:
-    """Return the allocator's unused memory to the device, and start to count peaks anew."""
+    """Return the allocator's unused memory to the device, and restart the measurement of peaks."""
     if counts_memory(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -37,10 +37,11 @@ class MemoryPeak:
         self._allocated = torch.cuda.memory_allocated(device)
 
     def bytes(self) -> int:
-        """Returns the most bytes held so far, minus those held at the beginning.
+        """Returns the peak number of bytes since the beginning, minus the bytes in use at the
+        beginning.
 
-        Reserved memory has gaps, which the same work will have again. So the larger number of
-        reserved and allocated bytes counts.
+        Returns the larger one of two such differences: of reserved bytes and of allocated bytes.
+        Reserved memory has gaps, and the same work will have these gaps again.
         """
         return max(
             torch.cuda.memory_reserved(self._device) - self._reserved,
@@ -49,8 +50,8 @@ class MemoryPeak:
 
 
 def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
-    """Returns the number of bytes on the device, with the driver's, that the result of `make`
-    holds."""
+    """Returns the bytes of device memory that the result of `make` occupies, including the driver's
+    memory."""
     give_back(device)
     before = free_bytes(device)
     result = make()
@@ -62,8 +63,8 @@ def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
 
 
 def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the free bytes of the device. For the CPU: of the machine, or of the container if
-    less.
+    """Returns the free bytes of the device. On a CPU, these are the free bytes of the machine, or
+    of the container if that has fewer.
 
     A container counts its page cache as used, for example weights that were just read. Its part
     `inactive_file`, which the kernel reclaims first, counts as free here.

@@ -1,4 +1,4 @@
-"""Tests whether the processor is fast in bf16, and runs a model exactly in fp32 for a while."""
+"""Tests whether the processor is fast in bf16, and makes a model compute in fp32 temporarily."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from promptq.worker.engine.device.memory import free_bytes
 
 _HALVES = (torch.bfloat16, torch.float16)
 _SHARE = 0.5
-"""The share of free memory that fp32 copies of the weights may take."""
+"""The fraction of free memory that fp32 copies of the weights may take."""
 _PART = 2**22
-"""Number of a weight's elements that are widened at a time."""
+"""Number of elements of a weight that are converted to fp32 at a time."""
 
 
 def has_fast_bf16_products() -> bool:
-    """Whether torch has vector code for bf16 products here. If not, torch multiplies one by one."""
+    """Whether torch has vector code for bf16 products on this processor. If not, torch multiplies
+    one number at a time."""
     ops: Any = torch.ops
     return bool(ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[bool]:
-    """Switch off TF32, in which CUDA multiplies fp32 numbers with 11 bits, and restore it on exit.
+    """Switch off TF32, and restore it on exit. In TF32, CUDA multiplies fp32 numbers with 11 bits.
 
-    Yields whether products are exact now. If the environment forces TF32, as NVIDIA_TF32_OVERRIDE=1
-    does, products are not exact. torch's flag does not show this, so a product is tested.
+    Yields whether products are exact now. They are not exact if the environment forces TF32, as
+    NVIDIA_TF32_OVERRIDE=1 does. torch's flag does not show this, so a product is tested.
     """
     with _without_tf32():
         # 1 + 2^-12 is exact in fp32, and 1 in TF32.
@@ -68,12 +69,12 @@ def _without_tf32() -> Iterator[None]:
 
 @contextmanager
 def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
-    """Make a model with 16-bit weights compute in fp32, and restore it on exit.
+    """Make a model with 16-bit weights compute in fp32, and restore the model on exit.
 
-    With `by_parts`, linear layers, embeddings and experts keep their weights, and widen a part of
-    them at a time while they run. Experts are converted if `sum_of_experts` does not compute what
-    their own code computes. Without `by_parts`, all weights are converted. Yields
-    whether the model now computes in fp32. The model is left unchanged if there is too little
+    Without `by_parts`, all weights are converted to fp32. With `by_parts`, linear layers,
+    embeddings and experts keep their weights, and convert a part of them at a time while they run.
+    Experts are converted as a whole if `sum_of_experts` does not compute the same as their code.
+    Yields whether the model now computes in fp32. The model does not change if there is too little
     memory, or if some weights have another type.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
@@ -112,7 +113,7 @@ def _widens(module: Any) -> bool:
 
 
 def _large_weights(module: Any) -> list[torch.Tensor]:
-    """Returns the weights that a module can widen part by part."""
+    """Returns the weights of a module that can be converted to fp32 part by part."""
     if has_experts(module):
         return [input_weights(module), module.down_proj]
     return [module.weight] if _kind(module) in _WIDENING and module.weight.numel() else []
@@ -127,8 +128,8 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def embedding_scale(module: nn.Module) -> float | None:
-    """Returns the factor of the embeddings, if the module scales them, as Gemma's does. The module
-    rounds the factor to the model's dtype."""
+    """Returns the factor by which the module multiplies embeddings, as Gemma's does; None if it
+    does not. The module rounds the factor to the model's dtype."""
     return getattr(module, "scalar_embed_scale", None)
 
 
@@ -138,8 +139,8 @@ def product(
     bias: torch.Tensor | None,
     weight_of: Callable[[slice], torch.Tensor],
 ) -> torch.Tensor:
-    """Computes a linear layer in fp32. `weight_of` returns some rows of its weight in fp32, because
-    all rows at once may need too much memory."""
+    """Returns the output of a linear layer, computed in fp32. `weight_of` returns a slice of the
+    weight's rows in fp32, because all rows at once may need too much memory."""
     step = max(1, _PART // x.shape[-1])
     parts = [slice(first, first + step) for first in range(0, num_outputs, step)]
     y = torch.cat([nn.functional.linear(x.float(), weight_of(part)) for part in parts], dim=-1)

@@ -17,7 +17,8 @@ class Scratch:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """Returns [rows, columns], float32, uninitialised. A call with the same name overwrites."""
+        """Returns an uninitialised tensor [rows, columns], float32. The next call with the same
+        `name` may return the same memory."""
         if self._device.type != "cpu":
             return torch.empty(rows, columns, dtype=torch.float32, device=self._device)
         buffer = self._buffers.get(name)

@@ -1,4 +1,4 @@
-"""Results of the check at load."""
+"""The results of the check at load."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from promptq.worker.engine.recurrent.mixer import Mixer
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the check of a model that one of promptq's decoders serves. A later load of the
-    same files on the same device does not repeat the check."""
+    """The result of a check after which one of promptq's decoders serves the model. A later load of
+    the same files on the same device does not repeat the check."""
 
     specs: list[LayerSpec]
     backend: str
@@ -28,7 +28,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """Result of the check."""
+    """A model that has passed the check, with all that is needed to serve it."""
 
     modules: list[nn.Module]
     """The attention modules in order of call; empty for a model that an earlier load checked."""
@@ -36,24 +36,25 @@ class CheckedModel:
     """The attention of each layer."""
     backend: AttentionBackend
     counts_rows: bool = False
-    """See PackedModel."""
+    """See `PackedModel`."""
     mixers: tuple[Mixer, ...] = ()
-    """The recurrent modules."""
+    """The recurrent modules of the model."""
     decoder: type[Decoder] | None = None
-    """promptq's decoder that serves the model; None: the library's modules do."""
+    """The decoder of promptq that serves the model; None if transformers' modules serve it."""
     why_no_own_code: str = TURNED_OFF
-    """Why none of promptq's decoders serves the model; empty if one does."""
+    """The reason why none of promptq's decoders serves the model; empty if a decoder serves it."""
     is_known: bool = False
-    """Whether an earlier load checked it."""
+    """Whether an earlier load checked the model."""
 
     @property
     def takes_padding(self) -> bool:
-        """Whether steps may be padded to the size of a CUDA graph. Padding rows have no states."""
+        """Whether steps may be padded to the size of a CUDA graph. Padding rows have no recurrent
+        states."""
         return self.backend.takes_padding and not self.mixers
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict for later loads of the model. None if the library's modules serve it, because
+        """The verdict for later loads of the model. None if transformers' modules serve it, because
         each load must record the attention modules anew."""
         if self.decoder is None:
             return None
@@ -71,7 +72,7 @@ class CheckedModel:
     ) -> PackedModel | Decoder:
         """Returns the model on this cache, for `num_slots` sequences of up to `max_length` tokens.
 
-        `releases`: nothing else needs the weights, so the decoder frees those that it packs.
+        `releases`: nothing else needs the weights, so the decoder frees the weights that it packs.
         """
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
         if self.decoder is not None:
@@ -92,5 +93,6 @@ class CheckedModel:
         )
 
     def leave(self) -> None:
-        """Give back the cache and the states of the PackedModel that was built last."""
+        """Remove the PackedModel that was built last from the modules, so that its cache and states
+        can be freed."""
         leave_seam(self.modules, self.mixers)

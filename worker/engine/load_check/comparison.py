@@ -27,43 +27,43 @@ from promptq.worker.engine.model.packed_model import (
 )
 
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
-"""Exceptions that a library's modules raise if they cannot compute packed steps."""
+"""Exceptions that transformers' modules raise if they cannot compute packed steps."""
 
 LENGTHS = (34, 14)
-"""Tokens of the two requests of the check. Some chunks are long, and some are so short that their
-rows may attend one by one."""
+"""Numbers of tokens of the two requests of the check. The steps of the check compute both long
+chunks and chunks of a few rows, for which attention may use another code path."""
 BLOCK_SIZE = 4
 
 TOLERANCE = 1e-4
-"""The largest difference in a row of logits, relative to the row's spread, for half of the rows.
-Any row may differ ten times as much, because a router may decide a near tie differently. In fp32,
-rounding causes about 1e-6."""
+"""The largest relative difference of a row of logits, for half of the rows. The difference is
+divided by the row's spread. Any row may differ ten times as much, because a router may decide a
+near tie differently. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
-"""Tolerance for a model too large to be checked in fp32. bf16 rounds to 8 bits."""
+"""Tolerance for a model that is too large to be checked in fp32. bf16 rounds to 8 bits."""
 ROUNDING_TOLERANCE = 0.5
-"""Tolerance for a decoder with rounded weights, inputs, or K and V, once its formula was checked.
+"""Tolerance for a decoder with rounded weights, inputs, or K and V, once its formula has passed.
 Each layer rounds, so correct products are off by 0.05 in models of 40 layers, and by 0.2 in some
 models. Wrong products are off by 1."""
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
-"""Tolerance in fp32 when the environment forces TF32, which rounds to 11 bits."""
+"""Tolerance in fp32 if the environment forces TF32, which rounds to 11 bits."""
 
 _DECODER_POSITIONS = 1024
-"""The most positions of requests that test promptq's decoders. More need no test, because their
-table of positions comes from the model's module, and layers that read positions beside the table
-are refused."""
+"""The largest position in tests of promptq's decoders. Larger positions need no test: the decoders'
+table of positions comes from the model's module, and layers that use positions in any other way are
+refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A request of the check."""
+    """A request that the check computes."""
 
     token_ids: list[int]
     first_position: int
 
 
 def probes_of(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
-    """Returns two requests. The second is at the end of the model's positions, to show that the
-    model uses the positions of its input."""
+    """Returns two requests. The second one is at the end of the model's positions, and shows
+    whether the model uses the positions of its input."""
     vocab_size = loaded.text_config.vocab_size
     last = max_length or 1024
     probes = []
@@ -75,12 +75,12 @@ def probes_of(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
 
 
 def decoder_probes(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
-    """Returns two requests that test promptq's decoders."""
+    """Returns the two requests that test promptq's decoders."""
     return probes_of(loaded, min(max_length or _DECODER_POSITIONS, _DECODER_POSITIONS))
 
 
 def _alone(loaded: LoadedModel, probe: Probe, counts_rows: bool) -> torch.Tensor:
-    """Returns logits [length, vocab_size] with the library's own attention and masks."""
+    """Returns logits [length, vocab_size], computed with transformers' attention and masks."""
     device = loaded.model.device
     positions = torch.arange(len(probe.token_ids), device=device).unsqueeze(0)
     positions += probe.first_position
@@ -99,7 +99,7 @@ def _alone(loaded: LoadedModel, probe: Probe, counts_rows: bool) -> torch.Tensor
 def packed_logits(
     loaded: LoadedModel, checked: CheckedModel, probes: list[Probe]
 ) -> list[torch.Tensor]:
-    """Returns each probe's logits [length, vocab_size] from packed steps, on a new cache."""
+    """Returns each probe's logits [length, vocab_size], computed in packed steps on a new cache."""
     device = loaded.model.device
     blocks_each = num_blocks_for(max(len(probe.token_ids) for probe in probes), BLOCK_SIZE)
     num_blocks = len(probes) * blocks_each
@@ -116,8 +116,8 @@ def packed_logits(
 def run_steps(
     model: PackedModel | Decoder, cache: KVCache, probes: list[Probe], device: torch.device
 ) -> list[torch.Tensor]:
-    """Returns each probe's logits [length, vocab_size] from three packed steps: a chunk of each
-    request, another chunk, then a decode."""
+    """Returns each probe's logits [length, vocab_size], computed in three packed steps: a chunk of
+    each request, another chunk, then a decode."""
     packer = Packer(cache.block_size, device)
     sequences = []
     for index, probe in enumerate(probes):
@@ -153,7 +153,7 @@ def compare(
     probes: list[Probe],
     tolerance: float,
 ) -> Difference:
-    """Returns how far the logits of packed steps are from those of each request alone."""
+    """Returns the difference between the logits of packed steps and those of each request alone."""
     set_attention(loaded.model, "eager")
     try:
         alone = torch.cat([_alone(loaded, probe, checked.counts_rows) for probe in probes]).float()
@@ -169,12 +169,13 @@ def compare(
             raise
         raise NotCompiledError(checked.backend, error) from error
     finally:
-        checked.leave()  # or its modules would keep the cache of the check
+        checked.leave()  # otherwise its modules keep this cache in memory
     return difference_of(packed, alone, tolerance)
 
 
 def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Returns [rows]: the distance of logits from the expected ones, relative to their spread."""
+    """Returns [rows]: the distance of each row of logits from the expected row, divided by the
+    spread of the expected row."""
     spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
     off: torch.Tensor = (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
     return off
@@ -188,7 +189,7 @@ def difference_of(logits: torch.Tensor, expected: torch.Tensor, tolerance: float
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Distance between logits, relative to a row's spread."""
+    """Distances between rows of logits, each divided by the row's spread."""
 
     median: float
     worst: float
@@ -198,12 +199,12 @@ class Difference:
 
     @property
     def is_tolerable(self) -> bool:
-        # NaN compares as false, so it is not tolerable.
+        # A NaN fails here, because each comparison with NaN is false.
         return self.median <= self.tolerance and self.worst <= 10 * self.tolerance
 
 
 def why_not_finite(model: PreTrainedModel) -> str:
-    """Returns why logits are not finite, and advice."""
+    """Returns the reason why logits are not finite, and advice."""
     dtype = str(model.dtype).removeprefix("torch.")
     for name, weight in model.named_parameters():
         if weight.is_meta or bool(torch.isfinite(weight).all()):
@@ -217,7 +218,7 @@ def why_not_finite(model: PreTrainedModel) -> str:
 
 
 class NotCompiledError(Exception):
-    """A backend's kernels do not compile here."""
+    """Raised if the kernels of a backend do not compile here."""
 
     def __init__(self, backend: AttentionBackend, cause: BaseException) -> None:
         while cause.__cause__ is not None:  # in a function that the kernel calls

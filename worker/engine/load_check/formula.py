@@ -45,14 +45,14 @@ def check_model(
     why_no_own_code: str = TURNED_OFF,
     known: Verdict | None = None,
 ) -> CheckedModel:
-    """Records the layers' specs, and compares packed steps with the library's attention.
+    """Record the layers' specs, and compare packed steps with transformers' attention.
 
     The first backend that supports all specs and whose kernels compile is chosen. Positions up to
     `max_length` are tested. The first of `decoders` that passes the same comparison serves the
-    model instead of the library's modules. `why_no_own_code` is the reason if there are none. A
-    verdict `known` from an earlier load is not checked again. Raises UnsupportedModelError with the
-    family and the reason if the model would not be served correctly. Raises ConfigurationError if
-    the kernels of no backend compile.
+    model instead of transformers' modules. `why_no_own_code` is the reason if `decoders` is empty.
+    A verdict `known` from an earlier load is not checked again. Raises UnsupportedModelError, with
+    the family and the reason, if the model would not be served correctly. Raises ConfigurationError
+    if the kernels of no backend compile.
     """
     left = [*backends]
     if known is not None:
@@ -99,8 +99,9 @@ def _check(
     by_parts: bool,
     refused: UnsupportedModelError | None,
 ) -> CheckedModel:
-    """Checks a model once; for `by_parts` see in_float32. A model that was `refused` for its logits
-    passes only in fp32."""
+    """Check a model once. For `by_parts` see `in_float32`. `refused` is the error of an earlier
+    check with `by_parts`. If wrong logits caused that error, the model now passes only if it
+    computes in fp32."""
     family, model = loaded.family, loaded.model
     mixers = mixers_of(model)
     # Recurrent layers know positions from their states.
@@ -144,7 +145,7 @@ def _check(
                         break
                 if decoders and difference.is_tolerable:
                     by_parts = by_parts and is_float32
-                    if loaded.format and not is_float32:  # its products may round their inputs
+                    if loaded.format and not is_float32:  # products may round inputs
                         tolerance = ROUNDING_TOLERANCE
                     checked = _with_decoder(
                         loaded, checked, decoders, max_length, tolerance, by_parts
@@ -156,9 +157,7 @@ def _check(
     if not difference.is_tolerable:
         plain = differences[False]
         if not plain.is_finite_alone:
-            raise UnsupportedModelError(
-                f"{family}: logits are not numbers: {why_not_finite(model)}"
-            )
+            raise UnsupportedModelError(f"{family}: logits are not finite: {why_not_finite(model)}")
         raise UnsupportedModelError(
             f"{family}: requests in a packed step do not get the same logits as alone (they are "
             f"off by {plain.median:.2g} of their spread in half of the rows, by {plain.worst:.2g} "
@@ -176,9 +175,11 @@ def _with_decoder(
     tolerance: float,
     by_parts: bool,
 ) -> CheckedModel:
-    """Returns `checked` with the first decoder that passes, or with the reasons why none does.
+    """Returns `checked` with the first decoder that passes, or with the reasons why no decoder
+    passes.
 
-    `by_parts`: weights are in fp32 only while they are used, so the formula is checked unpacked.
+    `by_parts`: weights are in fp32 only while they are used, so the decoder is checked with
+    unpacked weights.
     """
     probes = decoder_probes(loaded, max_length)
     reasons = []

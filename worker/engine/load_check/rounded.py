@@ -1,4 +1,5 @@
-"""Checks that rounded or packed weights compute correctly, once the formula was checked."""
+"""Checks that a decoder with rounded or packed weights computes correctly. Another check has shown
+before that its formula is right."""
 
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ from promptq.worker.engine.model.model_length import model_length
 
 
 def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) -> None:
-    """Compares promptq's decoder with the library's model once weights or the KV cache are rounded.
+    """Compare promptq's decoder with transformers' model, with rounded weights or a rounded KV
+    cache.
 
-    The library's model computes with the widened weights. Call this after `check_model` has shown
-    that the decoder is right without rounding. `options` are the options that request rounding;
-    they are empty if the files are quantized. Raises UnsupportedModelError.
+    transformers' model computes with the dequantized weights. Call this after `check_model` has
+    shown that the decoder is right without rounding. `options` names the options that cause
+    rounding; it is empty if the files are quantized. Raises UnsupportedModelError.
     """
     probes = decoder_probes(loaded, model_length(loaded, None))
     with torch.inference_mode():
@@ -52,12 +54,11 @@ class Expectation:
     def of(
         cls, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_length: int
     ) -> Expectation | None:
-        """Computes the expected logits, in fp32 with the unpacked weights.
+        """Returns the expected logits, computed in fp32 with the unpacked weights.
 
-        `checked` shows that the decoder computes the same formula as the model's modules.
-
-        The model will serve sequences of up to `max_length` tokens on the cache. Returns None if
-        there is too little memory.
+        `checked` shows that the decoder computes the same formula as the model's modules. The model
+        will serve sequences of up to `max_length` tokens on `cache`. Returns None if there is too
+        little memory.
         """
         assert checked.decoder is not None, "only promptq's decoders pack weights"
         most = cache.num_blocks // len(LENGTHS) * cache.block_size
@@ -76,9 +77,9 @@ class Expectation:
 def check_packed(
     loaded: LoadedModel, decoder: Decoder, cache: KVCache, expected: Expectation, options: str
 ) -> None:
-    """Compares a decoder that has packed the weights, on its cache, which is still unused.
+    """Check the logits of a decoder that has packed its weights. Its cache must be unused.
 
-    `options` are those that request rounding, as text. Raises UnsupportedModelError.
+    `options` names the options that cause rounding. Raises UnsupportedModelError.
     """
     is_exact = loaded.model.dtype == torch.float32 and not (options or loaded.format)
     tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE
@@ -96,12 +97,12 @@ def _require_alike(loaded: LoadedModel, difference: Difference, options: str) ->
         return
     if not difference.is_finite_alone:
         raise UnsupportedModelError(
-            f"{loaded.family}: logits are not numbers: {why_not_finite(loaded.model)}"
+            f"{loaded.family}: logits are not finite: {why_not_finite(loaded.model)}"
         )
     by = f"{difference.median:.2g} of their spread in half of the rows"
     if what := options or loaded.format:
         raise UnsupportedModelError(
-            f"{loaded.family}: {what} changes logits by {by}, beside what rounded weights change;"
+            f"{loaded.family}: {what} changes logits by {by}, more than rounded weights explain;"
             f" {'leave it out' if options else 'use --no-native'}"
         )
     raise UnsupportedModelError(

@@ -1,1 +1,1 @@
-"""A transformers model that computes packed batches."""
+"""Runs a transformers model on packed batches."""

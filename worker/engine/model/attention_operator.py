@@ -1,8 +1,8 @@
-"""The attention that transformers' modules call: for one layer, and as one operator for the graphs
-of torch.compile.
+"""The attention that transformers' modules call, as a method of a layer and as a torch operator.
+The operator is for graphs of torch.compile.
 
-A compiled graph serves all layers of a kind, so nothing of one layer may be a constant in it. The
-operator finds its layer by a number in a tensor, which is an input of the graph like a weight.
+A compiled graph serves all layers of a kind, so it may contain no constant of a single layer. The
+operator gets a layer's number in a tensor, which is an input of the graph like a weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SeamContext:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class SeamLayer:
-    """Data that an attention module needs besides its arguments."""
+    """The data that an attention module needs in addition to the arguments of its call."""
 
     context: SeamContext
     cache: LayerCache
@@ -45,8 +45,8 @@ class SeamLayer:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend within each sequence of the step, and write K and V into the layer's cache. The
-        shapes are those of `paged_attention`."""
+        """Compute attention within each sequence of the step, and write K and V into the layer's
+        cache. The shapes are those of `paged_attention`."""
         context = self.context
         if context.layout is None:
             raise UnsupportedModelError("a layer of this model was not seen by the check at load")
@@ -67,7 +67,8 @@ _numbers = count()
 
 
 def number_of(layer: SeamLayer) -> torch.Tensor:
-    """Returns the number, on the CPU, by which the operator finds the layer while it exists."""
+    """Returns a new number for the layer, as a tensor on the CPU. The operator finds the layer by
+    this number, as long as the layer exists."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
@@ -83,7 +84,7 @@ def attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes the attention of the layer with this number, and writes K and V to the cache.
+    """Computes the attention of the layer with the number `layer`, and writes K and V to the cache.
 
     The operator need not declare this write: compiled graphs read the cache only through this
     operator, and the compiler cannot remove the call, because its output is used.

@@ -28,9 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
-    """Returns the backends that run on the device, the fastest first, or the one with this name.
+    """Returns the backends that run on the device, the fastest first. If `name` is not `auto`,
+    returns only the backend of this name.
 
-    Raises ConfigurationError if there is none of this name, or if it does not run on the device.
+    Raises ConfigurationError if there is no backend of this name, or if it does not run on the
+    device.
     """
     if name != "auto" and name not in (names := [each.name for each in BACKENDS]):
         raise ConfigurationError(f"--attention: {name!r} is not one of auto, {', '.join(names)}")
@@ -54,7 +56,7 @@ def first_that_serves(
 ) -> AttentionBackend:
     """Returns the first backend that serves every layer of a model.
 
-    Raises UnsupportedModelError with the reason of each backend if none does.
+    Raises UnsupportedModelError, with the reason of each backend, if none serves all layers.
     """
     reasons = []
     for backend in backends:
@@ -65,7 +67,8 @@ def first_that_serves(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the device of this name. `auto` is the first CUDA device, or without one the CPU.
+    """Returns the device of this name. `auto` is the first CUDA device, or the CPU if there is
+    none.
 
     Raises ConfigurationError if the device cannot be used.
     """
@@ -87,7 +90,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def why_no_native_code(loaded: LoadedModel) -> str:
-    """Returns why there is no native code for the model's device and dtype; empty if there is."""
+    """Returns the reason why native code cannot compute the model on its device and in its dtype;
+    empty if native code can."""
     device, dtype = loaded.model.device, loaded.model.dtype
     if device.type != "cpu":
         return f"it is for the CPU, and the device is {device.type}"
@@ -107,7 +111,7 @@ def own_decoders(
 ) -> tuple[list[type[Decoder]], str]:
     """Returns promptq's decoders to try on the device, or the reason why there are none.
 
-    `no_native_code` is the result of `why_no_native_code`; only the decoder on a CPU needs it.
+    `no_native_code` is the result of `why_no_native_code`. Only the decoder on a CPU needs it.
     """
     if not options.native:
         return [], TURNED_OFF
@@ -128,8 +132,8 @@ def own_decoders(
 
 def decoder_of_saved_weights(device: torch.device, options: LoadOptions) -> type[Decoder] | None:
     """Returns the decoder that can use quantized weights in their saved format. None: the weights
-    are widened, because the code that serves or checks the model needs them wide."""
-    if device.type == "cpu" and options.dtype == "float16":  # native code does not compute in it
+    are dequantized, because the code that serves or checks the model needs that."""
+    if device.type == "cpu" and options.dtype == "float16":  # native code has no fp16
         return None
     decoders, _ = own_decoders(device, options, "")
     return next(iter(decoders), None)

@@ -1,8 +1,8 @@
-"""Heads of checkpoints that predict further tokens (multi-token prediction).
+"""Loads heads of checkpoints that predict further tokens (multi-token prediction).
 
-The library has the modules of heads (`MtpModel`), but reads their weights only for `generate`. A
-head's result decides nothing but speed. So a head that cannot be used is left out with a reason,
-and a start does not check a head's results.
+transformers has the modules of heads (`MtpModel`), but reads their weights only for `generate`. A
+head affects only the speed, never the output. So a head that cannot be used is left out with a
+reason, and no check at load tests a head's results.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from promptq.worker.engine.model.attention_operator import SeamContext, SeamLaye
 from promptq.worker.engine.model.packed_model import SEAM, join_seam
 
 FULL_ATTENTION = "full_attention"
-"""The library's name for layers that attend without a window."""
+"""transformers' name for layers that attend without a window."""
 _WORK_BESIDE = 4_000_000
-"""The number of weights whose reading takes about as long as a step's work beside the model:
-scheduling, sampling and the like."""
+"""The work of a step outside of the model (scheduling, sampling and the like), as the number of
+weights that can be read in the same time."""
 
 
 class NoHeadError(Exception):
-    """A model's head cannot draft; the message says why."""
+    """Raised if a model's head cannot draft. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """A head of a model."""
+    """A head of a model, and its cost."""
 
     module: nn.Module
-    """An `MtpLayer` of the library."""
+    """An `MtpLayer` of transformers."""
     cost: float
-    """See EngineAbilities."""
+    """See `EngineAbilities.head_cost`."""
 
 
 def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> LoadedHead:
-    """Returns the head of a model from its tensors by name.
+    """Returns the head of a model. `weights` are its tensors by name.
 
     Raises NoHeadError.
     """
@@ -89,8 +89,8 @@ def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> Loade
 
 
 def head_spec(specs: list[LayerSpec]) -> LayerSpec:
-    """Returns the attention of a head, which is like that of the model's last layer without a
-    window. Raises NoHeadError if all layers have windows."""
+    """Returns the spec of a head's attention: that of the model's last layer that has no window.
+    Raises NoHeadError if all layers have windows."""
     for spec in reversed(specs):
         if spec.pattern == FULL:
             return replace(spec, shares_kv_of=None)
@@ -98,13 +98,14 @@ def head_spec(specs: list[LayerSpec]) -> LayerSpec:
 
 
 def rotary_of(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the module that computes the model's rotations."""
+    """Returns the module that computes the model's rotary embedding; None if there is none."""
     whole: Any = model  # its class is only partly typed
     return getattr(whole.get_decoder(), "rotary_emb", None)
 
 
 def _cost(model: PreTrainedModel, head: nn.Module) -> float:
-    """Returns the time that the head takes for a drafted token, as a share of the time of a step.
+    """Returns the time that the head takes for a drafted token, as a fraction of the time of a
+    step.
 
     The times are estimated from the numbers of weights that are read. Head and step both read the
     output layer. A step also has work other than reading weights.
@@ -117,7 +118,7 @@ def _cost(model: PreTrainedModel, head: nn.Module) -> float:
 
 
 class HeadOfModules:
-    """A head that computes with the library's modules, on the paged cache."""
+    """A drafting head that computes with transformers' modules, on the paged cache."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class HeadOfModules:
         cache: LayerCache,
         backend: AttentionBackend,
     ) -> None:
-        """`head` is an `MtpLayer` that passes `check`."""
+        """`head` is an `MtpLayer` that has passed `check`."""
         whole: Any = model  # its class is only partly typed
         self._head = head
         self._head.config._attn_implementation = SEAM
@@ -137,7 +138,7 @@ class HeadOfModules:
 
     @staticmethod
     def check(model: PreTrainedModel, head: Any) -> None:
-        """Raises NoHeadError if the library's modules cannot compute the head."""
+        """Raise NoHeadError if transformers' modules cannot compute the head."""
         rotary = rotary_of(model)
         if rotary is None or "layer_type" in inspect.signature(rotary.forward).parameters:
             raise NoHeadError("its layer has a rotation of another kind")
@@ -145,7 +146,7 @@ class HeadOfModules:
             raise NoHeadError("its layer does not attend")
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """See Decoder."""
+        """See `Decoder.draft`."""
         layout, states = step.layout, step.states
         ids, positions = step.input_ids, step.positions
         last = torch.tensor(step.last_rows, device=states.device)
@@ -193,8 +194,8 @@ class HeadOfModules:
 
 
 def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
-    """Returns the layout of one further row of each of the first `count` sequences, `depth` rows
-    after those of a step."""
+    """Returns the layout of one more row for each of the first `count` sequences: `depth` rows
+    after the last row of a step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
     device = layout.block_tables.device
     return layout_of_rows(
@@ -216,7 +217,7 @@ def layout_of_rows(
     block_size: int,
 ) -> StepLayout:
     """Returns the layout of rows that a head computes. Row i belongs to the sequence
-    `sequences[i]`, and its K and V get the place `places[i]` in that sequence's blocks."""
+    `sequences[i]`. Its K and V are written at position `places[i]` in that sequence's blocks."""
     return StepLayout(
         num_decodes=0,
         query_starts=query_starts,

@@ -1,4 +1,4 @@
-"""Records the spec of each layer's attention, in a forward with the library's masks."""
+"""Records the spec of each layer's attention, in a forward with transformers' masks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from promptq.worker.engine.recurrent.recognition import unknown_memory
 RECORD = "promptq_record"
 
 WINDOWS = {"sliding_window": Pattern("sliding", 5), "attention_chunk_size": Pattern("chunked", 6)}
-"""The library's names for windows, and their shrunk sizes while a model is recorded. The sizes
-differ, so that a mask shows which window made it."""
+"""transformers' names for windows, and the shrunk windows while a model is recorded. The shrunk
+sizes differ, so that a mask shows which kind of window made it."""
 
 THRESHOLDS = {"floor_scale": 4}
-"""Positions from which modules treat queries differently (Llama 4). They are shrunk too."""
+"""transformers' names for positions from which modules treat queries differently (Llama 4), and
+their shrunk values."""
 
 SCORING = {"softcap": "softcap", "sinks": "s_aux"}
-"""Features that backends may refuse, and the library's names for them."""
+"""Features that backends may refuse, and transformers' names for them."""
 
 HONOURED = {"scaling", "sliding_window", *SCORING.values()}
 WITHOUT_EFFECT = {"is_causal", "position_ids", "position_embeddings", "cache_position"}
@@ -68,7 +69,8 @@ AttentionMaskInterface.register(RECORD, eager_mask)
 
 @contextmanager
 def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
-    """Make the model's windows a few tokens long. Yields the true pattern of each shrunk one."""
+    """In this block, make the model's windows a few tokens long. Yields the true pattern of each
+    shrunk pattern."""
     config = model.config.get_text_config(decoder=True)
     true_patterns = {FULL: FULL}
     originals: list[tuple[Any, str, int]] = []
@@ -99,8 +101,8 @@ def record_layers(
     """Returns the attention modules in order of call, and the spec of each with shrunk windows.
     `mixers` are the model's recurrent modules of known kinds.
 
-    Raises UnsupportedModelError if a layer does not make exactly one call and remembers tokens in
-    an unknown way, or if it needs an unknown argument.
+    Raises UnsupportedModelError if a layer needs an unknown argument, or has several attention
+    calls. A layer without an attention call must be one of `mixers`.
     """
     family, model = loaded.family, loaded.model
     set_attention(model, RECORD)
@@ -155,7 +157,7 @@ def record_layers(
 
 
 def _pattern(family: str, index: int, mask: torch.Tensor | None) -> Pattern:
-    """Returns the pattern of this mask [1, 1, T, T], 0 where visible."""
+    """Returns the pattern of a mask [1, 1, T, T], which is 0 or True where a key is visible."""
     if mask is None or mask.dim() != 4:
         raise UnsupportedModelError(f"{family}: layer {index} has no causal mask")
     is_bool = mask.dtype == torch.bool

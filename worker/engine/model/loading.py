@@ -1,4 +1,4 @@
-"""Loads a causal language model from files of any format."""
+"""Loads a causal language model from files of any supported format."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_COPIES = 2
-"""The most copies of a weight that are in memory at once, while the weight is arranged for
-promptq's code."""
+"""The most copies of a weight in memory at once, while the weight is rearranged for promptq's
+code."""
 
 
 def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
-    """Returns the files of a model in any format. Raises ModelNotFoundError if there is no model at
-    that place, UnsupportedModelError if it cannot be read, and ConfigurationError if a package is
+    """Returns the files of a model in any format. Raises ModelNotFoundError if there is no model,
+    UnsupportedModelError if the model cannot be read, and ConfigurationError if a package is
     missing."""
     source = check_source(name_or_dir)
     if not is_gguf(source):
@@ -69,20 +69,20 @@ class LoadOptions:
     dtype: DType = "auto"
     trust_remote_code: bool = False
     kv_cache_memory: int | None = None
-    """Bytes of the KV cache, with the states of recurrent layers. None: enough for `max_num_seqs`
-    sequences, within the free memory that steps do not need."""
+    """Bytes of the KV cache, including the states of recurrent layers. None: enough for
+    `max_num_seqs` sequences, within the free memory that steps do not need."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    """The most rows of a step. On CUDA, memory for such a step is kept free."""
+    """The most rows of a step. On CUDA, memory for such a step is reserved."""
     max_model_len: int | None = None
     block_size: int = 16
     attention: str = "auto"
-    """The name of the attention backend; `auto` is the fastest one that serves the model. Native
-    code has its own, so a name rules it out."""
+    """The name of the attention backend; `auto` selects the fastest one that serves the model. Any
+    other name rules out native code, which has its own attention."""
     native: bool = True
-    """Whether to use promptq's code: native code on a CPU, fused kernels on CUDA. Without it, torch
-    samples, and the library's modules compute the model. These modules also compute the model if
-    none of promptq's decoders fits it."""
+    """Whether to use promptq's code: native code on a CPU, fused kernels on CUDA. If false,
+    transformers' modules compute the model, and torch samples. transformers' modules also compute
+    the model if none of promptq's decoders supports it."""
     quantization: Quantization = "none"
     """The format to which the weights are rounded."""
     quantization_group: int = 32
@@ -92,10 +92,10 @@ class LoadOptions:
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """The format to which K and V are rounded; `auto`: no rounding."""
     compile: bool = False
-    """Whether to compile the library's modules (see CompiledModel)."""
+    """Whether to compile transformers' modules (see CompiledModel)."""
     drafts: bool | None = None
-    """Whether to load a head of the model that predicts further tokens, to draft with it. None: if
-    native code computes, where tokens are drafted by default."""
+    """Whether to load the model's head that predicts further tokens, and draft with it. None: only
+    if native code computes, which drafts by default."""
     cuda_graphs: bool = True
     """Whether to run steps as CUDA graphs (see GraphedModel)."""
 
@@ -108,15 +108,15 @@ class LoadedModel:
     model: PreTrainedModel
     end_token_ids: frozenset[int]
     format: str = ""
-    """Name of the files' quantization."""
+    """Name of the files' quantization method; empty if they are not quantized."""
     head: LoadedHead | None = None
-    """A head that predicts further tokens, if it was to be loaded and the files have one."""
+    """The head that predicts further tokens, if it is wanted and the files have a usable one."""
     why_no_head: str = ""
-    """Why the head of the files was not loaded."""
+    """The reason why the head in the files was not loaded; empty if it was, or if there is none."""
 
     @property
     def family(self) -> str:
-        """The library's name for the architecture, `llama` for example."""
+        """transformers' name for the architecture, for example `llama`."""
         return str(self.model.config.model_type)
 
     @property
@@ -134,15 +134,15 @@ def load_model(
     decoder: type[Decoder] | None = None,
     with_head: bool = False,
 ) -> LoadedModel:
-    """Load a causal LM; a directory or a file needs no network.
+    """Load a causal LM. A directory or a file needs no network.
 
-    If the model has only known parts, quantized weights that `decoder` takes keep their saved
-    format. All others are widened. Raises ModelNotFoundError if there is no model at that place,
-    and UnsupportedModelError if the model does not load correctly.
+    Quantized weights that `decoder` can use keep their saved format, if the model has only known
+    parts. All others are dequantized. Raises ModelNotFoundError if there is no model, and
+    UnsupportedModelError if the model does not load correctly.
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigurationError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
-    # The library needs the package accelerate to load straight to a device.
+    # transformers needs the package accelerate to load straight to a device.
     to_device_at_once = device.type == "cuda" and find_spec("accelerate") is not None
     files = open_files(name_or_dir, trust_remote_code)
     source, config = files.source, files.config
@@ -150,7 +150,7 @@ def load_model(
     placed = {"device_map": {"": device}} if to_device_at_once else {}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the library's advice is for programmers
+            warnings.simplefilter("ignore")  # transformers' advice is for programmers
             saved = files.quantized_weights(_computing(files, dtype, device))
             kept = _widen_others(saved, files, decoder) if saved is not None else {}
             if kept:  # load on the host: wide tensors without memory stand in for them
@@ -158,7 +158,7 @@ def load_model(
             if saved is not None and device.type != "cpu":
                 is_widened = len(kept) < len(saved.quantized)
                 require_memory(source, _bytes_of(saved, kept), device, is_widened=is_widened)
-            # output_loading_info adds a second result, which the library's type omits.
+            # output_loading_info adds a second result, which transformers' type omits.
             loaded: Any
             if saved is None:
                 loaded = AutoModelForCausalLM.from_pretrained(
@@ -203,7 +203,7 @@ def load_model(
             f"{source}: it has {len(keys)} tensors that {type(model).__name__} does not know, for"
             f" example {keys[0]}"
         )
-    module: torch.nn.Module = model  # the library's class has untyped methods instead
+    module: torch.nn.Module = model  # transformers' class has untyped methods instead
     module.requires_grad_(False).eval()
     take_any_sizes(model)
     if kept:
@@ -219,8 +219,8 @@ def load_model(
 
 
 def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None, str]:
-    """Returns the head of the files, or the reason why it cannot be used; neither if the files have
-    no head."""
+    """Returns the head in the files, or None and the reason why it cannot be used. The reason is
+    empty if the files have no head."""
     if not isinstance(files, ModelFolder):
         return None, ""
     try:
@@ -236,8 +236,8 @@ def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None,
 def _widen_others(
     saved: SavedWeights, files: ModelFiles, decoder: type[Decoder] | None
 ) -> dict[str, SavedWeight]:
-    """Widen the quantized weights that `decoder` cannot use, and return the others. Keeps none if
-    the library renames or joins weights while it loads this family."""
+    """Dequantize the weights that `decoder` cannot use, and return the others, which stay
+    quantized. Returns none if transformers renames or joins weights while it loads this family."""
     kept = {}
     if saved.quantized and decoder is not None and decoder.is_available():
         makes: Any = AutoModelForCausalLM
@@ -275,7 +275,7 @@ def _takes(decoder: type[Decoder], weight: SavedWeight) -> bool:
 
 
 def _bytes_of(saved: SavedWeights, kept: Mapping[str, SavedWeight]) -> int:
-    """Returns the bytes of the weights, with those that are `kept` in their saved format."""
+    """Returns the bytes of the weights. Weights in `kept` count in their saved format."""
     names = {name for module, weight in kept.items() for name in shapes_of(module, weight)}
     tensors = [tensor for name, tensor in saved.tensors.items() if name not in names]
     tensors += [each for weight in kept.values() for each in weight.tensors]
@@ -290,7 +290,7 @@ def fits_beside_others(
     *,
     trust_remote_code: bool = False,
 ) -> bool:
-    """Whether a model can surely be loaded while others stay in memory."""
+    """Whether a model can surely be loaded while other models stay in memory."""
     if kv_cache_memory is None and counts_memory(device):
         return False  # without a limit, each model takes most of the free memory
     files = open_files(dir_or_file, trust_remote_code)
@@ -301,7 +301,8 @@ def fits_beside_others(
 def _check_memory(
     files: ModelFiles, dtype: DType, device: torch.device, decoder: type[Decoder] | None
 ) -> None:
-    """Refuse weights that do not fit, because the system would otherwise end the process."""
+    """Raise ConfigurationError if the weights do not fit into memory. Otherwise the system would
+    kill the process."""
     # Quantized weights are read on the host first.
     places = {device, torch.device("cpu")} if files.is_quantized else {device}
     device = min(places, key=free_bytes)
@@ -316,7 +317,7 @@ def _check_memory(
 def require_memory(
     source: str, needed: int, device: torch.device, *, is_widened: bool = False
 ) -> None:
-    """Raises ConfigurationError if `needed` bytes for weights are not free."""
+    """Raise ConfigurationError if fewer than `needed` bytes are free for weights."""
     if needed <= (free := free_bytes(device)):
         return
     widened = ", which are widened while they are loaded," if is_widened else ""
@@ -328,7 +329,7 @@ def require_memory(
 
 
 def _computing(files: ModelFiles, dtype: DType, device: torch.device) -> torch.dtype:
-    """Returns the dtype in which a quantized model computes. Native code has no fp16."""
+    """Returns the dtype in which a quantized model computes. Native code does not support fp16."""
     if dtype == "auto" and files.dtype == torch.float16 and device.type == "cpu":
         return torch.bfloat16
     return _DTYPES.get(dtype, files.dtype)

@@ -9,11 +9,12 @@ from promptq.worker.engine.model.loading import LoadedModel
 
 
 def model_length(loaded: LoadedModel, wanted: int | None) -> int | None:
-    """Returns the longest sequence that is computed correctly: `wanted`, or the model's limit.
+    """Returns the most tokens of a sequence that the model computes correctly: `wanted`, or the
+    model's limit.
 
-    Returns None without a limit. Raises ConfigurationError if the model has fewer positions than
-    `wanted`. Raises UnsupportedModelError if, at that length, the rotary embedding would make the
-    positions of one sequence depend on the others in the batch.
+    Returns None if there is no limit. Raises ConfigurationError if the model has fewer positions
+    than `wanted`. Raises UnsupportedModelError if, at that length, the rotary embedding would make
+    the positions of one sequence depend on other sequences in the batch.
     """
     limit: int | None = getattr(loaded.text_config, "max_position_embeddings", None)
     if limit is not None and limit < 1:
@@ -39,7 +40,7 @@ def model_length(loaded: LoadedModel, wanted: int | None) -> int | None:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Returns the rotary settings: one set, or one for each type of layer."""
+    """Returns the settings of rotary embeddings: one set, or one set for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return (
         [rope] if "rope_type" in rope else [one for one in rope.values() if isinstance(one, dict)]

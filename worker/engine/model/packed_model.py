@@ -1,9 +1,9 @@
-"""The seam between transformers' models and the paged KV cache: one attention function, registered
-once, that serves every family.
+"""Connects transformers' models to the paged KV cache, through one attention function for all
+families (the seam).
 
-A model that runs through the seam builds no mask, because the library makes masks only for names
-with a mask function. Each attention module carries its layer's place in the cache, so the function
-needs only the module that calls it.
+A model that uses this function builds no mask, because transformers makes masks only for functions
+with a registered mask function. Each attention module has an attribute with its layer's cache, so
+the function needs only the module that calls it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NUMBER = "promptq_number"
 
 
 class RowStarts:
-    """A stand-in for the library's cache, for families that count positions from it.
+    """Stands in for transformers' cache, for families that count positions from it.
 
-    These families add a row's index to the length of the cache. So the "length" here is a tensor
-    [T], and each row's sum is its true position. K and V pass through unchanged. Masks, if the
-    family makes any, are as without a cache.
+    These families compute a row's position as its index plus the length of the cache. So the
+    "length" here is a tensor [T], and each row's sum is its true position. K and V pass through
+    unchanged. Masks, if the family makes any, are as without a cache.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -65,7 +65,8 @@ class RowStarts:
 
 
 class PackedModel:
-    """A model whose attention modules, in order of call, work on `caches` through the seam.
+    """A transformers model on the paged KV cache. Its attention modules, in order of call, use
+    `caches`.
 
     Its recurrent modules are replaced by `mixers`, with states for `num_slots` sequences. With
     `counts_rows` the family also gets the positions through RowStarts.
@@ -98,16 +99,16 @@ class PackedModel:
         set_attention(model, SEAM)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [len(rows), vocab_size] of `rows`. Writes K and V of all rows."""
+        """Returns the logits [len(rows), vocab_size] of `rows`. Writes K and V of all rows of the
+        step."""
         return self._forward(step, rows)
 
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the logits of `rows`, and the final hidden states [len(kept), hidden size] of the
-        rows `kept`: the library's `last_hidden_state`. Raises UnsupportedModelError if the family
-        has none.
-        """
+        rows `kept`: transformers' `last_hidden_state`. Raises UnsupportedModelError if the family
+        has none."""
         states_of_kept: list[torch.Tensor] = []
 
         def keep(body: nn.Module, arguments: Any, output: Any) -> None:
@@ -162,7 +163,7 @@ class PackedModel:
         *_: Any,
         **others: Any,
     ) -> torch.Tensor:
-        """Replaces the `forward` of a recurrent module."""
+        """Compute a recurrent layer. This method replaces the `forward` of the recurrent module."""
         if self._rows is None:
             raise UnsupportedModelError("a recurrent layer computes outside of a packed step")
         self._context.calls += 1
@@ -188,14 +189,14 @@ def _body(model: Any) -> nn.Module:
     """Returns the part of the model that ends with the final norm.
 
     This is not always `base_model`, which the models of some families never call. For some other
-    families, `get_decoder` returns the whole model; then this returns its member `model`.
+    families, `get_decoder` returns the whole model. Then this function returns the member `model`.
     """
     decoder: nn.Module = model.get_decoder()
     return getattr(model, "model", decoder) if decoder is model else decoder
 
 
 def join_seam(module: nn.Module, layer: SeamLayer) -> None:
-    """Let an attention module work on this layer's cache."""
+    """Set the attributes that make an attention module use this layer's cache."""
     setattr(module, _ATTRIBUTE, layer)
     setattr(module, _NUMBER, number_of(layer))
 
@@ -210,7 +211,7 @@ def leave_seam(modules: Sequence[nn.Module], mixers: Sequence[Mixer] = ()) -> No
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Choose the model's attention function. Raises UnsupportedModelError if it has no effect."""
+    """Set the model's attention function. Raises UnsupportedModelError if the model ignores it."""
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError) as error:
@@ -236,9 +237,9 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within each sequence of the packed step.
+    """Compute attention within each sequence of the packed step.
 
-    `query` [1, num_heads, T, key_size], `key` and `value` [1, num_kv_heads, T, ...] result in
+    `query` is [1, num_heads, T, key_size], `key` and `value` are [1, num_kv_heads, T, ...]. Returns
     [1, T, num_heads, value_size]. The check at load has already refused unknown `others`.
     """
     layer: SeamLayer | None = getattr(module, _ATTRIBUTE, None)

@@ -1,1 +1,2 @@
-"""Native code for the CPU: a whole decoder as one call, compiled on this machine."""
+"""Native code for the CPU: each step of the decoder is one call of C++ code, compiled on this
+machine."""

@@ -1,7 +1,7 @@
-"""Finds the native code's library for this machine.
+"""Finds or compiles the shared library of the native code for this machine.
 
-Wheels have libraries for the usual kinds of processors (hatch_build.py). For other processors it
-is compiled at first use and kept for later starts.
+Wheels have libraries for the usual kinds of processors (hatch_build.py). For other processors the
+library is compiled at first use, and kept for later starts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _FLAGS = [
     *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 ]
 _BUILT = Path(__file__).parent / "built"
-"""Libraries that came with the wheel."""
+"""The folder of the libraries that came with the wheel."""
 
 
 class Kind(NamedTuple):
-    """A kind of processor."""
+    """A kind of processor for which there can be a library."""
 
     flags: list[str]  # of the compiler
     features: set[str]  # that the flags need, as Linux names them
@@ -62,11 +62,12 @@ KINDS = {"amx": _AMX, "avx512-bf16": _BF16, "avx512-vnni": _VNNI, "avx512": _V4,
 
 
 class NativeCodeError(Exception):
-    """Native code is not possible on this machine. The message says why."""
+    """Raised if native code is not possible on this machine. The message has the reason."""
 
 
 def library_path() -> Path:
-    """Returns the library for this machine. Compiles one if the wheel has none for its processor.
+    """Returns the path of the library for this machine. Compiles a library if the wheel has none
+    for its processor.
 
     Raises NativeCodeError if this is impossible.
     """
@@ -86,8 +87,8 @@ def library_path() -> Path:
 def _compiled_here() -> Path:
     """Returns the library that was compiled on this machine, now or before.
 
-    Its name has a hash of the sources, flags and processor, and one of the compiler's version.
-    Without a compiler, a library of any compiler is used.
+    Its name has a hash of the sources, flags and processor, and a hash of the compiler's version.
+    If there is no compiler now, a library of any compiler version is used.
     """
     name = f"native-{_digest_with(_processor())}"
     try:
@@ -111,7 +112,8 @@ def _compiled_here() -> Path:
 
 
 def build_for(kinds: Iterable[str], folder: Path) -> list[Path]:
-    """Compiles the library for kinds of processors. Raises NativeCodeError."""
+    """Compile a library for each of these kinds of processors, and return their paths. Raises
+    NativeCodeError."""
     compiler = shutil.which(_compiler())
     if compiler is None:
         raise NativeCodeError(f"there is no compiler {_compiler()}")
@@ -130,7 +132,7 @@ def name_for(kind: str) -> str:
 
 
 def _digest_with(processor: str) -> str:
-    """Returns a hash of the inputs of a library for this processor, except the compiler."""
+    """Returns a hash of all inputs of a library for this processor, except the compiler."""
     sources = sorted(path for path in _SOURCES.rglob("*.*") if path.suffix in (".cpp", ".h"))
     if not sources:
         raise NativeCodeError(f"its sources are missing in {_SOURCES}; install promptq anew")
@@ -146,7 +148,7 @@ def _compiler() -> str:
 
 
 def _processor() -> str:
-    """Returns the processor features that `-march=native` depends on."""
+    """Returns a text with the processor features that `-march=native` depends on."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(line for line in lines if line.startswith(wanted))
@@ -182,7 +184,7 @@ def _compile(compiler: str, library: Path, flags: list[str]) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Removes the files of processes that ended while they compiled."""
+    """Remove the files of processes that ended while they compiled."""
     for left in folder.glob(f"{_UNFINISHED}*"):
         pid = left.name.removeprefix(_UNFINISHED).partition("-")[0]
         if not Path("/proc", pid).exists():
@@ -190,7 +192,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Runs the compiler. Raises NativeCodeError if it fails."""
+    """Run the compiler. Raises NativeCodeError if it fails."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if ended.returncode:
         lines = ended.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""Loads the native code and declares its functions; src/interface.h documents each."""
+"""Loads the native code and declares its functions. src/interface.h documents each of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from promptq.worker.engine.native.build import NativeCodeError, library_path
 
 
 def _all(kind: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
-    """Returns successive fields of one type."""
+    """Returns the ctypes fields of these names, all of one type."""
     return tuple((name, kind) for name in names)
 
 
@@ -251,7 +251,7 @@ class Draft(Structure):
 
 
 class NativeError(Exception):
-    """A call of native code failed, for example for lack of memory."""
+    """Raised if a call of native code failed, for example because memory was short."""
 
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -285,12 +285,12 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
         *(POINTER(ExpertWeights), c_int64, c_void_p),
     ),
 }
-"""The functions that can fail, with the types of their arguments."""
+"""The functions of native code that can fail, with the types of their arguments."""
 
 
 @cache
 def load_native() -> Any:
-    """Returns the library of the code in `src`, compiled first if need be.
+    """Returns the library of the code in `src`. Compiles the library first if necessary.
 
     Its functions release the interpreter lock, and raise NativeError if they fail. Raises
     NativeCodeError if there is no library for this machine.

@@ -1,1 +1,1 @@
-"""Weights of 8 or 4 bits."""
+"""Weights with 8 or 4 bits per number."""

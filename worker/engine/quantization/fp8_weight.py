@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 HAS_FP8 = (8, 9)
-"""The compute capability from which a card has FP8."""
+"""The lowest compute capability of GPUs that support FP8."""
 
 
 @dataclass(frozen=True, slots=True)
 class FP8Weight:
-    """A weight [outputs, inputs]: `scale * n`, with numbers of 8 bits with an exponent."""
+    """A weight [outputs, inputs] in FP8: `scale * n`, with one scale for each output."""
 
     numbers: torch.Tensor
     """float8_e4m3fn [outputs, inputs]."""
@@ -21,7 +21,7 @@ class FP8Weight:
 
     @property
     def kind(self) -> str:
-        """A key: weights with equal keys can be joined."""
+        """A key for joining weights: weights with equal keys can be joined."""
         return "fp8"
 
     @property
@@ -38,7 +38,7 @@ class FP8Weight:
         return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device))
 
     def rows(self, rows: torch.Tensor | slice) -> FP8Weight:
-        """Returns a weight with these outputs, in this order."""
+        """Returns the weight with only these outputs, in this order."""
         return FP8Weight(self.numbers[rows], self.scales[rows])
 
     def dequantized(self) -> torch.Tensor:

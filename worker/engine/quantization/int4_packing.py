@@ -1,4 +1,5 @@
-"""Packs and unpacks integers of 4 bits: two inputs of an output share a byte, the lower half first.
+"""Packs and unpacks integers of 4 bits. Two successive inputs of an output share a byte: the first
+is in the lower half.
 
 native/src/quantizing.cpp packs the weights that promptq rounds, in the same order. Matrix products
 unpack the integers in registers (decoders/kernels/quantized_product.py,
@@ -12,7 +13,8 @@ from torch import nn
 
 
 def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns uint8 [outputs, ceil(inputs / 2)] for uint8 [outputs, inputs] below 16."""
+    """Returns uint8 [outputs, ceil(inputs / 2)] for uint8 [outputs, inputs], whose numbers are
+    below 16."""
     numbers = nn.functional.pad(numbers, (0, numbers.shape[1] % 2))
     return numbers[:, ::2] | numbers[:, 1::2] << 4
 

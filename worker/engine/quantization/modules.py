@@ -1,7 +1,7 @@
 """Modules of a model whose weights are quantized.
 
-The modules compute with the widened weights, in fp32 and without rounding inputs, so that promptq's
-decoders can be compared with them. For serving, they are too slow.
+The modules compute with the dequantized weights, in fp32 and without rounding inputs, so that
+promptq's decoders can be compared with them. They are too slow for serving.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ SavedWeight = FewBits | ExpertsWeight
 
 class QuantizedLinear(nn.Linear):
     """A linear layer with quantized weights, in a model of `dtype`. Its parameter `weight` is
-    empty.
-    """
+    empty."""
 
     def __init__(self, weight: FewBits, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         outputs, inputs = weight.shape
@@ -53,8 +52,8 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """An embedding of a model in `dtype`. Its parameter `weight` is empty and sets the output's
-    dtype."""
+    """An embedding with quantized weights, in a model of `dtype`. Its parameter `weight` is empty,
+    and sets the output's dtype."""
 
     def __init__(self, weight: FewBits, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__(*weight.shape, device="meta")
@@ -68,7 +67,7 @@ class QuantizedEmbedding(nn.Embedding):
 
 
 class _ScaledEmbedding(nn.Embedding):
-    """An embedding with a wide weight, in place of a quantized one with a scale."""
+    """An embedding with a dequantized weight, in place of a quantized embedding with a scale."""
 
     def __init__(self, num_rows: int, size: int, scale: float) -> None:
         super().__init__(num_rows, size, device="meta")
@@ -83,14 +82,14 @@ def _scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 class QuantizedExperts(nn.Module):
-    """The experts of a layer with quantized weights."""
+    """The experts of a layer, with quantized weights."""
 
     plain: Any
-    """The library's module, without weights."""
+    """The transformers module, without weights."""
     quantized: list[ExpertWeight]
 
     def __init__(self, plain: nn.Module, weight: ExpertsWeight) -> None:
-        """Frees the weights of the library's module `plain`."""
+        """Free the weights of `plain`, a transformers module, and use `weight` instead."""
         super().__init__()
         self.plain = plain
         self.quantized = weight.experts
@@ -99,7 +98,8 @@ class QuantizedExperts(nn.Module):
 
     @classmethod
     def rounded(cls, plain: Any, bits: int, group: int | None) -> QuantizedExperts:
-        """Rounds the weights of the library's module `plain`, and frees them."""
+        """Returns the experts of transformers' module `plain` with rounded weights. Frees the
+        module's weights."""
         rounded = partial(QuantizedWeight.of, bits=bits, group=group)
         experts = []
         for index in range(len(plain.down_proj)):
@@ -137,9 +137,9 @@ def quantize_model(
     embeddings: bool = False,
     saved: Mapping[str, SavedWeight] | None = None,
 ) -> None:
-    """Replaces linear layers and experts by quantized ones, and frees their weights.
+    """Replace linear layers and experts by quantized ones, and free their weights.
 
-    Modules get the quantized weights that `saved` has under their names. With `bits`, the other
+    Modules get the quantized weights that `saved` has under their names. With `bits`, all other
     weights are rounded. Embeddings and the output layer are rounded only with `embeddings`, and to
     8 bits. Raises NativeError if a weight cannot be rounded.
     """
@@ -161,7 +161,7 @@ def quantize_model(
 
     for module, name in names.items():
         is_inner = type(module) is nn.Linear and module is not head
-        is_inner = is_inner and not name.endswith(".router.proj")  # its choice is all or nothing
+        is_inner = is_inner and not name.endswith(".router.proj")  # must stay exact
         scale = embedding_scale(module)
         if is_inner and (weight := quantized(module, bits)) is not None:
             model.set_submodule(name, QuantizedLinear(weight, module.bias, dtype))
@@ -184,8 +184,8 @@ def quantize_model(
 
 
 def move_quantized(model: PreTrainedModel, device: torch.device) -> None:
-    """Moves the weights of quantized modules, which `Module.to` does not move."""
-    moved: dict[int, FewBits] = {}  # a tied one once
+    """Move the weights of quantized modules to a device, which `Module.to` does not do."""
+    moved: dict[int, FewBits] = {}  # tied weights only once
     for module in model.modules():
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):
             weight = module.quantized
@@ -200,7 +200,7 @@ def move_quantized(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def with_plain_modules(model: PreTrainedModel) -> None:
-    """Replaces quantized modules by plain ones with widened weights."""
+    """Replace quantized modules by plain modules with dequantized weights."""
     whole: Any = model
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     linears = [name for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]

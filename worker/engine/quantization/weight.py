@@ -1,4 +1,5 @@
-"""Weights of 8 or 4 bits. int4_packing.py says how integers of 4 bits share bytes."""
+"""Integer weights with 8 or 4 bits per number. int4_packing.py describes how two integers share a
+byte."""
 
 from __future__ import annotations
 
@@ -14,23 +15,24 @@ from promptq.worker.engine.quantization.int4_packing import pack_int4, unpack_in
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs]: `scale * n + offset`, where groups of inputs share both."""
+    """A weight [outputs, inputs]: `scale * n + offset`. A group of inputs shares scale and
+    offset."""
 
     numbers: torch.Tensor
-    """uint8 [outputs, inputs]; of 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""
+    """uint8 [outputs, inputs], or with 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""
     scales: torch.Tensor
-    """fp32 [outputs, ceil(inputs / group)]; on a GPU fp16 beside 4 bits, which loses nothing."""
+    """fp32 [outputs, ceil(inputs / group)]; on a GPU with 4 bits fp16, which loses nothing."""
     bits: int
     group: int
     inputs: int
     offsets: torch.Tensor | None = None
-    """Offsets, of the shape and dtype of `scales`. None: the offsets are `-2 ** (bits - 1) *
+    """Offsets with the shape and dtype of `scales`. None: the offsets are `-2 ** (bits - 1) *
     scale`."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
-        """Rounds a weight [outputs, inputs] in native code. Raises NativeError if a number is not
-        finite. Without a group, an output has one scale."""
+        """Returns a weight [outputs, inputs] rounded to `bits`. Native code rounds it. Without a
+        `group`, each output has one scale. Raises NativeError if a number is not finite."""
         outputs, inputs = weight.shape
         group = group or inputs
         numbers = torch.empty(outputs, -(-inputs * bits // 8), dtype=torch.uint8)
@@ -53,10 +55,10 @@ class QuantizedWeight:
         group: int,
         offsets: torch.Tensor | None = None,
     ) -> QuantizedWeight:
-        """Packs unsigned `numbers` [outputs, inputs].
+        """Returns a weight of unsigned `numbers` [outputs, inputs], which are packed.
 
         Scales and offsets are [outputs, ceil(inputs / group)], and are rounded to the dtype in
-        which they are kept. Raises ValueError if they have another shape, or are not finite.
+        which they are stored. Raises ValueError if they have another shape, or are not finite.
         """
         inputs, numbers = numbers.shape[1], numbers.to(torch.uint8)
         numbers = pack_int4(numbers) if bits == 4 else numbers
@@ -77,7 +79,7 @@ class QuantizedWeight:
 
     @property
     def kind(self) -> tuple[int, int, int, bool]:
-        """A key: weights with equal keys can be joined."""
+        """A key for joining weights: weights with equal keys can be joined."""
         return self.bits, self.group, self.inputs, self.offsets is not None
 
     @property
@@ -87,7 +89,7 @@ class QuantizedWeight:
 
     @property
     def has_native_products(self) -> bool:
-        """Whether groups have a size that native code multiplies (linear/quantized_weights.h)."""
+        """Whether native code supports the size of the groups (linear/quantized_weights.h)."""
         if self.group >= self.inputs:
             return True
         if self.bits == 4:
@@ -102,7 +104,7 @@ class QuantizedWeight:
         return replace(self, numbers=numbers, scales=scales, offsets=offsets)
 
     def rows(self, rows: torch.Tensor | slice) -> QuantizedWeight:
-        """Returns a weight with these outputs, in this order."""
+        """Returns the weight with only these outputs, in this order."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], offsets=offsets)
 
@@ -112,7 +114,7 @@ class QuantizedWeight:
         numbers = unpack_int4(self.numbers, self.inputs) if is_packed else self.numbers.float()
         if missing := -self.inputs % self.group:
             numbers = nn.functional.pad(numbers, (0, missing))
-        # In place from here on, because it is large.
+        # In place from here on, because the tensor is large.
         groups = numbers.reshape(*numbers.shape[:-1], -1, self.group)
         scales = self.scales.float().unsqueeze(-1)
         if self.offsets is None:
@@ -122,18 +124,18 @@ class QuantizedWeight:
         return groups.flatten(-2)[..., : self.inputs]
 
     def split(self, count: int) -> list[QuantizedWeight]:
-        """Returns `count` weights with as many outputs each."""
+        """Splits the weight into `count` weights with equal numbers of outputs."""
         size = len(self.numbers) // count
         return [self.rows(slice(size * part, size * (part + 1))) for part in range(count)]
 
     def released(self) -> QuantizedWeight:
-        """Returns this weight without its numbers, once they are no longer needed."""
+        """Returns the weight without its numbers, for when they are no longer needed."""
         nothing = self.scales.new_empty(0)
         return replace(self, numbers=self.numbers.new_empty(0), scales=nothing, offsets=None)
 
 
 ExpertWeight = tuple[QuantizedWeight | None, QuantizedWeight, QuantizedWeight]
-"""Gate, if there is one, up and down of an expert."""
+"""The weights of an expert: gate (None if it has no gate), up, and down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ class ExpertsWeight:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """The shapes of the parameters of the library's module, by their names."""
+        """The shapes of the parameters of transformers' module, by their names."""
         gate, up, down = self.experts[0]
         count, (inner_size, size) = len(self.experts), up.shape
         inputs = (count, inner_size if gate is None else 2 * inner_size, size)
@@ -159,7 +161,7 @@ class ExpertsWeight:
         return [tensor for part in self.parts for tensor in part.tensors]
 
     def dequantized(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters of the library's module in fp32, by their names."""
+        """Returns the parameters of transformers' module in fp32, by their names."""
         inputs, downs = [], []
         for *of_inputs, down in self.experts:
             inputs.append(torch.cat([each.dequantized() for each in of_inputs if each is not None]))
@@ -168,7 +170,7 @@ class ExpertsWeight:
 
     @property
     def _inputs(self) -> str:
-        """The name of the parameter of gates and ups, or of ups alone."""
+        """The name of the parameter with the gate and up weights, or with the up weights alone."""
         return "up_proj" if self.experts[0][0] is None else "gate_up_proj"
 
 

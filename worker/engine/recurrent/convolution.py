@@ -11,8 +11,8 @@ from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 
 def window_spec(convolution: Any) -> StateSpec:
-    """Returns the spec of a convolution's state: the rows before the next one, which a
-    `torch.nn.Conv1d` still needs."""
+    """Returns the spec of a convolution's state: the last rows, which a `torch.nn.Conv1d` needs
+    together with the next row."""
     channels, _, size = convolution.weight.shape
     return StateSpec((size - 1, channels), convolution.weight.dtype)
 
@@ -20,7 +20,7 @@ def window_spec(convolution: Any) -> StateSpec:
 def convolve(
     inputs: torch.Tensor, convolution: Any, rows: RecurrentRows, windows: torch.Tensor
 ) -> torch.Tensor:
-    """Returns [T, channels] for the inputs [T, channels] of a step, in the inputs' dtype.
+    """Returns the convolution [T, channels] of a step's `inputs` [T, channels], in their dtype.
 
     `windows` [num_entries, size - 1, channels] is the pool of the layer's last inputs. Sums are in
     fp32.

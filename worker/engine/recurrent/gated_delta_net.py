@@ -45,7 +45,8 @@ class _Projected(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Rows in fp32. A key head serves several value heads that follow each other."""
+    """The inputs of the recurrence, in fp32. Each key head serves several successive value
+    heads."""
 
     query: torch.Tensor  # [rows, key heads, key size]
     key: torch.Tensor  # [rows, key heads, key size]
@@ -101,7 +102,8 @@ class GatedDeltaNet(Mixer):
         return [getattr(self.module, name) for name in names]
 
     def _arranged(self, outputs: Sequence[torch.Tensor]) -> _Projected:
-        """Names the outputs [..., outputs of one projection] of all projections."""
+        """Splits the outputs [..., outputs of one projection] of all projections into their named
+        parts."""
         module = self.module
         if len(outputs) == len(_PROJECTIONS[0]):
             query, key, value, gate, b, a = outputs
@@ -157,13 +159,13 @@ class GatedDeltaNet(Mixer):
 
 
 def unit(vectors: torch.Tensor) -> torch.Tensor:
-    """Returns the vectors with length 1."""
+    """Returns the vectors scaled to length 1."""
     return vectors * torch.rsqrt(vectors.square().sum(dim=-1, keepdim=True) + _EPSILON)
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs for one token of each sequence, and changes the states [rows, value
-    heads, key size, value size]."""
+    """Returns the outputs for one token of each sequence, and updates the states [rows, value
+    heads, key size, value size] in place."""
     served = tokens.value.shape[1] // tokens.key.shape[1]
     flat = states.flatten(0, 1)  # [rows x value heads, key size, value size]
     query, key = (
@@ -178,11 +180,11 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns the outputs for the rows of chunks, and changes the states [chunks, value heads, key
-    size, value size].
+    """Returns the outputs for the rows of chunks, and updates the states [chunks, value heads, key
+    size, value size] in place.
 
-    Within a piece, the changes of all rows solve a triangular system. Only the states go from piece
-    to piece.
+    Within a piece, the changes of all rows solve a triangular system. Only the states pass from
+    piece to piece.
     """
     served = tokens.value.shape[1] // tokens.key.shape[1]
     query, key, value, decay, beta = map(pieces.cut, tokens)

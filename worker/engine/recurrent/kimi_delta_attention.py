@@ -16,12 +16,12 @@ from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 _PARTS = {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"}
 _GATES = ({"g_proj"}, {"g_a_proj", "g_b_proj"})
 _LONGEST_PIECE = 16
-"""The most rows of a piece. The decays between two rows differ from channel to channel, which would
-take much memory in longer pieces."""
+"""The most rows of a piece. The decays between two rows differ from channel to channel, so they
+would take much memory in longer pieces."""
 
 
 class _Tokens(NamedTuple):
-    """Rows in fp32."""
+    """The inputs of the recurrence, in fp32."""
 
     query: torch.Tensor  # [rows, heads, head size]
     key: torch.Tensor  # [rows, heads, head size]
@@ -69,8 +69,8 @@ class KimiDeltaAttention(Mixer):
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs for one token of each sequence, and changes the states [rows, heads, key
-    size, value size]."""
+    """Returns the outputs for one token of each sequence, and updates the states [rows, heads, key
+    size, value size] in place."""
     query, key = tokens.query.unsqueeze(-2), tokens.key.unsqueeze(-2)
     states *= tokens.decay.exp().unsqueeze(-1)
     change = (tokens.value.unsqueeze(-2) - key @ states) * tokens.beta[..., None, None]
@@ -79,8 +79,8 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns the outputs for the rows of chunks, and changes the states [chunks, heads, key size,
-    value size]. See `_compute_chunks` of Gated DeltaNet."""
+    """Returns the outputs for the rows of chunks, and updates the states [chunks, heads, key size,
+    value size] in place. See `_compute_chunks` of Gated DeltaNet."""
     read = torch.empty_like(pieces.cut(tokens.value))
     cut = [pieces.cut(each) for each in tokens]
     for now, chunks in pieces.rounds:

@@ -27,7 +27,7 @@ _PARTS = {"A_log", "D", "act", "conv1d", "dt_bias", "in_proj", "norm", "out_proj
 
 
 class _Tokens(NamedTuple):
-    """Rows in fp32. A group serves several heads that follow each other."""
+    """The inputs of the recurrence, in fp32. Each group serves several successive heads."""
 
     inputs: torch.Tensor  # [rows, heads, head size]
     b: torch.Tensor  # [rows, groups, state size]
@@ -84,8 +84,8 @@ class Mamba2(Mixer):
         )
 
     def _arranged(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Returns the inputs of the convolution, the gates and the time steps among the outputs
-        [..., outputs] of the one projection."""
+        """Splits the outputs [..., outputs] of the single projection into the convolution's inputs,
+        the gates and the time steps."""
         module, [projected] = self.module, outputs
         sizes = [module.num_heads * module.head_dim, module.conv1d.in_channels, module.num_heads]
         gate, x_b_c, time = torch.split(projected, sizes, dim=-1)
@@ -126,7 +126,7 @@ class Mamba2(Mixer):
         width = module.num_heads * module.head_dim
         inputs, b, c = torch.split(convolved.float(), [width, of_groups, of_groups], dim=-1)
         time = nn.functional.softplus(time + module.dt_bias.to(time.dtype))
-        # The library limits the steps of prompts alone, so a resumed text could go on differently.
+        # transformers limits time steps in prompts only, so a resumed text could differ.
         time = time.clamp(*module.time_step_limit).float()
         return _Tokens(
             inputs.view(len(inputs), module.num_heads, -1),
@@ -138,8 +138,8 @@ class Mamba2(Mixer):
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs for one token of each sequence, and changes the states [rows, heads, head
-    size, state size]."""
+    """Returns the outputs for one token of each sequence, and updates the states [rows, heads, head
+    size, state size] in place."""
     served = tokens.inputs.shape[1] // tokens.b.shape[1]
     flat = states.flatten(0, 1)
     b, c = (
@@ -153,9 +153,9 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns the outputs for the rows of chunks, and changes the states [chunks, heads, head size,
-    state size]. Within a piece, a row sees the rows before it as in attention. Only the states go
-    from piece to piece."""
+    """Returns the outputs for the rows of chunks, and updates the states [chunks, heads, head size,
+    state size] in place. Within a piece, a row sees earlier rows as in attention. Only the states
+    pass from piece to piece."""
     served = tokens.inputs.shape[1] // tokens.b.shape[1]
     inputs, b, c, time, decay = map(pieces.cut, tokens)
     inputs = inputs * time.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""The interface of every kind of recurrent layer."""
+"""The interface of all kinds of recurrent layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One tensor of a sequence's state."""
+    """The shape and dtype of one tensor of a sequence's state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class StateSpec:
 
 
 class Mixer(ABC):
-    """Computes one recurrent module of the library for the rows of packed steps.
+    """Computes one recurrent transformers module for the rows of packed steps.
 
     The module's weights are read in each step, because they may be converted or replaced.
     """
@@ -36,13 +36,13 @@ class Mixer(ABC):
     name: ClassVar[str]
 
     def __init__(self, module: Any) -> None:
-        self.module: Any = module  # the library's classes have no types for their parts
+        self.module: Any = module  # transformers' classes have no types for their parts
 
     @classmethod
     @abstractmethod
     def knows(cls, module: Any) -> bool:
-        """Whether the module has the parts of this kind. The check at load shows if the formula is
-        the same."""
+        """Whether the module has the parts of this kind. The check at load shows whether its
+        formula is the same."""
 
     @property
     @abstractmethod
@@ -55,13 +55,13 @@ class Mixer(ABC):
     ) -> torch.Tensor:
         """Returns the module's output [T, size] for the rows [T, size] of a step.
 
-        `pool` has a tensor [num_entries, *shape] for each of `state`. Reads the entries `rows.read`
-        and writes the entries `rows.written`.
+        `pool` has a tensor [num_entries, *shape] for each tensor of `state`. Reads the entries
+        `rows.read` and writes the entries `rows.written`.
         """
 
     @property
     def parts(self) -> RecurrentParts | None:
-        """The parts for promptq's decoders; None if the decoders do not know this kind."""
+        """The parts for promptq's decoders; None if the decoders do not support this kind."""
         return None
 
 

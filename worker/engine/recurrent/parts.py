@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class RowsOfLinear:
-    """Some outputs of a linear layer."""
+    """Some successive outputs of a linear layer: `count` of them, from `first` on."""
 
     linear: nn.Linear
     first: int
@@ -49,7 +49,7 @@ class RowsOfLinear:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolutionParts:
-    """`output(c * convolution(b * x))`, where `input` computes b, c and x."""
+    """A layer that computes `output(c * convolution(b * x))`, where `input` computes b, c and x."""
 
     input: nn.Linear
     convolution: nn.Conv1d
@@ -71,32 +71,32 @@ class GatedNorm:
     weight: torch.Tensor  # [values], or of one head
     epsilon: float
     group: int
-    """Number of values that are normed together."""
+    """Number of values that are normalised together."""
     gates_first: bool
-    """Whether the values are multiplied with the gate before they are normed."""
+    """Whether the values are multiplied by the gate before the norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceParts:
     """A gated linear recurrence, as native/src/layers/scan.h computes it.
 
-    Each key head serves the same number of value heads, which follow each other.
+    Each key head serves the same number of successive value heads.
     """
 
     inputs: tuple[RowsOfLinear, ...]
-    """Their outputs, one after the other: the channels of the convolution; a gate for each value;
-    in the delta rule, a rate for each value head; a time step for each value head."""
+    """Outputs of linear layers, in this order: the channels of the convolution; a gate for each
+    value; in the delta rule, a rate for each value head; a time step for each value head."""
     input_scale: torch.Tensor | None  # of these outputs
     convolution: nn.Conv1d
     activation: Any
-    """The activation that follows the convolution."""
+    """The activation after the convolution."""
     is_delta: bool
     num_key_heads: int
     num_value_heads: int
     key_size: int
     value_size: int
     query_first: int
-    """The first channel of the queries."""
+    """The channel at which the queries begin."""
     key_first: int
     value_first: int
     query_scale: float
@@ -105,14 +105,14 @@ class RecurrenceParts:
     time_limits: tuple[float, float]
     most_rate: float
     """The delta rule's rate is this number times a sigmoid."""
-    skip: torch.Tensor | None  # [value heads], the part of a value that is read as it is
+    skip: torch.Tensor | None  # [value heads], the factor of a value that skips the state
     norm: GatedNorm | None
-    """The norm of the outputs. None: the outputs are only multiplied with SiLU of the gate."""
+    """The norm of the outputs. None: the outputs are only multiplied by SiLU of the gate."""
     output: nn.Linear
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """The linear layers of `inputs`."""
+        """The linear layers of `inputs`, each once."""
         return tuple(dict.fromkeys(rows.linear for rows in self.inputs))
 
     @property

@@ -1,4 +1,4 @@
-"""Finds a model's recurrent modules, and those whose memory of earlier tokens is unknown."""
+"""Finds a model's recurrent modules, and modules that remember earlier tokens in an unknown way."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from promptq.worker.engine.recurrent.short_convolution import ShortConvolution
 KINDS: tuple[type[Mixer], ...] = (GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution)
 
 _CACHES = {"cache_params", "past_key_values", "past_key_value"}
-"""The library's names for the argument with the memory of earlier tokens."""
+"""transformers' names for the argument with the memory of earlier tokens."""
 
 
 def mixer_of(module: nn.Module) -> Mixer | None:
-    """Returns a recurrent module of a known kind; None if the module is another one."""
+    """Returns the mixer of a recurrent module; None if the module is not of a known kind."""
     return next((kind(module) for kind in KINDS if kind.knows(module)), None)
 
 
 def mixers_of(model: nn.Module) -> list[Mixer]:
-    """Returns the recurrent modules of known kinds, in the model's order."""
+    """Returns the mixers of all recurrent modules of known kinds, in the model's order."""
     return [mixer for module in model.modules() if (mixer := mixer_of(module)) is not None]
 
 
 def unknown_memory(model: nn.Module, known: Collection[nn.Module]) -> str:
-    """Returns the name and type of the first module that remembers tokens and contains no other
-    such module, apart from those that are `known`; empty if there is none.
+    """Returns the name and type of a module that remembers tokens but is not in `known`; empty if
+    there is none. Among nested modules, the innermost one is returned.
 
-    Whole layers do not count, because a layer with an MLP alone takes the library's cache too.
+    Whole layers do not count: even a layer that has only an MLP accepts transformers' cache as an
+    argument.
     """
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = {layer for layers in lists for layer in layers}

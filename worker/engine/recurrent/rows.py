@@ -1,4 +1,5 @@
-"""Places of a step's rows in sequences and in the states, as recurrent layers need them."""
+"""The rows of a step as recurrent layers need them: their sequences, and the entries of their
+states."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ Tokens = TypeVar("Tokens", bound="tuple[torch.Tensor, ...]")
 
 @dataclass(frozen=True, slots=True)
 class RecurrentRows:
-    """The rows of a step. The first `num_decodes` belong to one sequence each, and those of the
-    chunks follow, the shortest chunk first. Sequence i has the rows `starts[i]` up to
-    `starts[i + 1]`."""
+    """The rows of a step. The first `num_decodes` rows belong to one sequence each. The rows of the
+    chunks follow, the shortest chunk first. Sequence i has the rows `starts[i]` up to `starts[i +
+    1]`."""
 
     num_decodes: int
     starts: list[int]
     table: torch.Tensor
-    """[5, num_sequences], int64: the pool's entries with the states before the step, and for those
-    after it; each sequence's first row, its number of rows, and how many of them are drafted."""
+    """[5, num_sequences], int64: the pool's entry with the state before the step; the entry for the
+    state after it; the first row; the number of rows; and how many of these rows are drafted."""
     scratch: Scratch
     _pieces: dict[int, Pieces] = field(default_factory=dict)
 
@@ -47,7 +48,7 @@ class RecurrentRows:
         return self.table[4]
 
     def chunks(self) -> Iterator[tuple[int, slice]]:
-        """Yields each chunk's sequence and rows."""
+        """Yields the index of each chunk's sequence, and the chunk's rows."""
         for index in range(self.num_decodes, len(self.starts) - 1):
             yield index, slice(self.starts[index], self.starts[index + 1])
 
@@ -59,10 +60,12 @@ class RecurrentRows:
         compute_chunks: Callable[[Tokens, torch.Tensor, Pieces], torch.Tensor],
         longest_piece: int = LONGEST_PIECE,
     ) -> torch.Tensor:
-        """Returns the outputs for the rows, and writes the states [num_entries, *shape], in fp32.
+        """Returns the outputs for the rows, and writes the states to `pool` [num_entries, *shape],
+        in fp32.
 
-        `tokens` is a named tuple of tensors [T, ...]. The two functions get a part of the rows, and
-        copies of the states of the part's sequences. They change these copies.
+        `tokens` is a named tuple of tensors [T, ...]. `decode` and `compute_chunks` get a part of
+        the rows, and copies of the states of the part's sequences. They update these copies in
+        place.
         """
         columns, num_decodes = pool[0].numel(), self.num_decodes
         copies = self.scratch.take(f"states of {columns}", len(self.read), columns)
@@ -91,14 +94,13 @@ class RecurrentRows:
 class Pieces:
     """The rows of all chunks, cut into pieces of equal length that are computed as one batch.
 
-    The last piece of a chunk is filled up with zeros. First come the first pieces of all chunks,
-    then the second ones, and so on, so that the pieces which need the states of the pieces before
-    them follow each other.
+    The last piece of a chunk is padded with zeros. The first pieces of all chunks come first, then
+    the second pieces, and so on. So all pieces that can be computed at the same time are adjacent.
     """
 
     def __init__(self, lengths: list[int], longest: int, device: torch.device) -> None:
-        """`lengths` are those of the chunks, the shortest first. Pieces are so short that they have
-        at most twice as many places as there are rows."""
+        """`lengths` are those of the chunks, the shortest first. The pieces' size is chosen so that
+        padding at most doubles the number of rows."""
         self._num_rows = sum(lengths)
         self.size = min(longest, 1 << (lengths[-1] - 1).bit_length())
         while sum(-(-length // self.size) for length in lengths) * self.size > 2 * self._num_rows:
@@ -106,7 +108,8 @@ class Pieces:
         self.size = max(_SHORTEST_PIECE, self.size)
         counts = [-(-length // self.size) for length in lengths]
         self.rounds: list[tuple[slice, slice]] = []
-        """The pieces that are computed at the same time, and the chunks that they belong to."""
+        """Ranges of pieces that are computed at the same time, each with the chunks that the pieces
+        belong to."""
         begins = [sum(lengths[:index]) for index in range(len(lengths))]
         rows: list[int] = []  # of each place in the pieces; a padding place has the row after all
         places = [0] * self._num_rows  # of each row
@@ -139,9 +142,11 @@ class Pieces:
         return rows.view(-1, self.size, *rows.shape[1:]).transpose(1, 2)
 
     def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three products of the decays `exp(decay)` [pieces, ..., size] for each row: from
-        the beginning of its piece up to the row; after another row up to this one [pieces, ...,
-        size, size], zero if the other row comes later; after the row up to the end of the piece."""
+        """Returns three products of the decays `exp(decay)` [pieces, ..., size] for each row. The
+        first product is over the rows from the beginning of the piece up to this row. The second is
+        over the rows after another row up to this row [pieces, ..., size, size], and zero if the
+        other row comes later. The third is over the rows after this row up to the end of the
+        piece."""
         # Differences of long sums would lose too many bits in fp32.
         sums = decay.double().cumsum(dim=-1)
         between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).float()

@@ -1,4 +1,4 @@
-"""The states of all recurrent layers, in entries of a fixed size for each sequence."""
+"""The states of all recurrent layers, in entries of a fixed size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENTRIES_PER_SLOT = 2
 """The entries of a sequence: a step reads one and writes the other. So a failed step can be
 computed again, even after it wrote all states."""
 _NONE = -1
-"""The number of tokens in an entry that holds no state."""
+"""The number of tokens of an entry without a state."""
 
 
 def state_bytes(mixers: Sequence[Mixer]) -> int:
@@ -28,12 +28,13 @@ def state_bytes(mixers: Sequence[Mixer]) -> int:
 
 
 def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
-    """Returns the bytes of a pool for this number of slots, with the kept states."""
+    """Returns the bytes of a pool for this number of slots, including the kept states."""
     return state_bytes(mixers) * _num_entries(num_slots)
 
 
 def num_kept_states(num_slots: int) -> int:
-    """Returns how many states after shared prefixes a pool keeps beside those of the slots."""
+    """Returns the number of states after shared prefixes that a pool keeps, in addition to those of
+    slots."""
     return -(-num_slots // 2)
 
 
@@ -57,16 +58,17 @@ class StatePool:
             [zeros_in_pages((num_entries, *spec.shape), spec.dtype, device) for spec in mixer.state]
             for mixer in mixers
         ]
-        """For each mixer, a tensor [num_entries, *shape] for each of its `state`."""
+        """The states: for each mixer, a tensor [num_entries, *shape] for each tensor of its
+        `state`."""
         self.num_slots = num_slots
         self._num_tokens = [[_NONE] * ENTRIES_PER_SLOT for _ in range(num_slots)]
-        """The number of first tokens of a slot's sequence that each of its entries covers."""
+        """For each slot and each of its entries, the number of tokens that the state covers."""
 
     def begin(self, items: Sequence[ScheduledSequence]) -> RecurrentRows:
-        """Returns the places of a step's rows. The states that the step writes count only after
-        `finish`.
+        """Returns the rows of a step, with the entries that the step reads and writes. The states
+        that the step writes are valid only after `finish`.
 
-        Raises RuntimeError if a sequence continues from a state that its slot does not hold.
+        Raises RuntimeError if a sequence continues from a state that its slot does not have.
         """
         read, written, starts, num_decodes = [], [], [0], 0
         for item in items:
@@ -96,8 +98,8 @@ class StatePool:
         return RecurrentRows(num_decodes, starts, to_device(table, self._device), self._scratch)
 
     def finish(self, items: Sequence[ScheduledSequence]) -> None:
-        """Note that a step with these shares has written its states, and copy the states that must
-        be kept. The states do not include drafted tokens."""
+        """Record that a step with these shares has written its states, and copy the states that
+        must be kept. The states do not include drafted tokens."""
         for item in items:
             slot, end = slot_of(item.sequence), item.start + item.num_tokens
             held = self._num_tokens[slot]
@@ -110,8 +112,8 @@ class StatePool:
                     tensor[self._first_kept + place] = tensor[self._entry(slot, target)]
 
     def pretend(self, items: Sequence[ScheduledSequence]) -> None:
-        """Accept whatever the slots hold as the states before these shares, which belong to a trial
-        step."""
+        """Accept any content of the slots as the states before these shares, which belong to a
+        dummy step."""
         for item in items:
             if item.start not in (held := self._num_tokens[slot_of(item.sequence)]):
                 held[:] = [item.start, _NONE]

@@ -1,6 +1,6 @@
 """Runs the decoder layers through torch.compile, which fuses their small operations.
 
-Each layer is compiled by itself, as one graph with the attention as an operator in it. Layers of
+Each layer is compiled separately, as one graph with the attention as an operator in it. Layers of
 the same kind share their code. So a model of any depth needs two graphs for each kind: one for any
 number of rows, and one for a single row, which the compiler always treats separately.
 """
@@ -23,26 +23,26 @@ from promptq.worker.engine.runner.trial_steps import trial_batch
 T = TypeVar("T")
 
 TRIAL_ROWS = 61
-"""The rows of a trial step. The number is prime, because the compiler treats equal sizes as one
-variable, for example the rows and the width of a head."""
+"""The number of rows of a trial step. The number is prime, because the compiler treats equal sizes
+as one variable, for example the rows and the width of a head."""
 TOLERANCE = 1e-3
 """The largest median difference of the rows in fp32 (see `off_by`). Fused operations round less
-often."""
+often, so results differ a little."""
 GRAPHS = 32
-"""The most graphs of the layers of a model. The compiler's limit, 8, is enough for four kinds of
-layers."""
+"""The most graphs of the layers of a model. The compiler's default of 8 is enough for only four
+kinds of layers."""
 
 logger = logging.getLogger(__name__)
 
 
 class CompiledModel:
-    """A model whose decoder layers run compiled, or uncompiled if compiling fails."""
+    """A model whose decoder layers run compiled. They run uncompiled if compiling fails."""
 
     def __init__(
         self, model: PackedModel, cache: KVCache, max_model_len: int, *, backend: str = "inductor"
     ) -> None:
-        """Compile, and compare the result with the uncompiled layers. `backend` is an option of
-        torch.compile; "eager" only traces the graphs."""
+        """Compile the layers, and compare the result with the uncompiled layers. `backend` is an
+        option of torch.compile; "eager" only traces the graphs."""
         self._model = model
         self._layers = model.decoder_layers()
         self._backend = backend
@@ -51,14 +51,14 @@ class CompiledModel:
         self._set_up(cache, min(TRIAL_ROWS, max_model_len, cache.num_blocks * cache.block_size))
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """See PackedModel. If a compiled step fails, this step and all later ones run uncompiled.
-        The second run writes the K and V of the step again."""
+        """See `PackedModel.logits`. If a compiled step fails, this step and all later steps run
+        uncompiled. The second run writes the K and V of the step again."""
         return self._run(lambda: self._model.logits(step, rows))
 
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See PackedModel. Runs compiled, or uncompiled if compiling fails."""
+        """See `PackedModel.logits_and_states`. Runs compiled, or uncompiled if compiling fails."""
         return self._run(lambda: self._model.logits_and_states(step, rows, kept))
 
     @torch.inference_mode()

@@ -4,9 +4,9 @@ A graph has fixed addresses and a fixed number of rows. So the inputs of a step 
 permanent buffers, and padded to the next size for which a graph was captured. Padding rows write
 and read no K and V (see AttentionBackend.takes_padding), and their results are dropped.
 
-There are graphs for steps of decodes alone, and graphs for steps with chunks of prompts (mixed
-steps), which have one more kernel a layer. Which rows are decodes and which belong to chunks is
-read from work lists on the device.
+There are graphs for steps with decodes only, and graphs for steps with chunks of prompts (mixed
+steps), which have one more kernel per layer. Work lists on the device tell which rows are decodes
+and which belong to chunks.
 
 A graph ends with the choice of tokens, and reads the random numbers and parameters from the device.
 """
@@ -27,16 +27,16 @@ from promptq.worker.engine.device.memory import bytes_held
 from promptq.worker.engine.sampling.temperature_and_choice import DRAWS, Chosen
 
 MAX_GRAPH_SIZE = 256
-"""The most rows of a graph for decodes. Larger batches keep the device busy for longer than their
-launches take."""
+"""The most rows of a graph for decodes. A larger batch computes for longer than its launches take,
+so it needs no graph."""
 MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
 """The numbers of rows of graphs for mixed steps. Larger steps need no graph, for the same
 reason."""
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Chosen]
-"""Chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""
+"""A function that chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""
 Results = tuple[torch.Tensor, Chosen | None]
-"""The logits of a step, and the tokens that its graph chose from them."""
+"""The logits of a step, and the tokens that its graph chose from them; None without a graph."""
 
 
 class Model(Protocol):
@@ -50,8 +50,8 @@ class Model(Protocol):
 
 
 def graph_kinds(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepKind]:
-    """Returns the kinds of steps to capture graphs for. Steps of decodes have a few small sizes,
-    and then multiples of eight."""
+    """Returns the kinds of steps to capture graphs for. For decodes, the sizes are a few small
+    ones, then multiples of eight."""
     largest = min(max_num_seqs, MAX_GRAPH_SIZE)
     small = [size for size in (1, 2, 4) if size < largest]
     decodes = [*small, *range(8, largest, 8), largest]
@@ -66,9 +66,9 @@ def graph_bytes(
 ) -> int:
     """Returns an estimate of the bytes that the graphs of these kinds take.
 
-    Captures the two largest and drops them again. The first holds the results of the largest step,
-    whose memory the smaller steps share. So each further graph counts like the second one, whose
-    memory is mostly the driver's.
+    Captures the two largest graphs and drops them again. The first has the results of the largest
+    step, whose memory the smaller steps share. So each further graph counts like the second graph,
+    whose memory is mostly the driver's.
     """
     largest, *others = sorted(kinds, reverse=True)
     capture([largest])  # libraries' memory of a first capture stays, and is not a graph's
@@ -87,11 +87,11 @@ def new_stream() -> torch.cuda.Stream:
 class GraphedModel:
     """A model on CUDA whose steps are padded to one of some kinds and replayed as graphs.
 
-    The model's backend must take padding. Steps that are larger than all kinds run without a graph.
-    So does every step of a model that cannot be captured, for example because its forward waits for
-    the device. The device is this thread's current one (see `on_device`). Without `choose` the
-    graphs end with the logits. Several instances may capture on one `stream`, which saves memory,
-    because libraries keep some for each stream.
+    The model's backend must support padding. Steps that are larger than all kinds run without a
+    graph. So does every step of a model that cannot be captured, for example because its forward
+    waits for the device. The device is this thread's current device (see `on_device`). Without
+    `choose`, the graphs end with the logits. Several instances may capture on one `stream`, which
+    saves memory, because libraries allocate some memory for each stream.
     """
 
     def __init__(
@@ -114,24 +114,24 @@ class GraphedModel:
         )
         self._runs: dict[StepKind, Callable[[], Results]] = {}
         self.why_no_graphs = ""
-        """Why no step is replayed; empty if steps are."""
+        """The reason why no step is replayed as a graph; empty if steps are replayed."""
         self._prepare(kinds, device)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """See PackedModel. The next call overwrites the result."""
+        """See `PackedModel.logits`. The next call overwrites the result."""
         return self.run(step, rows)[0]
 
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See PackedModel. Runs without a graph, because graphs return no states. The step must not
-        be padded."""
+        """See `PackedModel.logits_and_states`. Runs without a graph, because graphs return no
+        states. The step must not be padded."""
         return self.plain.logits_and_states(step, rows, kept)
 
     @torch.inference_mode()
     def run(self, step: PackedStep, rows: torch.Tensor) -> Results:
-        """Returns the logits of `rows`, and their tokens by the step's draws. The tokens are None
-        if no graph is replayed."""
+        """Returns the logits of `rows`, and the tokens that the graph chose from them by the step's
+        draws. The tokens are None if no graph was replayed."""
         kind = self._kind(step.layout, len(rows))
         if kind is None:
             return self.plain.logits(step, rows), None
@@ -143,7 +143,8 @@ class GraphedModel:
         return logits[: len(rows)], chosen
 
     def lists(self, layout: StepLayout, num_sampled: int) -> Lists | None:
-        """See Packer.pack."""
+        """Returns the work lists of a step that will be padded, otherwise None. See
+        `Packer.pack`."""
         kind = self._kind(layout, num_sampled)
         return None if kind is None else self._buffers.lists(layout, kind)
 
@@ -153,7 +154,7 @@ class GraphedModel:
 
     @torch.inference_mode()
     def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
-        """Capture the largest kind first, so that the smaller graphs fit into its memory."""
+        """Capture the graphs, the largest first, so that the smaller graphs fit into its memory."""
         capture = _Capture(self.plain, self._choose, self._stream)
         for kind in sorted(kinds, reverse=True):
             try:
@@ -165,8 +166,8 @@ class GraphedModel:
 
 
 class _Capture:
-    """Captures the steps of one model: on one stream, in one pool of memory, and with one tensor to
-    which all graphs write their logits."""
+    """Captures steps of one model as CUDA graphs, on one stream and in one memory pool. All graphs
+    write their logits to one tensor."""
 
     def __init__(
         self, model: Model, choose: Choose | None, stream: torch.cuda.Stream | None
@@ -178,7 +179,8 @@ class _Capture:
         self._logits: torch.Tensor | None = None
 
     def of(self, step: PackedStep) -> Callable[[], Results]:
-        """Returns a function that replays the step. Raises RuntimeError if it cannot be captured.
+        """Returns a function that replays the step. Raises RuntimeError if the step cannot be
+        captured.
 
         A failed capture leaves the allocator in a broken state. So a trial run first detects a step
         that waits for the device.
@@ -210,7 +212,7 @@ class _Capture:
         return replay
 
     def _run(self, step: PackedStep, target: torch.Tensor | None = None) -> Results:
-        """Compute a step, with the logits in `target`."""
+        """Compute a step. Writes the logits to `target` if there is one."""
         logits = self._model.logits(step, step.sampled)
         if target is not None:
             logits = target.copy_(logits)
@@ -219,7 +221,7 @@ class _Capture:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Make torch raise RuntimeError where the host would wait for the device."""
+    """In this block, make torch raise RuntimeError where the host would wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode")  # a prototype
@@ -231,7 +233,7 @@ def _no_waiting() -> Iterator[None]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device this thread's current one; does nothing for other devices.
+    """Make a CUDA device this thread's current device. Does nothing for other devices.
 
     Kernels of Triton, streams, graphs and events go to the current device, wherever their tensors
     are.

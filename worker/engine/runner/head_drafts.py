@@ -1,14 +1,14 @@
-"""Drafts with a model's own head (multi-token prediction): its rows, its K and V, and its drafts.
+"""Drafts with a model's own head (multi-token prediction).
 
-The head is one more layer on the paged cache. Its K and V lie in the blocks of the model's, at the
-positions of the hidden states from which they are made. A row also needs the token after it, so the
-head computes the rows of a step before the next step of the sequence, and only if it is to draft
-then.
+The head is one more layer on the paged cache. Its K and V are in the same blocks as the model's, at
+the positions of the hidden states from which they are computed. A row also needs the token after
+it. So the head computes the rows of a step before the next step of the sequence, and only if it
+drafts for that step.
 
-What the head computes decides only which tokens are drafted. So its rows may be missing: because
-nothing was drafted for a while, or because a cached prefix was computed without them. This module
-knows how many first rows of each block are there, and the head attends from the first block on
-after which no row is missing.
+The head decides only which tokens are drafted, so some of its rows may be missing: because nothing
+was drafted for a while, or because a cached prefix was computed without them. This module counts
+the computed first rows of each block. The head attends from the first block after which no row is
+missing.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from promptq.worker.engine.model.packed_model import PackedModel
 from promptq.worker.engine.sampling.sampler import Sampler
 
 MOST_HELD = 512
-"""The most hidden states that are held for the head, for each sequence: those of the sequence's
+"""The most hidden states that are stored for the head, for each sequence: those of the sequence's
 last rows. So a long prompt costs little more with a head, but the head does not see the first
 tokens."""
 
 
 class DraftHead(Protocol):
-    """Computes a model's head: a decoder of promptq, or the library's modules."""
+    """Computes a model's head: a decoder of promptq, or transformers' modules."""
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """See Decoder."""
+        """See `Decoder.draft`."""
         ...
 
 
@@ -68,7 +68,7 @@ class _Held:
     parts: list[torch.Tensor]
 
     def cut(self, end: int) -> None:
-        """Drop the rows of rejected drafts."""
+        """Drop the rows from position `end` on, which belong to rejected drafts."""
         while self.end > end and self.parts:
             last = self.parts.pop()
             num_left = max(0, last.shape[0] - (self.end - end))
@@ -87,12 +87,12 @@ class _Held:
             del self.parts[0]
 
     def states(self, start: int) -> torch.Tensor:
-        """Returns the states from a position on, [rows, hidden size]."""
+        """Returns the states from position `start` on, [rows, hidden size]."""
         return _joined(self.parts)[start - self.start :]
 
 
 class HeadDrafts:
-    """Drafts tokens of the steps of one runner."""
+    """Drafts tokens for the steps of one runner, with the model's head."""
 
     def __init__(
         self,
@@ -107,12 +107,13 @@ class HeadDrafts:
         self._sampler = sampler
         self._device = device
         self._num_filled = [0] * cache.num_blocks
-        """For each block, how many of its first rows the head has computed since the model has."""
+        """For each block, the number of first rows that the head has computed, after the model
+        computed them last."""
         self._held: dict[int, _Held] = {}
 
     def draft(self, batch: Batch) -> None:
-        """Choose the drafted tokens of a batch that are UNKNOWN. A share for which the head lacks
-        rows loses its draft."""
+        """Choose the drafted tokens of a batch that are UNKNOWN. If the head lacks rows for a
+        share, the share loses its draft."""
         rows = []
         for share in batch.scheduled:
             if share.draft and share.draft[0] == UNKNOWN:
@@ -142,8 +143,8 @@ class HeadDrafts:
         ]
 
     def keep(self, items: list[ScheduledSequence], states: torch.Tensor | None) -> None:
-        """Note that the model computes these items, and hold states of `rows_to_keep`, which are
-        None if there are no such rows."""
+        """Record that the model computes these items, and store the states of `rows_to_keep`.
+        `states` is None if there are no such rows."""
         held, end = {}, 0
         for item in items:
             self._forget(item)
@@ -165,7 +166,8 @@ class HeadDrafts:
         self._held = held
 
     def _forget(self, item: ScheduledSequence) -> None:
-        """Note that the rows of an item are written anew."""
+        """Record that the model overwrites the rows of an item, so that the head must compute them
+        again."""
         table, size = item.sequence.block_table, self._block_size
         for index in range(item.start // size, num_blocks_for(item.start + item.num_rows, size)):
             first = max(item.start - index * size, 0)
@@ -173,7 +175,8 @@ class HeadDrafts:
                 self._num_filled[table[index]] = first
 
     def _rows(self, share: ScheduledSequence) -> _Rows | None:
-        """Returns the rows that the head has to compute before it can draft."""
+        """Returns the rows that the head must compute before it can draft; None if it lacks
+        states."""
         held = self._held.get(share.sequence.sequence_id)
         if held is None:
             return None
@@ -229,7 +232,7 @@ class HeadDrafts:
         )
 
     def _fill(self, rows: _Rows) -> None:
-        """Note that the head has computed these rows."""
+        """Record that the head has computed these rows."""
         table, size, end = rows.share.sequence.block_table, self._block_size, rows.end
         for index in range(rows.start // size, num_blocks_for(end, size)):
             self._num_filled[table[index]] = min(size, end - index * size)
@@ -238,13 +241,13 @@ class HeadDrafts:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of the head before a draft, of the positions `start` to `end`."""
+    """The rows that the head computes before a draft, at the positions `start` to `end`."""
 
     share: ScheduledSequence
     start: int
     end: int
     first_block: int
-    """The block of the sequence from which on the head attends."""
+    """The index of the sequence's block from which on the head attends."""
     states: torch.Tensor
 
 
@@ -253,8 +256,8 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _num_kept(item: ScheduledSequence, num_items: int) -> int:
-    """Returns the number of an item's last rows whose states are held; 0 in a step of many
-    sequences, which leaves no rows for drafts."""
+    """Returns the number of an item's last rows whose states are stored. Returns 0 in a step of
+    many sequences, which leaves no rows for drafts."""
     drafter = item.sequence.drafter
     if drafter is None or drafter.head is None or num_items >= MAX_ROWS:
         return 0
@@ -264,8 +267,9 @@ def _num_kept(item: ScheduledSequence, num_items: int) -> int:
 def attention_of_head(
     loaded: LoadedModel, checked: CheckedModel, drafts: bool | None
 ) -> tuple[LoadedModel, list[LayerSpec]]:
-    """Returns the specs of the head's layer, if the model has a head that is to draft (see
-    LoadOptions). Otherwise drops the head from `loaded`, with the reason if it cannot draft."""
+    """Returns `loaded`, and the specs of the head's layer if the head will draft (see LoadOptions).
+    Otherwise the list is empty, and `loaded` comes back without the head. If the head cannot draft,
+    `why_no_head` has the reason."""
     if loaded.head is None:
         return loaded, []
     if drafts is None and checked.decoder is None:
@@ -287,8 +291,8 @@ def attention_of_head(
 def code_of_head(
     loaded: LoadedModel, checked: CheckedModel, served: PackedModel | Decoder, cache: KVCache
 ) -> DraftHead:
-    """Returns the code for the head of `loaded`: native if the model is `served` by native code.
-    Call this only if `attention_of_head` has kept the head."""
+    """Returns the code for the head of `loaded`: native code if `served` is native, otherwise
+    transformers' modules. Call this only if `attention_of_head` has kept the head."""
     assert loaded.head is not None, "it was not dropped"
     if isinstance(served, NativeDecoder):
         parts = _parts_of(loaded.model, loaded.head, head_spec(checked.specs))

@@ -1,4 +1,5 @@
-"""Loads a model into a runner: checks the model, quantizes it, allocates its cache, warms it up."""
+"""Loads a model into a runner: checks the model, quantizes it, allocates its cache, and warms it
+up."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ from promptq.worker.engine.runner.quantizing import (
 from promptq.worker.engine.runner.warm_up import largest_steps, warm_up, warm_up_kinds
 
 LENGTH_WITHOUT_LIMIT = 8192
-"""The model length for a model without a limit, if the options set none."""
+"""The model length for a model without a limit, if the options set no length."""
 
 
 def load_runner(
@@ -59,7 +60,7 @@ def load_runner(
 
     Calls `progress` with each stage. `known` is the verdict of an earlier load of the same files
     with the same options. Raises ModelNotFoundError, UnsupportedModelError or ConfigurationError,
-    with one sentence that names the fault.
+    whose message is one sentence that names the fault.
     """
     device = resolve_device(options.device)
     backends_on(device, options.attention)  # raises before anything is loaded
@@ -83,7 +84,7 @@ def runner_of(
     progress: Progress = unheard,
     known: Verdict | None = None,
 ) -> ModelRunner:
-    """Builds a runner from a loaded model, with the model's device and dtype."""
+    """Returns a runner for a loaded model, with the model's device and dtype. See `load_runner`."""
     device = loaded.model.device
     with on_device(device):
         backends = backends_on(device, options.attention)
@@ -151,8 +152,8 @@ def runner_of(
 def _bytes_beside_cache(
     loaded: LoadedModel, checked: CheckedModel, length: int, options: LoadOptions
 ) -> int:
-    """Returns the bytes of CUDA memory that the largest step and the graphs need. Runs them on a
-    cache of a few blocks."""
+    """Returns the bytes of CUDA memory that the largest step and the graphs need. Measures them
+    with a cache of a few blocks."""
     device, block_size = loaded.model.device, options.block_size
     fitting_tokens = free_bytes(device) // max(1, bytes_per_token(checked.specs))
     context = min(length, max(1, fitting_tokens // options.max_num_seqs))
@@ -173,7 +174,8 @@ def _bytes_beside_cache(
 
 @contextmanager
 def _refusing_shortage(option: str, where: str) -> Iterator[None]:
-    """Turn a lack of memory for a step into a ConfigurationError that names the option."""
+    """In this block, turn a lack of memory for a step into a ConfigurationError that names
+    `option`."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -46,8 +46,8 @@ from promptq.worker.engine.sampling.mask_thread import Masks
 from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
 
 MOST_LIKELIEST = 20
-"""Number of likeliest tokens that are computed for each reported row of a prompt. With a fixed
-number, the choice between equally likely tokens does not depend on other requests."""
+"""Number of likeliest tokens that are computed for each reported row of a prompt. The number is
+fixed, so that the choice between equally likely tokens does not depend on other requests."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class PooledStates:
     """Copies of one tensor [sum of `num_pooled`, hidden size], fp32, in the order of `shares`."""
 
     def hand_out(self) -> None:
-        """Wait for the states, and store each share's in `states`."""
+        """Wait for the states, and set `states` of each share."""
         (states,) = self.copies.arrays()
         end = 0
         for share in self.shares:
@@ -81,16 +81,19 @@ class ModelStep:
     reported: HostCopies | None = None
     """Log-probabilities of prompts, as the columns of ChosenLogprobs; None if there are none."""
     reported_of: list[tuple[int, int]] = field(default_factory=list)
-    """For each prompt: number of reported rows, and of likeliest tokens in each."""
+    """For each prompt: the number of reported rows, and the number of likeliest tokens in each
+    row."""
     pooled: PooledStates | None = None
 
     @property
     def sampled_at(self) -> dict[int, int]:
-        """For each sequence id, the place of its last token among the tokens sampled here."""
+        """For each sequence id, the index of its last token among the tokens that this step
+        samples."""
         return {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
 
     def fill_in(self, step: PackedStep) -> None:
-        """Write the tokens sampled here into the inputs of `step`, which begins with them."""
+        """Write the tokens that this step samples into the inputs of `step`, which begins with
+        them."""
         if self.sampled is not None:
             rows, places = step.unknown
             tokens = self.sampled.token_ids.index_select(0, places)
@@ -98,7 +101,7 @@ class ModelStep:
 
 
 class ModelRunner:
-    """The runner that serves real models (see Runner)."""
+    """The runner that serves real models. Implements `Runner`."""
 
     def __init__(
         self,
@@ -131,7 +134,8 @@ class ModelRunner:
         self.model: Model = model
         self.states = model.states
         self.compiled: CompiledModel | None = None
-        """Set if the options request compiling and the library's modules compute."""
+        """The compiled model; None unless the options request compiling and transformers' modules
+        compute."""
         if options.compile and self.states is not None:
             logger.warning("the model runs without torch.compile: it has recurrent layers")
         elif options.compile and isinstance(model, PackedModel):
@@ -149,10 +153,11 @@ class ModelRunner:
         self._masks = Masks(self.device)
         self.embedding_size = 0  # known once the model has run
         self.is_row_invariant = False
-        """Whether a token's logits are equal to the last bit with any rows beside it. Known once
-        the model has run."""
+        """Whether a row's logits are equal to the last bit, whatever other rows the step has. Known
+        only after the model has run."""
         self.why_no_head = loaded.why_no_head
-        """Why the head in the files does not draft; empty if it does, or if there is none."""
+        """The reason why the head in the files does not draft; empty if it drafts, or if there is
+        none."""
         self._head_cost: float | None = None
         self._drafts: HeadDrafts | None = None
         if loaded.head is not None and head_cache is not None:
@@ -178,7 +183,7 @@ class ModelRunner:
         )
 
     def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
-        """See Runner. On CUDA the work is queued; on a CPU it is done on return."""
+        """See `Runner.launch`. On CUDA the work is queued; on a CPU it is done on return."""
         with on_device(self.device), torch.inference_mode():
             return self._launch(batch, after)
 
@@ -274,19 +279,20 @@ class ModelRunner:
 
     @property
     def abilities(self) -> EngineAbilities:
-        """See Runner. Known once the model has run."""
+        """See `Runner.abilities`. Known only after the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
         return EngineAbilities(exact_resume=is_exact, unheeded=unheeded, head_cost=self._head_cost)
 
     @property
     def own_code(self) -> str:
-        """Name of promptq's code for this device, whether or not it serves the model."""
+        """Name of promptq's code for this device, whether or not that code serves the model."""
         return "fused kernels" if self.device.type == "cuda" else "native code"
 
     @property
     def why_no_graphs(self) -> str:
-        """Why steps are not replayed as CUDA graphs, if the options request it; else empty."""
+        """The reason why steps are not replayed as CUDA graphs although the options request it;
+        otherwise empty."""
         return self.model.why_no_graphs if isinstance(self.model, GraphedModel) else ""
 
     @property
@@ -296,7 +302,8 @@ class ModelRunner:
         return is_torch_on_cpu and self.dtype == torch.bfloat16 and not has_fast_bf16_products()
 
     def peak_memory_bytes(self) -> int:
-        """The peak memory of the device on CUDA, or of the whole process on a CPU."""
+        """Returns the peak memory in bytes: of the device on CUDA, of the whole process on a
+        CPU."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

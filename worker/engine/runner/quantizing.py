@@ -1,4 +1,5 @@
-"""Quantizes weights and KV cache for promptq's decoders, or widens weights that none can use."""
+"""Quantizes weights and KV cache for promptq's decoders. Dequantizes weights that no decoder can
+use."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
 
 
 def check_quantization(options: LoadOptions, device: torch.device) -> None:
-    """Refuse quantization that the options or the device rule out, before anything is loaded.
+    """Raise ConfigurationError if the options or the device rule out the requested quantization.
 
-    Raises ConfigurationError.
+    Call this before anything is loaded.
     """
     if options.quantization not in ("none", *BITS):
         raise ConfigurationError(
@@ -68,12 +69,12 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
 def quantize(
     loaded: LoadedModel, checked: CheckedModel, options: LoadOptions, *, is_known: bool
 ) -> CheckedModel:
-    """Replace the weights of a checked model by quantized ones. Returns the model with the cache
-    that the options request.
+    """Replace the weights of a checked model by quantized weights. Returns the model with the specs
+    of the KV cache that the options request.
 
-    Checks the decoder's logits, unless an earlier load did or `check_packed` will. Weights that
-    were saved in few bits are widened if none of promptq's decoders serves the model.
-    Raises UnsupportedModelError if none serves the model and something has to be rounded.
+    Checks the decoder's logits, unless an earlier load did or `check_packed` will. If none of
+    promptq's decoders serves the model, weights that were saved in few bits are dequantized. Raises
+    UnsupportedModelError if none serves the model and the options require rounding.
     """
     rounding = rounding_options(options)
     if checked.decoder is None:
@@ -114,14 +115,15 @@ def quantize(
 
 
 def _wide(loaded: LoadedModel) -> int:
-    """Returns the number of linear layers with wide weights, without the output layer."""
+    """Returns the number of linear layers whose weights are not quantized, except the output
+    layer."""
     model: Any = loaded.model
     head = model.get_output_embeddings()
     return sum(type(module) is nn.Linear and module is not head for module in model.modules())
 
 
 def _more_bytes(loaded: LoadedModel) -> int:
-    """Returns the additional bytes of the quantized modules if they are widened."""
+    """Returns the additional bytes of the quantized modules if they are dequantized."""
     weights = {id(weight): weight for weight in _quantized_weights(loaded)}.values()
     wide = sum(prod(weight.shape) for weight in weights) * loaded.model.dtype.itemsize
     return wide - sum(each.nbytes for weight in weights for each in weight.tensors)
@@ -147,7 +149,7 @@ def _warn_of_wide(loaded: LoadedModel, which: str, reason: str) -> None:
 
 
 def rounding_options(options: LoadOptions) -> str:
-    """Returns the options that request rounding, as text; empty without any."""
+    """Returns the options that cause rounding, as a text; empty if there are none."""
     names = []
     if options.quantization != "none":
         names.append(f"--quantization {options.quantization}")

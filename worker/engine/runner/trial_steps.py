@@ -1,6 +1,7 @@
 """Dummy batches for warm-up and memory measurement at startup.
 
-A step is described by its shares: for each sequence, its context after the step and its rows in it.
+A step is described by its shares: for each sequence, its context after the step and its rows in the
+step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ADJUSTED: dict[str, Any] = {
     "min_tokens": 2,
 }
 MOST_SAMPLING = SamplingParams(**_FILTERED, **_ADJUSTED, logprobs=20, prompt_logprobs=20)
-"""All parameters at once, which takes the most memory."""
+"""All sampling parameters at once, which take the most memory."""
 SAMPLING = (
     SamplingParams(temperature=0.0),
     NEUTRAL,
@@ -36,10 +37,10 @@ SAMPLING = (
     SamplingParams(logprobs=1),
     MOST_SAMPLING,
 )
-"""Parameters of every kind: each kind launches other kernels."""
+"""Parameters of every kind. Each kind launches different kernels."""
 
 _ids = count(-2, -1)
-"""The ids of trial sequences are all different, because samplers recognise sequences by id."""
+"""The ids of dummy sequences are all different, because samplers recognise sequences by id."""
 
 
 def trial_batch(
@@ -49,9 +50,9 @@ def trial_batch(
     max_reported_rows: int = 0,
     vocab_size: int = 2,
 ) -> Batch:
-    """Returns a batch in which every sequence samples, and at most `max_reported_rows` rows report
-    log-probabilities of prompts, whose token ids are below `vocab_size`. A cache of a few blocks is
-    enough for any context: the sequences share its blocks."""
+    """Returns a batch in which every sequence samples. At most `max_reported_rows` rows report
+    log-probabilities of prompts. Token ids are below `vocab_size`. A cache of a few blocks is
+    enough for any context, because the sequences share its blocks."""
     scheduled = []
     for slot, (context, num_rows) in enumerate(shares):
         token_ids = [7919 * place % vocab_size for place in range(context)]
@@ -90,7 +91,7 @@ def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
 
 
 def most_padded_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
-    """Returns the step in which recurrent layers fill up the pieces of chunks the most."""
+    """Returns the step in which recurrent layers add the most padding to the pieces of chunks."""
     length = min(LONGEST_PIECE + 1, max_context, num_tokens)
     count = min(num_seqs, num_tokens // length)
     left = min(num_tokens - count * length, max_context - length)
@@ -101,8 +102,9 @@ def most_padded_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares
 def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator[Shares]:
     """Yields steps that together launch every variant of the kernels that serving can launch.
 
-    Kernels have variants for the longest chunk and for the number of rows or of samples, rounded to
-    a power of two. A decode also comes alone, because a tensor with one row may have any strides.
+    Kernels have variants for the longest chunk and for the number of rows or of samples, rounded up
+    to a power of two. A decode is also tried alone, because a tensor with one row may have any
+    strides.
     """
     for num_rows in powers_of_two(min(num_tokens, max_context)):
         yield [(num_rows, num_rows)]

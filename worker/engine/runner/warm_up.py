@@ -1,4 +1,5 @@
-"""Runs dummy steps at startup: libraries and kernels are set up, and the largest step is tried."""
+"""Runs dummy steps at startup. They set up libraries and kernels, and show whether the largest step
+fits."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def warm_up(runner: ModelRunner) -> None:
             _last_row(runner, (first, first))
         last_rows.append(_last_row(runner, (num_tokens, count)))
     runner.collect(runner.launch(_trial(runner, [(1, 1)], vocab_size=runner.vocab_size)))
-    # On a GPU products are chosen by the number of rows, and steps may have many more. In the
-    # library's form of a recurrent layer, sums depend on where steps cut a prompt.
+    # On a GPU the number of rows selects a product, and steps may have many more rows. In
+    # transformers' recurrent layers, sums depend on where steps cut a prompt.
     is_same = all(torch.equal(last_rows[0], row) for row in last_rows)
     is_on_cpu = runner.device.type == "cpu"
     is_native = isinstance(runner.model, NativeDecoder)
@@ -51,10 +52,11 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def warm_up_kinds(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-    """Run each kind of step and of sampling once, because kernels are compiled when they are
-    first launched. The largest step comes last, now that the cache takes its memory.
+    """Run each kind of step and of sampling once, because kernels are compiled when they are first
+    launched. The largest step comes last, now that the cache takes its memory.
 
-    Graphs are left out: their kernels were compiled when they were captured."""
+    Steps run without CUDA graphs, whose kernels were compiled when the graphs were captured.
+    """
     served = runner.model
     runner.model = served.plain if isinstance(served, GraphedModel) else served
     try:
@@ -76,7 +78,7 @@ def largest_steps(
 
 
 def _last_row(runner: ModelRunner, share: tuple[int, int]) -> torch.Tensor:
-    """Returns the logits of the last row of a trial step with one share."""
+    """Returns the logits of the last row of a dummy step with one share."""
     batch = _trial(runner, [share], vocab_size=runner.vocab_size)
     row = torch.tensor([share[1] - 1], device=runner.device)
     return runner.model.logits(runner.packer.pack(batch), row).clone()
@@ -106,7 +108,7 @@ def _trial(
     max_reported_rows: int = 0,
     vocab_size: int = 2,
 ) -> Batch:
-    """Returns a `trial_batch`, which must be launched before the next one is made."""
+    """Returns a `trial_batch`. Launch the batch before you make the next one."""
     batch = trial_batch(shares, runner.kv_layout, params, max_reported_rows, vocab_size)
     if runner.states is not None:
         runner.states.pretend(batch.scheduled)

@@ -1,1 +1,1 @@
-"""The parts of the sampler. Each module does one step of sampling."""
+"""The sampler. Each module is one step of sampling."""

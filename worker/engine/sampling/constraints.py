@@ -1,4 +1,4 @@
-"""Bans and biases tokens, as (row, token) pairs, so that no other logits are touched."""
+"""Bans and biases tokens, as (row, token) pairs, so that no other logits are read or written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BANNED = float("-inf")
 
 
 class Constraints:
-    """The constraints of one set of sequences: end tokens before `min_tokens`, bad words and
+    """The constraints of some sequences: end tokens before `min_tokens`, bad words and
     `logit_bias`."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
@@ -27,10 +27,10 @@ class Constraints:
             for row, sequence in enumerate(sequences)
             if not sequence.may_end
         ]
-        """Rows before `min_tokens`, and their end tokens."""
+        """The rows that have fewer than `min_tokens` tokens, with their sequence and end tokens."""
         self._words: list[tuple[int, Sequence, dict[int, list[tuple[int, ...]]]]] = []
-        """Rows with bad words of several tokens. The words are keyed by the last token but one, so
-        that a step examines few of them."""
+        """The rows with bad words of several tokens. The words are keyed by their second to last
+        token, so that a step examines few of them."""
         for row, sequence in enumerate(sequences):
             words = defaultdict(list)
             for bad in sequence.request.bad_token_sequences:
@@ -60,7 +60,8 @@ class Constraints:
         return bool(self._banned or self._bias or self._early or self._words)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Change `logits` [R, vocab_size] in place. Rows are in the order of the sequences."""
+        """Apply the constraints to `logits` [R, vocab_size] in place. Rows are in the order of the
+        sequences."""
         if self._banned is not None:
             logits[self._banned] = BANNED
         if banned := [*self._early_ends(), *self._bad_endings()]:
@@ -70,12 +71,13 @@ class Constraints:
             logits[pairs] += values
 
     def _early_ends(self) -> list[tuple[int, int]]:
-        """Returns the end tokens of rows that still have fewer than `min_tokens` tokens."""
+        """Returns (row, end token) for each row that still has fewer than `min_tokens` tokens."""
         self._early = [each for each in self._early if not each[1].may_end]
         return [(row, end) for row, _, ends in self._early for end in ends]
 
     def _bad_endings(self) -> list[tuple[int, int]]:
-        """Returns the last token of each bad word whose other tokens end a row's output."""
+        """Returns (row, last token of the bad word) for each bad word whose other tokens end a
+        row's output."""
         return [
             (row, bad[-1])
             for row, sequence, words in self._words

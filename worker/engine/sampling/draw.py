@@ -1,4 +1,4 @@
-"""Drawing from a distribution by the inverse of its cumulative sum, in vocabulary order."""
+"""Draws from a distribution by the inverse of its cumulative sum, in vocabulary order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ BLOCK = 256
 
 
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Returns token ids [R], one drawn from each row of `weights` [R, vocab_size], which are not
-    normalised and not negative.
+    """Returns token ids [R], one drawn from each row of `weights` [R, vocab_size]. Weights are at
+    least 0, and need not be normalised.
 
-    The draw falls where the cumulative weight first exceeds `uniforms` [R] (float64, in [0, 1))
-    times the total; a token of weight 0 is never drawn. The search is for the block first, then for
-    the token in it, so that only block sums are accumulated over the vocabulary.
+    The drawn token is the first one whose cumulative weight exceeds `uniforms` [R] (float64, in [0,
+    1)) times the total. A token of weight 0 is never drawn. The search first finds the block, and
+    then the token in it, so that only block sums are accumulated over the vocabulary.
     """
     vocab_size = weights.shape[1]
     cumulative = _block_sums(weights).cumsum(dim=1)
@@ -30,7 +30,7 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def totals(weights: torch.Tensor) -> torch.Tensor:
-    """Returns [R, 1], float64: each row's sum."""
+    """Returns the sum of each row: [R, 1], float64."""
     return _block_sums(weights).sum(dim=1, keepdim=True)
 
 
@@ -45,8 +45,8 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Returns [R, 1]: the first place where the cumulative sum exceeds the target. If rounding has
-    lifted the target to the total, returns the last place that adds anything."""
+    """Returns the first index at which the cumulative sum exceeds the target, [R, 1]. If rounding
+    has lifted the target to the total, returns the last index that adds to the sum."""
     above = (cumulative <= target).sum(dim=1, keepdim=True)
     last = (cumulative < cumulative[:, -1:]).sum(dim=1, keepdim=True)
     return torch.minimum(above, last)

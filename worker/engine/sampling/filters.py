@@ -17,16 +17,18 @@ FILTERS = ("min_p", "top_k", "top_p")
 """Fields of SamplingParams, in the order of `Filters` in native/src/sampling.cpp."""
 
 FIRST_CANDIDATES = 256
-"""Number of likeliest tokens that top_p examines first. If they are not enough, eight times this
-number follows."""
+"""Number of likeliest tokens that top_p examines first. If they are not enough, it examines eight
+times as many, and so on."""
 
 _LOWEST = -60.0
-"""A token this far below the likeliest is never drawn. This keeps sums of exponentials finite."""
+"""A token whose scaled logit is this far below the largest one is never drawn. This limit keeps
+sums of exponentials finite."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 
 def filter_values(params: list[SamplingParams], vocab_size: int) -> list[tuple[float, int, float]]:
-    """Returns each row's values in the order of FILTERS. A top_k that keeps all tokens is 0."""
+    """Returns each row's values in the order of FILTERS. A top_k that would keep all tokens becomes
+    0."""
     return [
         (each.min_p, each.top_k if 0 < each.top_k < vocab_size else NEUTRAL.top_k, each.top_p)
         for each in params
@@ -57,10 +59,11 @@ class Filters:
 def thresholds(scaled: torch.Tensor, kept: Filters, scratch: torch.Tensor) -> torch.Tensor | None:
     """Returns the threshold of each row, [R, 1]; None if nothing is filtered.
 
-    `scaled` [R, vocab_size] are logits over temperature, shifted so that each row's maximum is 0.
-    The order is that of vLLM and transformers: min_p relative to the likeliest token, then top_k
-    of the rest, then, renormalised, the fewest of those that together reach top_p. `scratch` is
-    like `scaled`.
+    `scaled` [R, vocab_size] are logits divided by temperature, shifted so that each row's maximum
+    is 0. The order is that of vLLM and transformers. First min_p applies, relative to the likeliest
+    token. Then top_k applies to the remaining tokens. Then their probabilities are normalised, and
+    top_p keeps the fewest tokens that together reach it. `scratch` has the shape of `scaled`, and
+    is overwritten.
     """
     min_p, top_k, top_p = kept.min_p, kept.top_k, kept.top_p
     if min_p is None and top_k is None and top_p is None:
@@ -79,8 +82,8 @@ def thresholds(scaled: torch.Tensor, kept: Filters, scratch: torch.Tensor) -> to
 
 
 def weights_above(scaled: torch.Tensor, threshold: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write unnormalised probabilities [R, vocab_size] to `out`; those below the threshold are
-    0."""
+    """Write unnormalised probabilities [R, vocab_size] to `out` and return it. Tokens below the
+    threshold get 0."""
     torch.sub(scaled, threshold.clamp_min(_LOWEST), out=out).exp_()
     return torch.threshold_(out, _JUST_BELOW_ONE, 0.0)
 
@@ -93,7 +96,7 @@ def _top_p(
     scratch: torch.Tensor,
 ) -> torch.Tensor:
     """Returns [R, 1]: the logit of the last token that is needed to reach `top_p` of the weights
-    that pass `threshold`. `likeliest` [R, candidates] are the highest logits in descending
+    that pass `threshold`. `likeliest` [R, candidates] are the largest logits in descending
     order."""
     wanted = top_p * totals(weights_above(scaled, threshold, scratch))
     result, is_reached = _last_needed(likeliest, threshold, wanted)
@@ -111,9 +114,8 @@ def _top_p(
 def _last_needed(
     likeliest: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds weights from the likeliest token on. Returns the logit at which the sum reaches
-    `wanted`, and whether it does.
-    """
+    """Adds weights, beginning with the likeliest token. Returns the logit at which the sum reaches
+    `wanted`, and whether it does."""
     weights = (likeliest - threshold.clamp_min(_LOWEST)).exp().double()
     needed = (weights.cumsum(dim=1) < wanted).sum(dim=1, keepdim=True)
     is_reached = needed < likeliest.shape[1]

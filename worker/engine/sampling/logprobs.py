@@ -16,7 +16,7 @@ from promptq.worker.engine.sampling.draw import totals
 
 
 class ChosenLogprobs(NamedTuple):
-    """Log-probabilities of L rows: of the chosen token of each, and of its N likeliest tokens."""
+    """Log-probabilities of L rows: of each row's chosen token, and of its N likeliest tokens."""
 
     logprob: torch.Tensor  # [L]
     rank: torch.Tensor  # [L], from 1
@@ -27,7 +27,8 @@ class ChosenLogprobs(NamedTuple):
 def report(
     logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int, scratch: Scratch
 ) -> ChosenLogprobs:
-    """Report `rows` of the logits [R, vocab_size], for the token ids [R] chosen in all rows."""
+    """Returns the log-probabilities of `rows` of the logits [R, vocab_size]. `chosen` [R] are the
+    token ids that were chosen in all rows."""
     index = to_device(rows, logits.device)
     chosen = chosen.index_select(0, index).unsqueeze(1)
     if len(rows) < len(logits):
@@ -49,14 +50,15 @@ def report(
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """The reporting rows of a step, and the number of likeliest tokens of each."""
+    """The rows of a step that report log-probabilities, and the number of likeliest tokens of
+    each."""
 
     rows: list[int]
     num_top: list[int]
 
     def by_row(self, token_ids: list[int], columns: Sequence[list[Any]]) -> dict[int, TokenLogprob]:
-        """Returns each row's report of its chosen token, from the columns of ChosenLogprobs. LEAST
-        replaces -inf and NaN, which JSON does not have."""
+        """Returns the log-probabilities of each row's chosen token, by row. `columns` are those of
+        ChosenLogprobs. LEAST replaces -inf and NaN, which JSON does not have."""
         result = {}
         for row, num_top, logprob, rank, ids, logprobs in zip(
             self.rows, self.num_top, *columns, strict=True

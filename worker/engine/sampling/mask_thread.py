@@ -1,4 +1,4 @@
-"""Computes which tokens grammars allow, in its own thread while the model runs."""
+"""Computes in a separate thread which tokens grammars allow, while the model runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from promptq.worker.engine.sampling.constraints import BANNED
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIAS_OF_BYTE = np.where(_BITS == 1, np.float32(0.0), np.float32(BANNED))
-"""[256, 8]: the numbers that each byte of a mask adds to the logits of its eight tokens."""
+"""[256, 8]: for each value of a byte of a mask, the numbers to add to the logits of its eight
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingMasks:
-    """The masks of those rows of a step that have a grammar."""
+    """The masks of those rows of a step that have a grammar, while a thread computes them."""
 
     rows: list[int]
     num_rows: int
@@ -31,8 +32,8 @@ class PendingMasks:
     def apply(self, logits: torch.Tensor) -> dict[int, str]:
         """Wait for the masks, and ban the tokens that they do not allow.
 
-        `logits` [R, vocab_size] are changed in place. Returns the rows whose grammar failed, with
-        the reason.
+        Changes `logits` [R, vocab_size] in place. Returns the error message of each row whose
+        grammar failed, by row.
         """
         masks, errors = self.words.result()
         if masks.dtype == torch.int32:
@@ -46,8 +47,7 @@ class PendingMasks:
 
 
 class Masks:
-    """Starts computing the masks of a step. It handles one step at a time, because it reuses
-    buffers.
+    """Starts computing the masks of a step. Handles one step at a time, because it reuses buffers.
 
     On a CPU the thread also turns bits into numbers that are added to the logits. A CUDA device
     gets the bits, which are a 32nd of the traffic.

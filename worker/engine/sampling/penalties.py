@@ -1,4 +1,5 @@
-"""Repetition, presence and frequency penalties. Only logits of tokens that occurred are touched."""
+"""Applies repetition, presence and frequency penalties. Reads and writes only the logits of tokens
+that have occurred."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.device.async_copies import to_device
 
 _Occurrences = tuple[torch.Tensor, torch.Tensor]
-"""For each occurrence: the index of its sequence among those with penalties; its token id."""
+"""The index of each occurrence's sequence among the sequences with penalties, and its token id."""
 
 
 class Penalties:
-    """The penalties of those sequences of a set that have any. Repetition also counts the prompt.
+    """The penalties of those sequences that set any. The repetition penalty also counts the prompt.
 
-    Occurrences are kept as (row, token) pairs. A token that occurs twice has two pairs: the
-    repetition and presence penalties write one value twice, so it counts once; the frequency
-    penalty is subtracted twice.
+    Occurrences are stored as (row, token) pairs. A token that occurs twice has two pairs. For
+    repetition and presence penalties, both pairs write the same value, so the token counts once.
+    The frequency penalty is subtracted twice.
     """
 
     def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
@@ -51,7 +52,8 @@ class Penalties:
         num_ahead: list[int] | None = None,
         last_tokens: torch.Tensor | None = None,
     ) -> None:
-        """Change `logits` [R, vocab_size] in place. Rows are in the order of the sequences.
+        """Apply the penalties to `logits` [R, vocab_size] in place. Rows are in the order of the
+        sequences.
 
         Where `num_ahead` [R] is 1, the host does not know the last token of the sequence yet.
         `last_tokens` [R] has the last token of each row on the device. It may be None only if the

@@ -1,4 +1,4 @@
-"""Randomness as a pure function of (seed, position), equal on every machine."""
+"""Random numbers as a pure function of (seed, position), with the same values on every machine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _SECOND = np.array([0x94D049BB133111EB], dtype=np.uint64)
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """Returns one number in [0, 1) for each pair, unrelated for neighbouring seeds and positions.
+    """Returns one number in [0, 1) for each pair. Neighbouring seeds and positions give unrelated
+    numbers.
 
-    SplitMix64 (Steele, Lea and Flood, 2014) of the position, in a stream that SplitMix64 of the
-    seed chooses.
+    Computes SplitMix64 (Steele, Lea and Flood, 2014) of the position, in a stream that SplitMix64
+    of the seed selects.
     """
     mixed = _splitmix(_splitmix(seeds) + positions * _GOLDEN)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

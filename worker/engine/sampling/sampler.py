@@ -35,7 +35,7 @@ _NO_CHOICE = (
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """The choices of a step, still on the device."""
+    """The chosen tokens of a step, while they are on the device."""
 
     token_ids: torch.Tensor  # [R]
     copies: HostCopies
@@ -57,11 +57,11 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Chooses a token for each row. Prepares the parameters of a set of sequences only when the set
-    changes."""
+    """Chooses a token for each row. Prepares the parameters of the sequences again only when the
+    set of sequences changes."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, native: bool = False) -> None:
-        """`native` is for a CPU with loaded native code (see kernels_on)."""
+        """`native` is for a CPU with loaded native code (see `kernels_on`)."""
         self._vocab_size = vocab_size
         self._device = device
         self._kernels = kernels_on(device, native=native)
@@ -71,7 +71,7 @@ class Sampler:
     def draws(
         self, sequences: list[Sequence], num_ahead: list[int] | None = None
     ) -> npt.NDArray[np.float64]:
-        """Returns [len(DRAWS), R]: the random numbers and parameters that `sample` uses."""
+        """Returns the random numbers and parameters that `sample` uses: [len(DRAWS), R]."""
         rows = self._rows_of(sequences)
         positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
         if num_ahead is not None:
@@ -87,7 +87,8 @@ class Sampler:
     def choose(
         self, logits: torch.Tensor, sequences: list[Sequence], num_ahead: list[int]
     ) -> torch.Tensor:
-        """Returns token ids [R] as `sample` would, but by temperature, filters and seed alone."""
+        """Returns token ids [R], chosen as in `sample`, but only by temperature, filters and
+        seed."""
         draws = to_device(self.draws(sequences, num_ahead), self._device)
         return self._kernels.choose(logits, self.distributions(sequences), draws)[0]
 
@@ -102,12 +103,12 @@ class Sampler:
         draws: torch.Tensor | None = None,
         chosen: Chosen | None = None,
     ) -> SamplerOutput:
-        """Choose from `logits` [R, vocab_size], which are not changed.
+        """Choose a token for each row of `logits` [R, vocab_size], which do not change.
 
         Row i belongs to `sequences[i]`, at the position after its last token, or `num_ahead[i]`
         further. `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R]
-        has the last token of each row on the device, for rows whose last one the host does not know
-        yet. `draws` are the result of the method `draws`, if they are on the device already.
+        has the last token of each row on the device, for rows whose last token the host does not
+        know yet. `draws` are the result of the method `draws`, if that is already on the device.
         `chosen` are tokens that a graph chose with these draws. They are used unless a constraint,
         a penalty or a mask changes the logits.
         """
@@ -132,8 +133,8 @@ class Sampler:
         return SamplerOutput(token_ids, copies, rows.logprobs, errors)
 
     def report(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> HostCopies:
-        """Returns the columns of ChosenLogprobs for the token ids `chosen` [R] from `logits`
-        [R, vocab_size], which are not changed."""
+        """Returns the columns of ChosenLogprobs for the token ids `chosen` [R] from `logits` [R,
+        vocab_size], which do not change."""
         num_top = min(num_top, self._vocab_size)
         pieces = []
         for start in range(0, len(logits), _ROWS_AT_ONCE):
@@ -149,7 +150,7 @@ class Sampler:
 
 
 class _Rows:
-    """The parameters of one set of sequences."""
+    """The prepared parameters of a set of sequences."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
         self.sequence_ids = [sequence.sequence_id for sequence in sequences]

@@ -1,9 +1,10 @@
-"""The computations over the whole vocabulary: in native code on a CPU, in Triton on a GPU, or in
-torch.
+"""The computations over the whole vocabulary, in three versions: native code for a CPU, Triton for
+a GPU, and torch.
 
-All compute the same, except for the rounding of fp32: exponentials and their sums can differ in
-the last bit. So a seed draws the same token in all, unless its random number falls within about
-1e-6 of the border between two tokens. On machines of one kind the token is always the same.
+All versions compute the same, except for the rounding of fp32: exponentials and their sums can
+differ in the last bit. So a seed draws the same token in all versions, unless its random number
+falls within about 1e-6 of the border between two tokens. On machines of one kind the token is
+always the same.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from promptq.worker.engine.sampling.filters import (
 from promptq.worker.engine.sampling.logprobs import ChosenLogprobs, report
 
 DRAWS = ("uniform", "temperature", *FILTERS)
-"""Inputs that decide a row's token besides its logits: a random number in [0, 1) and parameters.
-A temperature of 0 chooses the likeliest token."""
+"""The inputs that decide a row's token besides its logits: a random number in [0, 1) and
+parameters. A temperature of 0 chooses the likeliest token."""
 
 _COLDEST = 1e-30
-"""Lower temperatures are raised to this one, since fp32 cannot hold their inverse."""
+"""Lower temperatures are raised to this value, because fp32 cannot represent their inverse."""
 
 
 class Distributions:
-    """Parameters for drawing the tokens of some rows. Tensors are built only for kernels that use
-    them: Triton reads all from the draws of the step."""
+    """The parameters for drawing the tokens of some rows. Tensors are built only for kernels that
+    use them: Triton reads all parameters from the draws of the step."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
         # Greedy rows are computed together with the others, which costs less than leaving them out,
@@ -48,7 +49,8 @@ class Distributions:
         self._device = device
         self.any_is_sampled = any(each.temperature > 0.0 for each in params)
         self.draws = np.zeros((len(DRAWS), len(params)))
-        """[len(DRAWS), R], in that order. Each step replaces the random numbers, 0 here."""
+        """[len(DRAWS), R], in the order of DRAWS. The random numbers are 0 here. Each step sets
+        them in a copy."""
         self.draws[1] = [each.temperature and max(each.temperature, _COLDEST) for each in params]
         self.draws[2:] = np.array(filter_values(self._params, vocab_size)).T
 
@@ -59,7 +61,7 @@ class Distributions:
 
     @cached_property
     def temperature(self) -> torch.Tensor:
-        """[R, 1]; 1 if the likeliest token is chosen."""
+        """[R, 1]: the temperature; 1 if the likeliest token is chosen."""
         values = np.where(self.draws[1] > 0.0, self.draws[1], 1.0).astype(np.float32)
         return to_device(values, self._device).unsqueeze(1)
 
@@ -69,7 +71,8 @@ class Distributions:
 
 
 Chosen = tuple[torch.Tensor, torch.Tensor]
-"""Token ids [R], and whether each row has a finite largest logit [R]. If not, its id is void."""
+"""Token ids [R], and whether the largest logit of each row is finite [R]. If it is not, the row's
+token id means nothing."""
 
 
 class TorchKernels:
@@ -80,7 +83,7 @@ class TorchKernels:
 
     def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
         """Choose a token in each row of `logits` [R, vocab_size]. `draws` [len(DRAWS), R], float64,
-        are the parameters of `wanted` and random numbers."""
+        are random numbers and the parameters of `wanted`."""
         best, likeliest = logits.max(dim=1)
         is_sound = best.isfinite()
         if not wanted.any_is_sampled:
@@ -98,12 +101,13 @@ class TorchKernels:
     def report(
         self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
     ) -> ChosenLogprobs:
-        """Report these rows, for the token ids [R] that were chosen in all rows."""
+        """Returns the log-probabilities of `rows`. `chosen` [R] are the token ids chosen in all
+        rows."""
         return report(logits, rows, chosen, num_top, self._scratch)
 
 
 class NativeKernels:
-    """Computes the same in native code, on a CPU for which it is loaded (native/library.py)."""
+    """The functions of TorchKernels in native code, on a CPU for which the code is loaded."""
 
     def __init__(self) -> None:
         self._library = load_native()
@@ -140,7 +144,7 @@ class NativeKernels:
 
 
 class TritonKernels(TorchKernels):
-    """Chooses in Triton, and does not wait for the device."""
+    """Chooses tokens in Triton, without waiting for the device. All else is computed in torch."""
 
     def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
         if not wanted.any_is_sampled:
@@ -152,7 +156,7 @@ class TritonKernels(TorchKernels):
 
 
 def kernels_on(device: torch.device, *, native: bool) -> TorchKernels | NativeKernels:
-    """Returns the fastest kernels. `native` is for a CPU with loaded native code."""
+    """Returns the fastest kernels for the device. `native` is for a CPU with loaded native code."""
     if native:
         return NativeKernels()
     # Triton is not installed everywhere.

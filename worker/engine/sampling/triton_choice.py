@@ -1,7 +1,7 @@
-"""Chooses a token for each row in Triton: no row is sorted, and the host waits for nothing.
+"""Chooses a token for each row in Triton, without sorting a row and without waiting for the device.
 
-The kernel reads the parameters from the device, so a launch in a CUDA graph serves any of them. A
-row does only the work that its parameters need.
+The kernel reads the parameters from the device, so a launch in a CUDA graph works for all
+parameters. A row does only the work that its parameters need.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ TILE = 4096
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NUM_STAGES = tl.constexpr(3)
 _LOWEST = tl.constexpr(-60.0)
-"""A token this far below the likeliest is never drawn (see filters.py)."""
+"""A token whose scaled logit is this far below the largest one is never drawn (see filters.py)."""
 
 
 def choose_tokens(logits: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids [R] from `logits` [R, vocab_size], and whether the largest ones are finite.
+    """Returns token ids [R] from `logits` [R, vocab_size], and whether each row's largest logit is
+    finite.
 
     `draws` [len(DRAWS), R] are float64 (see temperature_and_choice.py). The token of a row does not
     depend on the other rows.
@@ -52,7 +53,8 @@ def _draw_kernel(
     draws_stride: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each row. If nothing is drawn, the program leaves the likeliest token."""
+    """Each program draws the token of one row. Where nothing is drawn, the likeliest token
+    stays."""
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(draws + row)
     temperature = tl.load(draws + draws_stride + row).to(tl.float32)
@@ -90,7 +92,7 @@ def _draw_kernel(
         sums = before_tile + tl.cumsum(weights.to(tl.float64), axis=0)
         first = tl.min(tl.where((sums > target) & (weights > 0.0), place, TILE), axis=0)
         last_place = tl.max(tl.where(weights > 0.0, place, 0), axis=0)
-        # If rounding lifted the target to the total, take the last token that weighs anything.
+        # If rounding lifted the target to the total, take the last token with a weight above 0.
         token = tile + tl.minimum(first, last_place)
         tl.store(token_ids + row, token.to(tl.int64))
 
@@ -99,7 +101,8 @@ def _draw_kernel(
 def _tile(
     row_logits: tl.tensor, vocab_size: tl.tensor, start: tl.tensor, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Returns [TILE], float32: logits; -inf after the last."""
+    """Returns TILE logits of a row from index `start` on, float32; -inf beyond the end of the
+    row."""
     place = start + tl.arange(0, TILE)
     logit = tl.load(row_logits + place, mask=place < vocab_size, other=float("-inf"))
     return logit.to(tl.float32)
@@ -107,7 +110,8 @@ def _tile(
 
 @triton.jit
 def _weights(logit: tl.tensor, highest: tl.tensor, rate: tl.tensor, lowest: tl.tensor) -> tl.tensor:
-    """Returns [TILE]: unnormalised probabilities of the logits that reach `lowest`."""
+    """Returns [TILE]: unnormalised probabilities of the logits that reach `lowest`, and 0 for
+    others."""
     return tl.where(logit >= lowest, tl.exp2((logit - highest) * rate), 0.0)
 
 
@@ -139,8 +143,8 @@ def _reached(
     WEIGHS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the largest logit such that the tokens with at least this logit reach `wanted`, but
-    no less than `lowest`. `wanted` is a share of the sum of all weights if WEIGHS is true, and
+    """Returns the largest logit such that the tokens with at least this logit reach `wanted`. Never
+    returns less than `lowest`. `wanted` is a fraction of the sum of all weights if WEIGHS is true,
     otherwise a number of tokens.
 
     The function searches for the key of this logit (see `_key`). Each pass over the row finds two
@@ -176,13 +180,13 @@ def _reached(
 
 @triton.jit
 def _key(logit: tl.tensor) -> tl.tensor:
-    """Returns int32 numbers that have the same order as these float32 numbers."""
+    """Returns the keys of float32 numbers: int32 numbers that have the same order."""
     bits = logit.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _logit(key: tl.tensor) -> tl.tensor:
-    """Returns the float32 number of a key."""
+    """Returns the float32 number that belongs to a key."""
     bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     return bits.to(tl.float32, bitcast=True)

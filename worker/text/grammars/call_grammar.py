@@ -1,6 +1,6 @@
-"""The grammar of a tool's forced call, in the form in which the model's family writes calls.
+"""Writes the grammar of a forced tool call, in the form in which the model's family writes calls.
 
-If that form cannot hold all that a schema demands, the call is an object, which can.
+If that form cannot express all that a schema demands, the call is a JSON object instead.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from promptq.worker.text.grammars.references import all_references
 from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, any_of, terms
 
 _IDS = {":": "/0|[1-9][0-9]?[0-9]?/", "[CALL_ID]": "/[a-zA-Z0-9]{9}/"}
-"""Patterns of ids behind a name: Kimi counts calls, Mistral writes nine letters."""
+"""Patterns of the ids that follow a function's name: Kimi numbers its calls, Mistral writes nine
+letters."""
 _NOTES = frozenset({
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
     "$comment", "$schema", "$id", "$defs", "definitions",
 })  # fmt: skip
-"""Keywords that demand nothing."""
+"""Keywords that do not constrain a value."""
 _OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties"}
 _ARRAY = _NOTES | {"type", "items", "minItems", "maxItems"}
 _TEXT = _NOTES | {"type", "minLength", "maxLength"}
@@ -37,21 +38,21 @@ _NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusive
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MOST_REFERENCES = 16
 _MOST_BRANCHES = 4096
-"""The most branches of all tools together. If there are more, or deeper ones than references may
-be, a call is an object."""
+"""The most branches of all tools together. If there are more, or if branches are nested deeper than
+`_MOST_REFERENCES`, a call is a JSON object."""
 _KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
-"""A pattern of names that the schema does not know. The length is limited, because a weak model may
-continue a name for ever."""
+"""A pattern of property names that the schema does not name. The length is limited, because a weak
+model may continue a name for ever."""
 
 Options = Callable[[bool], dict[str, Any]]
 
 
 class _UnfitError(Exception):
-    """A form cannot hold what a schema demands."""
+    """Raised if a form of calls cannot express what a schema demands."""
 
 
 class CallGrammar:
-    """Writes Lark grammars of calls in one style."""
+    """Writes Lark grammars for calls in one style."""
 
     def __init__(
         self,
@@ -74,10 +75,10 @@ class CallGrammar:
     def text(
         self, tools: Sequence[ToolSchema], options_of: Options, *, is_begun: bool = False
     ) -> str:
-        """Returns a grammar of one call of any of the tools.
+        """Returns a grammar that accepts one call of any of the tools.
 
-        With `is_begun`, an earlier release has begun the call: it wrote no ids, and objects where
-        there are tags.
+        With `is_begun`, an earlier release of promptq has begun the call. That release wrote no
+        ids, and it wrote objects where this release writes tags.
         """
         calls = []
         for tool in tools:
@@ -129,8 +130,8 @@ class CallGrammar:
         return f"{before} {self._json(self._tool.parameters)} {after}"
 
     def _channel_call(self) -> str:
-        """Returns a grammar that accepts the recipient after the channel, as models write it, and
-        before the channel, as chat templates write it."""
+        """Returns a grammar that accepts the recipient of a call on both sides of the channel:
+        after it, as models write it, and before it, as chat templates write it."""
         style = self._style
         tool, channel = style.prelude + self._tool.name, f"{style.before}commentary"
         heads = [self._terms(text) for text in (channel + tool, tool + channel)]
@@ -143,7 +144,8 @@ class CallGrammar:
         )
 
     def _json(self, schema: Any) -> str:
-        """Returns JSON that matches a schema, whose references point into the tool's parameters."""
+        """Returns a grammar term for JSON that matches a schema. References in the schema point
+        into the tool's parameters."""
         schema = dict(schema) if isinstance(schema, Mapping) else schema
         if schema is True:
             schema = {}
@@ -157,7 +159,7 @@ class CallGrammar:
         return text
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
-        """Returns a schema without a reference at its top."""
+        """Returns a schema without a reference at its top level. Raises _UnfitError."""
         for _ in range(_MOST_REFERENCES):
             if schema is True:
                 return {}
@@ -171,7 +173,8 @@ class CallGrammar:
         raise _UnfitError
 
     def _pairs(self, schema: Any) -> tuple[dict[str, Any], list[str], Any]:
-        """Returns an object's properties, the required ones, and the schema of all others."""
+        """Returns an object's properties, its required names, and the schema of all other
+        properties."""
         schema = self._resolved(schema)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         others = schema.get("additionalProperties", True)
@@ -200,19 +203,19 @@ class CallGrammar:
             key = f"{self._terms(style.key_before)} {self._other_key(properties)}"
             written.append(f"({key} ({self._value(others)}))*")
         body = " ".join(written)
-        if style.key_after_json and not required:  # which has an empty line for no arguments
+        if style.key_after_json and not required:  # no arguments are written as an empty line
             body = f'({body} | "\\n")' if body else '"\\n"?'
         return body
 
     def _other_key(self, properties: Mapping[str, Any]) -> str:
-        """Returns a term for a name that is not the name of a property."""
+        """Returns a grammar term for a name that is not the name of a property."""
         number = len(self._rules)
         names = "|".join(map(_regex, properties))
         self._rules.append(f"K{number}: /{_KEY}/" + (f" & ~/({names})/" if names else ""))
         return f"K{number}"
 
     def _value(self, schema: Any) -> str:
-        """Returns the term that follows an argument's name."""
+        """Returns the grammar term for the value after an argument's name."""
         style = self._style
         texts, json_schemas = self._split(schema)
         after = style.value_after
@@ -222,7 +225,7 @@ class CallGrammar:
         else:
             before = self._terms(style.key_after)
             if json_schemas and not all(texts.values()):
-                # The reader takes text for JSON if the schema allows the JSON's type.
+                # A reader parses text as JSON if the schema allows the type of that JSON.
                 any_text = self._text({}, style.value_after)
                 if [*texts] != [any_text] or not all(map(_is_type_alone, json_schemas)):
                     raise _UnfitError
@@ -236,11 +239,11 @@ class CallGrammar:
         return " | ".join([*as_text, *as_json])
 
     def _split(self, schema: Any, depth: int = 0) -> tuple[dict[str, bool], list[dict[str, Any]]]:
-        """Splits a schema into its texts and the schemas of its other values.
+        """Returns the grammar terms for a schema's texts, and the schemas of its other values.
 
-        The first result has a grammar term for each kind of text, including the mark after the
-        text. A term's value is True if readers take none of its texts for JSON. `depth` is the
-        number of `anyOf` around this schema. Raises _UnfitError.
+        The first result has a term for each kind of text, including the mark after the text. A
+        term's value is True if no reader can mistake such a text for JSON. `depth` is the number of
+        `anyOf` around this schema. Raises _UnfitError.
         """
         self._num_branches += 1
         if depth > _MOST_REFERENCES or self._num_branches > _MOST_BRANCHES:
@@ -282,8 +285,8 @@ class CallGrammar:
         return texts, [{**resolved, "type": other_kinds}] if other_kinds else []
 
     def _text(self, schema: Mapping[str, Any], mark: str) -> str:
-        """Returns a term for a schema's text and the mark after it. The text does not contain the
-        mark."""
+        """Returns a grammar term for a schema's text and the mark that ends it. The text does not
+        contain the mark."""
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         length = f"{{{least},{most}}}" if "minLength" in schema or "maxLength" in schema else "*"
         return self._up_to(f"/(?s:.{length})/", mark)
@@ -294,11 +297,11 @@ class CallGrammar:
         return self._up_to(f"({' | '.join(map(json.dumps, texts))})", mark)
 
     def _up_to(self, content: str, mark: str) -> str:
-        """Returns a term for the content and the mark after it. The content does not contain the
-        mark.
+        """Returns a grammar term for the content and the mark that ends it. The content does not
+        contain the mark.
 
-        The content and the letters of the mark are one terminal, so that no letter of the mark is
-        taken for content. No terminal holds an added token.
+        The content and the letters of the mark are one terminal, so that no letter of the mark
+        counts as content. No terminal contains an added token.
         """
         if known := self._terminals.get((content, mark)):
             return known
@@ -331,7 +334,8 @@ class CallGrammar:
         return " | ".join([self._json(schema), *(f'"{word}"' for word in words)])
 
     def _bare_pairs(self, schema: Any) -> str:
-        """Returns the inside of an object, whose keys are sorted as templates sort them."""
+        """Returns a grammar term for the pairs of an object. The keys are sorted as templates sort
+        them."""
         properties, required, others = self._pairs(schema)
         if not all(re.fullmatch(r"[A-Za-z_][\w.-]*", name) for name in properties):
             raise _UnfitError
@@ -344,15 +348,16 @@ class CallGrammar:
     def _other_pair(
         self, properties: Mapping[str, Any], others: Any, value: Callable[[Any], str]
     ) -> str:
-        """Returns a rule for a pair whose name is not the name of a property; empty if no such pair
-        is allowed."""
+        """Returns a rule for a pair whose name is not the name of a property; empty if the schema
+        allows no such pair."""
         if others is False:
             return ""
         key = self._other_key(properties)
         return self._rule(f"{key} {json.dumps(self._style.key_after)} ({value(others)})")
 
     def _joined(self, pairs: list[tuple[str, bool]], other: str, comma: str) -> str:
-        """Returns pairs in their order, of which some may be missing, with commas between."""
+        """Returns a grammar term for pairs in their order, separated by commas. Pairs that are not
+        required may be missing."""
         more, first = "", ""
         if other:
             more, first = f"({comma} {other})*", f"({other} ({comma} {other})*)?"
@@ -365,11 +370,11 @@ class CallGrammar:
         return first
 
     def _bare(self, schema: Any) -> str:
-        """Returns a rule of a value with the style's quotes."""
+        """Returns the name of a rule for a value that is written with the style's quotes."""
         reference = schema.get("$ref") if isinstance(schema, dict) else "#any" * (schema is True)
         if isinstance(reference, str) and reference in self._by_reference:
             return self._by_reference[reference]
-        rule = self._rule("")  # which its own value may refer to
+        rule = self._rule("")  # the value may refer to its own rule
         if isinstance(reference, str) and reference:
             self._by_reference[reference] = rule
         at = len(self._rules) - 1
@@ -436,7 +441,7 @@ class CallGrammar:
 
 
 def _moved(schema: Any) -> Any:
-    """Returns the schema with references to a root that has become the definition `root`."""
+    """Returns the schema with its references changed from the root to the definition `root`."""
     if isinstance(schema, dict):
         return {
             key: value.replace("#", "#/$defs/root", 1)
@@ -452,7 +457,7 @@ def _is_type_alone(schema: dict[str, Any]) -> bool:
 
 
 def _is_like_json(text: str) -> bool:
-    """Whether a reader may take the text for JSON, or for a constant of Python."""
+    """Whether a reader may read the text as JSON, or as a constant of Python."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -461,7 +466,7 @@ def _is_like_json(text: str) -> bool:
 
 
 def _python_words(schema: dict[str, Any]) -> list[str]:
-    """Returns the words for constants in Python that a schema allows."""
+    """Returns the Python constants that a schema allows, among True, False and None."""
     kinds = schema.get("type", [])
     if not _is_type_alone(schema):
         return []
@@ -470,5 +475,5 @@ def _python_words(schema: dict[str, Any]) -> list[str]:
 
 
 def _regex(text: str) -> str:
-    """Returns a regular expression of a text, for a grammar."""
+    """Returns a regular expression that matches exactly this text, for a grammar."""
     return re.sub(r"([][.+*?(){}|^$\\/])", r"\\\1", text).replace("\n", "\\n")

@@ -1,4 +1,7 @@
-"""Closes schemas: their authors mean the properties that they name, and no others."""
+"""Closes schemas: objects may have only the properties that the schema names.
+
+Most authors of schemas expect this.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ _COMBINING = frozenset((*_BRANCH, *_BRANCHES, "$ref", "dependentSchemas", "uneva
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with only the properties that it names in objects, at all depths.
+    """Returns the schema, changed at all depths so that objects have only the properties it names.
 
-    References must be pointers. An object with `additionalProperties` does not change. An object to
-    which other schemas add properties, such as a branch of `allOf`, does not change either: if
-    closed, it would refuse those properties.
+    References must be JSON pointers. An object with `additionalProperties` does not change. An
+    object to which other schemas add properties, such as a branch of `allOf`, does not change
+    either, because a closed object would refuse those properties.
     """
     result: dict[str, Any] = _closed(schema, "#", _parts(schema))
     return result
 
 
 def _parts(schema: dict[str, Any]) -> set[str]:
-    """Returns the paths of schemas that describe an object with others, and of their references."""
+    """Returns the paths of the schemas that describe an object together with other schemas."""
     schemas = dict(_by_path(schema, "#"))
     pending = [
         other
@@ -54,7 +57,7 @@ def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _described_with(schema: dict[str, Any], path: str) -> list[str]:
     """Returns the paths of the other schemas that describe the same value as the schema at `path`.
 
-    These are its branches and the target of its `$ref`.
+    These schemas are its branches and the target of its `$ref`.
     """
     paths = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
     if isinstance(reference := schema.get("$ref"), str):
@@ -72,7 +75,7 @@ def _closed(schema: Any, path: str, parts: set[str]) -> Any:
 
 
 def _names_all(schema: dict[str, Any]) -> bool:
-    """Whether the schema names properties, among them all required ones."""
+    """Whether the schema names properties, and names all those that it requires."""
     named, required = schema.get("properties"), schema.get("required")
     return isinstance(named, dict) and all(
         isinstance(key, str) and key in named
@@ -82,13 +85,14 @@ def _names_all(schema: dict[str, Any]) -> bool:
 
 
 def below(path: str, keys: tuple[Any, ...]) -> str:
-    """Returns the path of a child as references write it."""
+    """Returns the path of a child schema, in the form that references have."""
     escaped = (str(key).replace("~", "~0").replace("/", "~1") for key in keys)
     return "/".join((path, *escaped))
 
 
 def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
-    """Yields (place, schema, whether it describes the same value) for each schema inside of one."""
+    """Yields (keys, schema, whether it describes the same value) for each direct child of a
+    schema."""
     for name in (*_SCHEMA, *_BRANCH):
         if isinstance(child := schema.get(name), dict):
             yield (name,), child, name in _BRANCH
@@ -105,7 +109,7 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, boo
 def rebuilt(
     schema: dict[str, Any], change: Callable[[Any, tuple[Any, ...]], Any]
 ) -> dict[str, Any]:
-    """Returns a copy in which `change(schema, keys)` replaces each schema inside."""
+    """Returns a copy of the schema in which `change(child, keys)` replaces each direct child."""
     result = dict(schema)
     for keys, child, _ in children(schema):
         value = change(child, keys)

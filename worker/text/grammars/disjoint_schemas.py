@@ -1,4 +1,4 @@
-"""Proves that no value matches two schemas, so that `oneOf` means `anyOf`."""
+"""Proves that no value matches two schemas. A `oneOf` of such schemas means the same as `anyOf`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from promptq.shared.protocol.schema_types import target_of
 _MAX_STEPS = 20_000
 _MAX_DEPTH = 12
 _KINDS = frozenset({"array", "boolean", "integer", "fraction", "null", "object", "string"})
-"""The types of JSON schema, whose `number` is an integer or a fraction."""
+"""The types of JSON schema. Its type `number` is split into integers and fractions."""
 
 
 class Disjointness:
-    """Proofs about the schemas of one document. All of them together take a bounded time."""
+    """Proves that schemas of one document exclude each other. All proofs together take bounded
+    time."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._steps_left = _MAX_STEPS
 
     def of_all(self, schemas: Sequence[Any]) -> bool:
-        """Whether all pairs of the schemas are known to exclude each other."""
+        """Whether each two of the schemas provably exclude each other."""
         return all(self._of(one, other, 0) for one, other in combinations(schemas, 2))
 
     def _of(self, one: Any, other: Any, depth: int) -> bool:
@@ -43,7 +44,7 @@ class Disjointness:
         return kinds == {"object"} and self._of_objects(one, other, depth + 1)
 
     def _part_of(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether a schema excludes the other one by its reference or its combined schemas."""
+        """Whether the reference or the combined schemas of `one` prove that it excludes `other`."""
         parts = [target_of(one["$ref"], self._root)] if "$ref" in one else []
         parts += _list(one, "allOf")
         if any(self._of(part, other, depth) for part in parts):
@@ -52,8 +53,9 @@ class Disjointness:
         return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
 
     def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether schemas of objects exclude each other: one requires a property that the other
-        does not allow, or both require a property with schemas that exclude each other."""
+        """Whether two schemas of objects exclude each other. This is so if one requires a property
+        that the other does not allow, or if both require a property with schemas that exclude each
+        other."""
         for first, second in ((one, other), (other, one)):
             required = [name for name in _list(first, "required") if isinstance(name, str)]
             named, others = first.get("properties"), second.get("properties", {})
@@ -73,7 +75,8 @@ class Disjointness:
         return False
 
     def _values(self, schema: dict[str, Any]) -> set[str] | None:
-        """Returns all values that a schema allows, as JSON; None if it lists none."""
+        """Returns all values that a schema allows, as JSON; None if the schema does not list its
+        values."""
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(listed, list):
             return None
@@ -91,7 +94,7 @@ def _list(schema: dict[str, Any], name: str) -> list[Any]:
 
 
 def kinds_of(schema: dict[str, Any]) -> frozenset[str]:
-    """Returns the types of values that a schema's `type`, `const` and `enum` allow."""
+    """Returns the types of the values that a schema's `type`, `const` and `enum` allow."""
     kinds = _KINDS
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -112,7 +115,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _plain_numbers(value: Any) -> Any:
-    """Returns a JSON value with 1 in place of 1.0, which are one number."""
+    """Returns the JSON value with 1 in place of 1.0, because both are the same number."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -1,4 +1,5 @@
-"""Finds the place in a schema that the grammar library refuses without naming it."""
+"""Finds the place in a schema that makes llguidance refuse it. The library's message names no
+place."""
 
 from __future__ import annotations
 
@@ -19,16 +20,15 @@ Keys = tuple[Any, ...]
 
 
 class _TooManyTrialsError(Exception):
-    """The limit of trials or of time is reached."""
+    """Raised at the limit on the number or the time of trials."""
 
 
 def place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]], str]) -> Keys:
     """Returns the keys that lead to the deepest schema, or keyword, that causes the refusal.
 
-    `reason_of` returns why the library refuses a schema. Parts are removed for a trial: if
-    the schema is then accepted, or refused for another reason, the removed part holds the cause.
-    Number and time of the trials are limited, so the place of a fault in a large schema may stay
-    vague.
+    `reason_of` returns why llguidance refuses a schema. Each trial removes a part of the schema. If
+    the rest is accepted, or refused for another reason, the removed part contains the cause. The
+    number and the time of trials are limited, so in a large schema the result may be less deep.
     """
     ends_at = time.monotonic() + _MAX_SECONDS
     reason = reason_of(schema)
@@ -58,7 +58,7 @@ def place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]],
             place = _cause(inside, persists_without)
         for name in node:
             lacking = {key: value for key, value in node.items() if key != name}
-            if node[name] == []:  # how a schema that nothing matches is written
+            if node[name] == []:  # nothing matches such a schema
                 continue
             if not persists_in(_with(schema, place, lacking)):
                 return (*place, name)
@@ -93,8 +93,8 @@ def _cause(places: list[Keys], persists_without: Callable[[list[Keys]], bool]) -
 
 
 def _in_order(node: dict[str, Any]) -> list[Keys]:
-    """Returns the places of the schemas inside, definitions first: they hold the faults of their
-    references."""
+    """Returns the keys that lead to each child schema. Definitions come first, because they contain
+    the faults of the references to them."""
     places = [keys for keys, child, _ in children(node) if isinstance(child, dict)]
     return sorted(places, key=lambda keys: keys[0] not in ("$defs", "definitions"))
 

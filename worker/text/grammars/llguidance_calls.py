@@ -1,6 +1,6 @@
-"""Compiles a grammar, in a worker and, before that, in the process that tests it.
+"""Calls llguidance to compile a grammar, in a worker and in the process that tests new grammars.
 
-This is a separate module so that the process starts quickly.
+This code is in a separate module so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ if TYPE_CHECKING:
 _SILENT = 0
 _MAX_REASON = 300
 _LISTING = re.compile(r"\n +\d+ \| ")
-"""The first line of a grammar that a message shows."""
+"""Matches the place in an error message where the listing of the grammar begins."""
 _PATTERN = re.compile(r"(?<=regex parse error: ).* error: ")
-"""The pattern that a message shows, which may be long."""
+"""Matches the pattern that an error message repeats, which may be long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer's data for the library (see LLTokenizer)."""
+    """The data of a tokenizer from which llguidance makes an LLTokenizer."""
 
     tokenizer_json: str
     num_tokens: int
     end_token_ids: list[int]
 
     def load(self) -> LLTokenizer:
-        """Pass the data to the library. Raises ValueError if it cannot use the tokenizer."""
+        """Returns llguidance's tokenizer. Raises ValueError if llguidance cannot use this
+        vocabulary."""
         from llguidance import LLTokenizer
 
         ends = self.end_token_ids or None
@@ -37,14 +38,15 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
-    """Returns a matcher at the beginning of a grammar. It holds the error of a wrong grammar."""
+    """Returns a matcher at the beginning of a grammar. If the grammar is wrong, the matcher has the
+    error."""
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary, text, log_level=_SILENT)
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Returns the library's message on one line, without the grammar and its state."""
+    """Returns the matcher's error message on one line, without the grammar and the state."""
     message = _LISTING.split(matcher.get_error().split("<state>")[0])[0]
     message = _PATTERN.sub("", " ".join(message.split()))
     return message if len(message) <= _MAX_REASON else message[: _MAX_REASON - 3] + "..."

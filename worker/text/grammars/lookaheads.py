@@ -1,4 +1,4 @@
-"""Replaces look-aheads at the beginning of a pattern, which the grammar library does not know."""
+"""Replaces look-aheads at the beginning of a pattern, because llguidance does not support them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from itertools import accumulate, groupby
 
 _TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _CHARACTER = re.compile(r"\\[dwsDWSnrt]|\\[^\w\s]|\[(?!\^?\]).*\]|[^\\\[\](){}.*+?^$|]", re.DOTALL)
-"""Matches a token that stands for one character."""
+"""Matches a token of a pattern that stands for exactly one character of a text."""
 _LONGEST = 1000
 _DEPTHS = {"(": 1, ")": -1}
 _ANY = r"[\s\S]*"
 
 
 def without_lookaheads(pattern: str) -> list[str] | None:
-    """Returns patterns without look-aheads. A text that matches all of these patterns matches
-    `pattern`, but they may exclude texts that `pattern` allows. Returns None if the pattern does
-    not begin with look-aheads, or cannot be split in this way."""
+    """Returns patterns without look-aheads, which together replace `pattern`. A text that matches
+    all of them matches `pattern`, but they may exclude texts that `pattern` allows. Returns None if
+    the pattern does not begin with look-aheads, or if they cannot be replaced."""
     if len(pattern) > _LONGEST or not pattern.startswith("^(?"):
         return None
     tokens = _TOKEN.findall(pattern)
@@ -39,7 +39,8 @@ def without_lookaheads(pattern: str) -> list[str] | None:
 
 
 def _beginning(alternatives: list[list[str]]) -> str | None:
-    """Returns a pattern of texts that begin with one of these; None if there is no such pattern."""
+    """Returns a pattern of the texts that begin with one of the alternatives; None if no such
+    pattern can be made."""
     texts = []
     for tokens in alternatives:
         is_whole = tokens[-1:] == ["$"]
@@ -51,7 +52,9 @@ def _beginning(alternatives: list[list[str]]) -> str | None:
 
 
 def _not_beginning(tokens: list[str]) -> str | None:
-    """Returns the pattern of all other texts, for a few characters or one repeated anywhere."""
+    """Returns a pattern of the texts that a negative look-ahead for `tokens` allows. The tokens
+    must be a few characters, or one repeated character anywhere in the text; otherwise returns
+    None."""
     is_anywhere, is_whole = tokens[:2] == [".", "*"], tokens[-1:] == ["$"]
     characters = tokens[2 * is_anywhere : -1 if is_whole else None]
     if not characters or not all(map(_CHARACTER.fullmatch, characters)):
@@ -76,12 +79,12 @@ def _other_than(character: str) -> str:
 
 
 def _depths(tokens: list[str]) -> list[int]:
-    """Returns the depth of groups after each token."""
+    """Returns for each token how many groups are open after it."""
     return [*accumulate(_DEPTHS.get(token, 0) for token in tokens)]
 
 
 def _alternatives(tokens: list[str]) -> list[list[str]]:
-    """Returns the tokens between the bars that are in no group."""
+    """Splits the tokens at each `|` that is outside of all groups."""
     alternatives: list[list[str]] = [[]]
     for each, depth in zip(tokens, _depths(tokens), strict=True):
         if each == "|" and depth == 0:

@@ -1,4 +1,4 @@
-"""Rewrites keywords that the grammar library refuses although they add no constraint."""
+"""Rewrites keywords that llguidance refuses although they add no constraint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _APPLICATORS = frozenset(
         *("dependentSchemas", "else", "if", "not", "oneOf", "then"),
     }
 )
-"""Keywords that may evaluate a property or an item beside those which name them."""
+"""Keywords that may evaluate properties or items in addition to the keywords that name them."""
 _MAX_REFERENCES = 8
 _HINTS = frozenset(
     {
@@ -42,7 +42,7 @@ _HINTS = frozenset(
         *("double", "float", "int32", "int64", "textarea"),
     }
 )
-"""Formats that do not constrain a text's letters: they are for display, use or numbers."""
+"""Formats without a constraint on the text: for display or for numbers."""
 _STANDARD_FORMATS = frozenset(
     {
         *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname"),
@@ -50,11 +50,12 @@ _STANDARD_FORMATS = frozenset(
         *("relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"),
     }
 )
-"""Any other format beside a `pattern` is a name for that pattern, as zod writes it."""
+"""Formats of the standard. Any other format beside a `pattern` only names that pattern, as in
+zod."""
 
 
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema for the library. Every value that matches it matches `schema`, too.
+    """Returns a schema that llguidance supports. Each value that matches it also matches `schema`.
 
     A `oneOf` whose schemas exclude each other becomes an `anyOf`.
     """
@@ -108,9 +109,10 @@ class _Plain:
 
 
 def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema that requires the properties that distinguish the schemas of a `oneOf`.
+    """Returns the schema with each `discriminator` of a `oneOf` as a required property of its
+    schemas.
 
-    pydantic leaves them out of `required` where they have a default.
+    pydantic does not require such a property if it has a default.
     """
     if not any("discriminator" in node and "oneOf" in node for node in all_objects(schema)):
         return schema
@@ -155,7 +157,7 @@ def _needs_nothing(dependency: Any) -> bool:
 
 
 def _are_required(dependencies: Any, required: list[Any]) -> bool:
-    """Whether the properties that others depend on are required anyway."""
+    """Whether `required` already contains all properties that other properties depend on."""
     known = {name for name in required if isinstance(name, str)}
     return isinstance(dependencies, dict) and all(
         isinstance(names, list)
@@ -186,7 +188,8 @@ _IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": _accepts_all,
     "uniqueItems": lambda value: value is False,
 }
-"""Tests whether a keyword's value is no constraint, beside any other keyword."""
+"""For each keyword, a test whether its value adds no constraint, whatever the other keywords
+are."""
 _OF_KIND = {
     "array": ("contains", "maxContains", "minContains", "unevaluatedItems", "uniqueItems"),
     "object": (
@@ -194,12 +197,13 @@ _OF_KIND = {
         *("minProperties", "propertyNames", "unevaluatedProperties"),
     ),
 }
-"""Keywords that constrain values of one type alone."""
+"""Keywords that constrain values of one type only, by type."""
 
 
 def _idle(schema: dict[str, Any]) -> list[str]:
-    """Returns the keywords that are no constraint. The schemas inside are plain already."""
-    keywords = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # beside some `$ref` the library minds
+    """Returns the keywords of a schema that add no constraint. Call this after `plain` for child
+    schemas."""
+    keywords = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # refused beside a `$ref`
     keywords += [
         name for name, is_idle in _IDLE_VALUES.items() if name in schema and is_idle(schema[name])
     ]
@@ -235,7 +239,7 @@ def _idle(schema: dict[str, Any]) -> list[str]:
 
 
 def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with keywords of the library for those that it does not know."""
+    """Returns the schema with keywords that llguidance supports in place of others."""
     pattern, members = schema.get("pattern"), schema.get("allOf", [])
     if isinstance(pattern, str) and isinstance(members, list):
         first, *others = without_lookaheads(pattern) or [pattern]
@@ -273,6 +277,7 @@ def _without(schema: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _count(schema: dict[str, Any], name: str, default: float = nan) -> float:
-    """Returns the keyword's number or, if it has none, the default. NaN compares as false."""
+    """Returns the number of a keyword, or the default if the keyword has no number. Each comparison
+    with NaN is false."""
     value = schema.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else default

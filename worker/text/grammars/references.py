@@ -1,4 +1,4 @@
-"""Follows references inside a schema."""
+"""Resolves references inside a schema."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ _RESOLVED = _NAMES.union(_REFERENCES[1:])
 
 
 def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema whose references are JSON pointers, and which names no part otherwise.
+    """Returns the schema with JSON pointers as references, and without `$id` and anchors.
 
-    A reference to another document stays, and so does a dynamic one that has several targets.
+    A reference to another document does not change. A dynamic reference that has several targets
+    does not change either.
     """
     if all(_RESOLVED.isdisjoint(node) for node in all_objects(schema)):
         return schema
     places: dict[tuple[str, str], str] = {}
-    """The pointers by (address, anchor); with an empty anchor to the schema of that address."""
+    """The JSON pointers of schemas, by (address, anchor). The anchor is empty for the schema of the
+    whole address."""
     dynamic: Counter[str] = Counter()
     for node, path, base in _placed(schema, "#", ""):
         _, _, former = _text(node, "$id").partition("#")  # draft 7 has anchors there
@@ -58,7 +60,8 @@ def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _placed(schema: Any, path: str, base: str) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yields each schema with its path and the address of the document that it belongs to."""
+    """Yields each schema with its path and the address (`$id`) of the document that it belongs
+    to."""
     if isinstance(schema, dict):
         base = _joined(base, _text(schema, "$id"))
         yield schema, path, base
@@ -79,7 +82,7 @@ def _text(schema: dict[str, Any], name: str) -> str:
 
 
 def all_objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yields each object of a schema, at all depths."""
+    """Yields each JSON object in a schema, at all depths."""
     left = [schema]
     while left:
         item = left.pop()
@@ -91,6 +94,6 @@ def all_objects(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def all_references(schema: Any) -> set[str]:
-    """Returns each `$ref` of a schema."""
+    """Returns all values of `$ref` in a schema."""
     references = (item.get("$ref") for item in all_objects(schema))
     return {reference for reference in references if isinstance(reference, str)}

@@ -1,6 +1,6 @@
-"""Turns the output format that a request wants into masks over the vocabulary, with llguidance.
+"""Turns the output format of a request into masks over the vocabulary, with the library llguidance.
 
-The library is imported, and gets the vocabulary, when a request first needs it.
+The first request with an output format imports the library and passes the vocabulary to it.
 """
 
 from __future__ import annotations
@@ -50,26 +50,28 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 WHITESPACE = "[ ]"
-"""At most one space between the tokens of JSON. Indentation wastes tokens, and without a limit a
-weak model may write white space for ever."""
+"""White space between the tokens of JSON: at most one space. Indentation wastes tokens, and without
+a limit a weak model may write white space for ever."""
 
 _MAX_COMPILED = 256
 _MAX_REFUSED = 1024
 _MAX_CACHED_CHARS = 2**21
-"""The limit for all compiled grammars together. A character takes up to 40 bytes of memory."""
+"""The most characters of all cached grammars together. A character takes up to 40 bytes of
+memory."""
 _MAX_THREADS = 4
 
 
 class NewGrammarError(Exception):
-    """A grammar is not known yet, and compiling it may take long."""
+    """Raised if a grammar is not compiled yet and compiling it may take long."""
 
 
 class Grammars:
-    """Makes the grammars of the outputs that requests want. Thread-safe.
+    """Compiles the grammars that requests demand for their outputs. Thread-safe.
 
-    The last 256 schemas that were used stay compiled, or fewer if they are large. With `vets`, a
-    new schema is first tried out in a process that can be killed. Without it, all are trusted. The
-    `style` of a forced call is by default the one that the tokenizer's template shows.
+    The 256 grammars that were used last stay compiled, or fewer if they are large. With `vets`, a
+    new grammar is first compiled in a process that can be killed. Without `vets`, all grammars are
+    trusted. `style` is the style of a forced call; by default it comes from the tokenizer's
+    template.
     """
 
     def __init__(
@@ -95,10 +97,12 @@ class Grammars:
     def start(
         self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
     ) -> LLGrammar:
-        """Returns the grammar of an output that has no token yet and may end with these end tokens.
+        """Returns the grammar of an output that has no token yet. The output may end with
+        `end_token_ids`.
 
-        Raises InvalidRequestError, with the reason, if the library refuses the schema or if it
-        exceeds a limit. With `only_known`, raises NewGrammarError if it had to be compiled.
+        Raises InvalidRequestError, with the reason, if llguidance refuses the schema or if the
+        schema exceeds a limit. With `only_known`, raises NewGrammarError instead of compiling a
+        grammar.
         """
         if only_known and self._masker is None:
             raise NewGrammarError
@@ -107,7 +111,7 @@ class Grammars:
         return LLGrammar(matcher, masker, end_token_ids)
 
     def close(self) -> None:
-        """End the process that tries out schemas."""
+        """End the process that tests new grammars, if there is one."""
         if self._vetter is not None:
             self._vetter.close()
 
@@ -154,7 +158,7 @@ class Grammars:
             return LLMatcher.grammar_from_lark(wanted.grammar)
         ours = self._tokenizer
         if isinstance(wanted, RegexOutput):
-            # The library drops a backslash that escapes nothing.
+            # llguidance drops a backslash that escapes nothing.
             if (len(wanted.regex) - len(wanted.regex.rstrip("\\"))) % 2:
                 raise ValueError("it ends with a backslash, which escapes nothing")
             return LLMatcher.grammar_from_regex(wanted.regex)
@@ -203,7 +207,8 @@ class Grammars:
         raise _error(wanted.field, message)
 
     def _reason_against(self, masker: LLMasker, text: str) -> str:
-        """Returns why the library refuses a grammar; empty if it accepts it or takes too long."""
+        """Returns the reason why llguidance refuses a grammar; empty if it accepts the grammar, or
+        takes too long."""
         if self._vetter is None:
             return reason_of(masker.compile(text))
         try:
@@ -226,7 +231,7 @@ def _not_possible(field: str, reason: str) -> InvalidRequestError:
 
 
 class LLMasker:
-    """The library's Masker, which also holds the vocabulary and compiles grammars for it."""
+    """Implements `Masker` with llguidance. Holds the vocabulary, and compiles grammars for it."""
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         from llguidance import LLExecutor
@@ -235,7 +240,7 @@ class LLMasker:
         num_threads = max(1, min((os.cpu_count() or 1) // 2, _MAX_THREADS))
         self._executor: LLExecutor = LLExecutor(num_threads=num_threads)
         self.model_ends = frozenset(vocabulary.eos_tokens)
-        """The tokens with which the library lets an output end."""
+        """The end tokens of the model, which llguidance allows where an output may end."""
         self.num_words = (vocabulary.vocab_size + 31) // 32
 
     def compile(self, text: str) -> LLMatcher:
@@ -254,7 +259,8 @@ class LLMasker:
 
 
 class LLGrammar:
-    """The library's Grammar. It also offers `rollback` and `validate_tokens`, for drafts."""
+    """Implements `Grammar` with llguidance. Also has `rollback` and `validate_tokens`, for
+    drafts."""
 
     __slots__ = ("_all_ends", "_ends_to_allow", "_ends_to_ban", "masker", "matcher")
 
@@ -281,7 +287,8 @@ class LLGrammar:
             raise GrammarError(reason_of(self.matcher))
 
     def correct_ends(self, mask: npt.NDArray[np.int32]) -> None:
-        """Correct the mask if the end tokens of the request are not those of the model."""
+        """Change a mask so that it allows the end tokens of the request instead of those of the
+        model."""
         if not (self._ends_to_allow or self._ends_to_ban):
             return
         may_end = self.matcher.is_accepting()
@@ -296,8 +303,8 @@ class LLGrammar:
 def _choice(
     wanted: ChoiceOutput, added_tokens: Mapping[str, int], special_tokens: Mapping[str, int]
 ) -> str:
-    """Returns a Lark grammar. One terminal has all texts without added tokens: a rule for each text
-    would make masks slow.
+    """Returns a Lark grammar that accepts one of the texts. A single terminal has all texts without
+    added tokens, because a rule for each text would make masks slow.
 
     Raises ValueError if a text contains a special token, because outputs never show these tokens.
     """
@@ -310,7 +317,9 @@ def _choice(
             continue
         for name in held:
             if name in special_tokens:
-                raise ValueError(f"{shown(text)} holds {name}, a special token and no text")
+                raise ValueError(
+                    f"{shown(text)} holds {name}, a special token, which is never in a text"
+                )
         others.append(terms(text, added_tokens))
     if not letters:
         return f"%llguidance {{}}\nstart: {' | '.join(others)}"
@@ -319,9 +328,9 @@ def _choice(
 
 
 def _simplified(wanted: Output) -> Output:
-    """Returns the output with schemas that the library takes.
+    """Returns the output format with schemas that llguidance supports.
 
-    Raises InvalidRequestError for a long schema or grammar.
+    Raises InvalidRequestError if a schema or grammar is too long.
     """
     if isinstance(wanted, GrammarOutput):
         _check_length(len(wanted.grammar), wanted.field)
@@ -336,7 +345,7 @@ def _simplified(wanted: Output) -> Output:
 
 
 def _placed_schemas(wanted: Output) -> list[tuple[str, dict[str, Any], bool]]:
-    """Returns (path, schema, whether it is strict) for each schema of an output."""
+    """Returns (path, schema, whether it is strict) for each schema in an output format."""
     if isinstance(wanted, JsonOutput):
         return [(f"{wanted.field}.json_schema.schema", wanted.schema, wanted.strict)]
     if isinstance(wanted, ToolCallOutput):
@@ -353,7 +362,8 @@ def _check_length(num_chars: int, field: str) -> None:
 
 
 def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) -> str:
-    """Returns the message about an output that the library refuses, with the place in a schema."""
+    """Returns the error message for an output format that llguidance refuses. The message names the
+    place of the fault in a schema."""
     if isinstance(wanted, GrammarOutput):
         if listed := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
             reason = f"line {listed[1]}: {_reworded(listed[2])}"
@@ -381,7 +391,7 @@ _NOT_ENFORCED = 'cannot be enforced; leave it out, or send "strict": false, whic
 
 
 def _reworded(reason: str) -> str:
-    """Returns the library's reason in the words of JSON schema."""
+    """Returns llguidance's reason in the words of JSON schema."""
     reason = reason.split("failed to compile JSON schema: ")[-1]
     if match := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
         return f"{match[1].replace(chr(34), '')} {_NOT_ENFORCED}"

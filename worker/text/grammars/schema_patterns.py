@@ -1,7 +1,7 @@
 """Counts the patterns of a schema that one value may have to match all at once.
 
-Matching n such patterns costs the library 2^n, either at compile time or only in a step of the
-engine, when a text reaches that point. So a limit is checked before anything is tried out.
+Matching n such patterns costs llguidance 2^n, either at compile time or only in a step of the
+engine, when a text reaches that point. So this number is checked before llguidance gets a schema.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from promptq.worker.text.grammars.references import all_objects
 
 MAX_COMBINED_PATTERNS = 12
-"""The limit for a schema that combines others. With this number, a token takes 13 ms."""
+"""The most patterns of a schema that combines others. With 12 patterns, a token takes 13 ms."""
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _ANNOTATIONS = frozenset(
@@ -29,11 +29,11 @@ _ANNOTATIONS = frozenset(
 
 
 def num_combined_patterns(schema: Mapping[str, Any]) -> int:
-    """Returns an upper bound of the different patterns that one value may have to match; 0 if none
-    are combined.
+    """Returns an upper bound of the different patterns that one value may have to match at once; 0
+    if the schema combines no patterns.
 
-    If the schema combines anything, all of its patterns count. An exact number would require
-    following all references. Names of properties may count as keywords.
+    If the schema combines anything, all of its patterns count, because an exact number would
+    require following all references. A property whose name is a keyword may count as that keyword.
     """
     patterns: set[tuple[str, str]] = set()
     combines = False
@@ -49,10 +49,11 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
 
 
 def num_patterns_of_lark(grammar: str) -> int:
-    """Returns an upper bound of the patterns for one text in a Lark grammar with its schemas."""
+    """Returns an upper bound of the patterns that one text may have to match at once, in a Lark
+    grammar including its JSON schemas."""
     count = 0
     for match in re.finditer(r"%json\s*", grammar):
-        with suppress(ValueError):  # no schema, so the library refuses it, or a text
+        with suppress(ValueError):  # not a schema (llguidance refuses it), or a text
             schema, _ = json.JSONDecoder().raw_decode(grammar, match.end())
             count += num_combined_patterns({"schema": schema})
     num_intersections = _LARK_TEXT.sub("", grammar).count("&")
@@ -60,7 +61,7 @@ def num_patterns_of_lark(grammar: str) -> int:
 
 
 _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
-"""Texts, comments and regular expressions of a Lark grammar."""
+"""Matches the strings, comments and regular expressions of a Lark grammar."""
 
 
 def _combines(schema: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Texts as terms of a Lark grammar."""
+"""Writes texts as terms of a Lark grammar."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 MAX_GRAMMAR_CHARS = 2**18
-"""The most characters of a grammar."""
+"""The most characters that a grammar may have."""
 
 
 @lru_cache(maxsize=4)
 def any_of(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Returns a pattern of the names, longest first, with a group that keeps them in a split."""
+    """Returns a pattern that matches any of the names, longest first. Its group makes `re.split`
+    keep the names."""
     any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     return re.compile(f"({any_name})" if names else "((?!))")
 
 
 def terms(text: str, added_tokens: Mapping[str, int]) -> str:
-    """Returns the text in a Lark grammar. Added tokens are written by id: letters would not match
-    them."""
+    """Returns the text as terms of a Lark grammar. Added tokens are written by id, because letters
+    would not match them."""
     pieces = any_of(tuple(added_tokens)).split(text)
     return " ".join(
         f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)

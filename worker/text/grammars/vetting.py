@@ -1,8 +1,8 @@
-"""Tries out grammars in a separate process, which is killed if a grammar needs too much.
+"""Compiles new grammars in a separate process, which is killed if a grammar needs too much.
 
-The library's own limits are not enough: time and memory may double with each further pattern of a
-schema, in one call that cannot be interrupted. A worker compiles only grammars that the process
-survived. The process runs this module.
+llguidance's own limits are not enough: time and memory may double with each further pattern of a
+schema, in one call that cannot be interrupted. A worker compiles a grammar only after this process
+has compiled it within the limits. The process runs this module.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from typing import IO, Any, cast
 from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_grammar, reason_of
 
 COMPILE_SECONDS = 1.0
-"""CPU time that a grammar may take, for compiling and the first masks together."""
+"""CPU seconds that a grammar may take, for compiling and its first masks together."""
 COMPILE_BYTES = 128 * 2**20
-"""Memory that a grammar may take."""
+"""Bytes of memory that a grammar may take."""
 MASK_SECONDS = 0.1
-"""CPU time that a mask may take, because in a worker the step of all sequences waits for it."""
+"""CPU seconds that a mask may take. In a worker, the step of all sequences waits for a mask."""
 _MASKS = 32
 _WALL_SECONDS = 25.0
-"""The longest time for a grammar, so that a busy machine does not delay a preparation for ever."""
+"""The most seconds for a grammar by the wall clock. A busy machine must not delay a preparation for
+ever."""
 _ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""The environment variables that the process gets. The worker's other variables say how to reach
-Redis."""
+"""The only environment variables that the process gets. Other variables of the worker contain the
+password of Redis."""
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
-"""The signals with which its own limits end the process. All others come from outside."""
+"""The signals that end the process at its own limits. All other signals come from outside."""
 
 
 class NotVettedError(Exception):
-    """A grammar takes too much time or memory, or could not be tested. The message says which.
+    """Raised if a grammar takes too much time or memory, or could not be tested. The message has
+    the reason.
 
     `is_certain` is False if the next try may succeed.
     """
@@ -50,10 +52,10 @@ class NotVettedError(Exception):
 
 
 class Vetter:
-    """Controls a worker's process that tries out grammars. The process starts when first needed,
-    and again after a kill.
+    """Controls the process that tests a worker's grammars. The process starts when it is first
+    needed, and again after a kill.
 
-    Thread-safe: one grammar is tried out at a time.
+    Thread-safe: the process tests one grammar at a time.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -62,22 +64,24 @@ class Vetter:
         self._lock = threading.Lock()
 
     def vet(self, grammar: str) -> str:
-        """Returns the reason why the library refuses a grammar; empty if it accepts it.
+        """Returns the reason why llguidance refuses a grammar; empty if llguidance accepts it.
 
-        Raises NotVettedError if this takes too long or too much memory, or cannot be tested.
+        Raises NotVettedError if the grammar takes too much time or memory, or cannot be tested.
         """
-        with self._lock:  # a second try, as somebody may have ended the process long ago
+        with self._lock:  # tries twice, because the process may have been killed before
             reply = self._ask(grammar) or self._ask(grammar)
         if reply is None:
             raise NotVettedError(
-                "could not be tried out: the process that does it ends at once", is_certain=False
+                "could not be tested: the process that tests grammars ends at once",
+                is_certain=False,
             )
         if too_much := reply["too_much"]:
             raise NotVettedError(too_much)
         return reply["error"]
 
     def _ask(self, grammar: str) -> dict[str, str] | None:
-        """Returns the reply of the process; None if it ended without one, and by no limit."""
+        """Returns the reply of the process. Returns None if the process ended without a reply, and
+        not because of a limit."""
         process = self._process = self._process or self._start()
         is_overdue = threading.Event()
 
@@ -104,7 +108,7 @@ class Vetter:
                 )
             if is_overdue.is_set():
                 raise NotVettedError(
-                    f"could not be tried out within {_WALL_SECONDS:g} s: the machine is too busy",
+                    f"could not be tested within {_WALL_SECONDS:g} s: the machine is too busy",
                     is_certain=False,
                 )
         return reply
@@ -116,7 +120,7 @@ class Vetter:
                 self._end(self._process)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # What the library writes to standard error may quote the grammar.
+        # llguidance may quote the grammar on standard error.
         process = subprocess.Popen(  # noqa: S603 # this Python, a module of ours
             [sys.executable, "-P", "-m", __spec__.name],
             stdin=subprocess.PIPE,
@@ -124,7 +128,7 @@ class Vetter:
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         )
-        with suppress(OSError):  # the reader of its reply notices that it has ended
+        with suppress(OSError):  # reading the reply reports that the process has ended
             _write(process.stdin, asdict(self._vocabulary))
         return process
 
@@ -133,7 +137,7 @@ class Vetter:
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # nobody reads what was not written yet
+            with suppress(OSError):  # the process no longer reads the rest
                 cast("IO[bytes]", pipe).close()
 
 
@@ -145,13 +149,13 @@ def _write(pipe: IO[bytes] | None, message: Any) -> None:
 
 
 def _read(pipe: IO[bytes] | None) -> Any:
-    """Returns the next message; None at the end."""
+    """Returns the next message; None at the end of the pipe."""
     line = cast("IO[bytes]", pipe).readline()
     return json.loads(line) if line.endswith(b"\n") else None
 
 
 def main() -> None:
-    """Vet one grammar after another, until standard input ends."""
+    """Test one grammar after another, until standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a draining worker may still need it
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -165,14 +169,14 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # its signal ends the process
         try:
             reply = _try_out(grammar, vocabulary)
-        except BaseException:  # no memory, or a panic of the library
+        except BaseException:  # no memory, or a panic of llguidance
             os.abort()
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(replies, reply)
 
 
 def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
-    """Compile a grammar, and follow one path through it."""
+    """Compile a grammar, and compute the masks along one random output."""
     matcher = compile_grammar(vocabulary, grammar)
     if matcher.is_error():
         return {"error": reason_of(matcher), "too_much": ""}
@@ -185,7 +189,7 @@ def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
         allowed = [token_id for token_id in _tokens(mask) if token_id not in vocabulary.eos_tokens]
         if not allowed or not matcher.consume_token(rng.choice(allowed)):
             break
-    if matcher.is_error():  # the library accepts some grammars that it cannot follow
+    if matcher.is_error():  # llguidance compiles some grammars that fail later
         return {"error": reason_of(matcher), "too_much": ""}
     if not (allowed or matcher.is_accepting() or matcher.is_stopped()):
         return {"error": "no text matches it", "too_much": ""}

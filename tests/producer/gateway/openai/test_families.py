@@ -366,8 +366,8 @@ def test_a_stop_string_with_a_special_token_and_more_is_refused(
         with pytest.raises(RequestFailedError) as caught:
             client.generate(**fields)
     said = (
-        "stop: '[ARGS]{' holds '[ARGS]', a special token, which is no text; '[ARGS]' alone ends the"
-        " output at that token"
+        "stop: '[ARGS]{' holds '[ARGS]', a special token, which is never in a text; '[ARGS]' alone"
+        " ends the output at that token"
     )
     assert said in str(caught.value)
     with pytest.raises(

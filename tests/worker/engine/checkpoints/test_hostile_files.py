@@ -360,4 +360,4 @@ def test_weights_that_are_no_numbers_are_named(
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     options = LoadOptions(device="cpu", dtype=dtype)
     said = refusal(lambda: load_runner(str(folder), options))
-    assert said == f"llama: logits are not numbers: the weight {name} {expected}"
+    assert said == f"llama: logits are not finite: the weight {name} {expected}"

@@ -197,8 +197,8 @@ def test_a_gguf_file_that_is_damaged_is_named(tmp_path: Path) -> None:
         ({"architecture": "gemma3"}, "of the architecture 'gemma3', and GGUF files of llama"),
         ({"split.count": 3}, "is one of 3 parts; make one file of them with llama-gguf-split"),
         ({"llama.rope.scaling.type": "yarn"}, "positions are scaled by 'yarn'"),
-        ({"llama.rope.scale_linear": 2.0}, "rope.scale_linear is 2.0, which is not read"),
-        ({"llama.attention.scale": 0.5}, "attention.scale is 0.5, which is not read"),
+        ({"llama.rope.scale_linear": 2.0}, "rope.scale_linear is 2.0, which is not supported"),
+        ({"llama.attention.scale": 0.5}, "attention.scale is 0.5, which is not supported"),
     ],
 )
 def test_what_a_gguf_file_has_and_is_not_read_is_named(

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 def write_cache(
     key: torch.Tensor, value: torch.Tensor, cache: LayerCache, layout: StepLayout
 ) -> None:
-    """Writes `key` [T, num_kv_heads, key_size] and `value` to their places in the cache.
+    """Write `key` [T, num_kv_heads, key_size] and `value` [T, num_kv_heads, value_size] to the
+    cache.
 
-    Rows whose block is -1 pad the step and are not written.
+    Rows whose write block is -1 only pad the step, and are not written.
     """
     num_rows, num_kv_heads, key_size = key.shape
     _write_kernel[(num_rows, num_kv_heads)](
@@ -62,7 +63,7 @@ def _write_kernel(
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ) -> None:
-    """One program for each row and KV head."""
+    """Each program writes K and V of one row for one KV head."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     block = tl.load(write_blocks + row)

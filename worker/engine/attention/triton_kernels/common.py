@@ -1,4 +1,4 @@
-"""Code that the Triton kernels share: scores, visible positions, and sizes of tiles.
+"""Functions that the Triton kernels share: scores, visible positions, and sizes of tiles.
 
 Without a GPU the kernels run in Triton's interpreter, if TRITON_INTERPRET=1 is set before they are
 imported.
@@ -26,8 +26,8 @@ PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
 
 MAX_KEYS_PER_TILE = 64
 _A_CARD = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 2}
-"""The card for which launches in the interpreter are planned. Since it has few processors, a
-program takes several parts of the work."""
+"""The GPU for which launches in the interpreter are planned. It has few processors, so that a
+program gets several parts of the work."""
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def block_ids(
 ) -> tl.tensor:
     """Returns the block of each `token` below `end`, from a sequence's row of the block table.
 
-    Loops load the blocks of the next tile, so that reads of K and V wait for no other read. The
+    Loops load the blocks of the next tile, so that no read of K and V waits for another read. The
     compiler can then start these reads iterations ahead.
     """
     return tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0)
@@ -46,13 +46,13 @@ def block_ids(
 def rows_of(
     cache: tl.tensor, place: tl.tensor, column: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Returns the rows of K or V at `place`, zero outside of the mask."""
+    """Returns the rows of K or V at the indices `place`, zero outside of the mask."""
     return tl.load(cache + place[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def first_visible(position: tl.tensor, pattern_size: tl.tensor, PATTERN: tl.constexpr) -> tl.tensor:
-    """Computes Pattern.first_visible on the device."""
+    """Returns the result of Pattern.first_visible, computed on the device."""
     first = position * 0
     if PATTERN == SLIDING:
         first = tl.maximum(position + 1 - pattern_size, 0)
@@ -71,7 +71,8 @@ def dot(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def widened(tile: tl.tensor, queries: tl.tensor) -> tl.tensor:
-    """Returns K or V, in the dtype of the queries if the cache keeps 8 bits."""
+    """Returns a tile of K or V. If the cache has 8-bit numbers, the tile is converted to the dtype
+    of the queries."""
     if tile.dtype.primitive_bitwidth == 8:
         tile = tile.to(queries.dtype)
     return tile
@@ -79,9 +80,9 @@ def widened(tile: tl.tensor, queries: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def in_fp8(numbers: tl.tensor) -> tl.tensor:
-    """Returns numbers rounded to e4m3, as cards round. Numbers beyond 448 become 448."""
+    """Returns numbers rounded to e4m3 as GPUs round them. Numbers beyond 448 become 448."""
     numbers = numbers.to(tl.float32)
-    if INTERPRETED:  # the interpreter forgets the carry of the last bit that stays
+    if INTERPRETED:  # the interpreter loses the carry when it rounds up
         bits = numbers.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
         numbers = tl.clamp(bits.to(tl.float32, bitcast=True), -448.0, 448.0)
@@ -90,7 +91,8 @@ def in_fp8(numbers: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def as_kept(tile: tl.tensor, cache: tl.tensor) -> tl.tensor:
-    """Returns K or V, in FP8 if the cache keeps 8 bits."""
+    """Returns a tile of K or V in the dtype of the cache: converted to FP8 if the cache has 8-bit
+    numbers."""
     if cache.dtype.element_ty.primitive_bitwidth == 8:
         tile = in_fp8(tile)
     return tile
@@ -104,7 +106,7 @@ def scores_of(
     softcap: tl.tensor,
     HAS_SOFTCAP: tl.constexpr,
 ) -> tl.tensor:
-    """Returns [queries, keys]: logits in base 2 for rows of queries and rows of keys."""
+    """Returns [queries, keys]: logits in base 2, for rows of queries and rows of keys."""
     none = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
     scores = dot(query, tl.trans(key), none) * scale
     if HAS_SOFTCAP:  # tanh(x) is 2 sigmoid(2 x) - 1
@@ -116,15 +118,15 @@ def scores_of(
 def attend_tile(
     scores: tl.tensor, value: tl.tensor, highest: tl.tensor, weight: tl.tensor, total: tl.tensor
 ) -> tl.tuple:
-    """Computes one step of a softmax that holds one tile at a time.
+    """Adds one tile of keys to a softmax that is computed tile by tile.
 
     `scores` [queries, keys] are -inf where not visible, and `value` is [keys, value size]. The
     other arguments are each query's highest score, the sum of its weights, and its weighted values
-    so far, and are returned updated. See Milakov and Gimelshein, "Online normalizer calculation
+    so far. Returns these three, updated. See Milakov and Gimelshein, "Online normalizer calculation
     for softmax".
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # A query may have seen nothing yet, and -inf - -inf is not a number.
+    # For a query that has seen no key yet, -inf - -inf would be NaN.
     origin = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     weights = tl.exp2(scores - origin[:, None])
     fading = tl.exp2(highest - origin)
@@ -134,17 +136,18 @@ def attend_tile(
 
 
 def padded(size: int) -> int:
-    """Returns the size of a tile for `size`: a power of two, at least 16 as products require."""
+    """Returns the tile size for `size`: a power of two, at least 16 as matrix products require."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def pattern_arguments(pattern: Pattern) -> dict[str, int]:
-    """Returns the arguments of kernels that describe a pattern."""
+    """Returns the kernel arguments that describe a pattern."""
     return {"pattern_size": max(1, pattern.size), "PATTERN": PATTERN_CODES[pattern.kind]}
 
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
-    """Returns the number of keys, with their values, in a tile, so that `num_tiles` tiles fit."""
+    """Returns the number of keys, with their values, in a tile. `num_tiles` such tiles fit into
+    shared memory."""
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.
@@ -167,7 +170,7 @@ def num_processors(device: torch.device) -> int:
 
 @cache
 def architecture(device: torch.device) -> int:
-    """Returns ten times the compute capability of the device, which must be the current one."""
+    """Returns ten times the compute capability of the device, which must be the current device."""
     return 90 if INTERPRETED.value else int(driver.active.get_current_target().arch)
 
 

@@ -40,13 +40,14 @@ the memory busy."""
 NUM_WARPS = 2
 _MAX_REGISTERS = 255
 """The most registers of a thread, so that the planned programs fit on a processor. Without this
-bound the compiler may use more, and spill."""
+limit the compiler may use more registers, and spill."""
 NUM_STAGES = 2
-"""The depth of the pipeline of loads: one tile of K and V is loaded while the tile before is
-computed from registers. The compiler does so only if the block ids of a tile are known an iteration
-before (see `block_ids`). More stages, with fewer programs on a processor, were slower."""
+"""The depth of the pipeline of loads: one tile of K and V is loaded while the previous tile is
+computed from registers. The compiler does this only if the block ids of a tile are known an
+iteration earlier (see `block_ids`). More stages, with fewer programs on a processor, were
+slower."""
 _BESIDE_TILES = 12 * 1024
-"""Bytes of shared memory that a program needs beside its tiles of K and V."""
+"""Bytes of shared memory that a program needs in addition to its tiles of K and V."""
 MAX_COMBINED = 2048
 """The most numbers that are combined at once: 16 in each thread, so that no register is spilled."""
 
@@ -64,7 +65,7 @@ def decode(
     spans: SpanList,
     scoring: Scoring,
 ) -> None:
-    """Attends from `query` [num_sequences, num_heads, key_size] into `output`.
+    """Compute attention of `query` [num_sequences, num_heads, key_size], and write it to `output`.
 
     `spans` selects the list of `work`, whose contexts include the query's token. A row with a
     context of 0 is padding, and its output is zero.
@@ -78,7 +79,7 @@ def decode(
     most, itemsize = MAX_KEYS_PER_TILE, cache.key.element_size()
     if max(key_size, value_size) > 128 or itemsize > 2:
         most //= 4
-    elif itemsize < 2:  # they are widened there
+    elif itemsize < 2:  # 8-bit keys are converted in registers
         most //= 2
     _decode_kernel[(num_programs(work.max_parts * num_kv_heads, query.device),)](
         query,
@@ -121,12 +122,12 @@ def decode(
 
 
 def num_programs(num_items: int, device: torch.device) -> int:
-    """Returns how many programs share `num_items`: at most as many as run at once."""
+    """Returns the number of programs that share `num_items`: at most as many as run at once."""
     return min(num_items, PROGRAMS_PER_PROCESSOR * num_processors(device))
 
 
 def span_list(pattern: Pattern, num_kv_heads: int, device: torch.device) -> SpanList:
-    """Returns the list for layers of this pattern with `num_kv_heads` KV heads."""
+    """Returns the key of the list for layers of this pattern with `num_kv_heads` KV heads."""
     at_once = PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads
     return SpanList(pattern, max(1, at_once))
 
@@ -162,9 +163,10 @@ def _decode_kernel(
     COMBINED_HEADS: tl.constexpr,
     COMBINED_PARTS: tl.constexpr,
 ) -> None:
-    """Each of n programs takes every n-th item of the work list: a span and a KV head.
+    """Computes spans. Each of n programs takes every n-th item of the work list: a span and a KV
+    head.
 
-    The length of the list is read from the device, so a captured launch serves any list.
+    The length of the list is read from the device, so a captured launch can compute any list.
     """
     in_group = tl.arange(0, HEAD_TILE)
     is_head = in_group < GROUP
@@ -217,7 +219,7 @@ def _decode_kernel(
             highest, weight, total = attend_tile(
                 scores, widened(value, queries), highest, weight, total
             )
-            if tile + TOKEN_TILE >= part_end:  # the part's last tile; a part is some whole ones
+            if tile + TOKEN_TILE >= part_end:  # the part's last tile; parts have whole tiles
                 mean = total / weight[:, None]
                 if num_parts == 1:
                     tl.store(answer, mean, mask=written)
@@ -271,7 +273,7 @@ def _combine(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Writes the output of one sequence and KV head from its parts, PARTS at once, in their order.
+    """Writes the output of one sequence and KV head from its parts, PARTS at a time, in order.
 
     Other processors may have written the parts, so reads bypass the first-level cache (`.cg`).
     """
@@ -291,7 +293,7 @@ def _combine(
     weight = tl.sum(tl.exp2(every_log - origin[None, :]), 0)
 
     total = tl.zeros((PARTS, HEADS, VALUE_TILE), dtype=tl.float32)
-    for first in tl.range(0, num_parts, PARTS, num_stages=_NUM_STAGES):  # so that it reads ahead
+    for first in tl.range(0, num_parts, PARTS, num_stages=_NUM_STAGES):  # to load ahead
         part = first + tl.arange(0, PARTS)
         row = part[:, None] * num_heads + head[None, :]
         is_row = (part[:, None] < num_parts) & is_head

@@ -1,4 +1,4 @@
-"""Paged attention in Triton: the backend on a GPU."""
+"""Paged attention in Triton, the backend for GPUs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TritonPaged(AttentionBackend):
     def attend_written(
         self, query: torch.Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring
     ) -> torch.Tensor:
-        """Computes attention for a step whose K and V are already in the cache."""
+        """Returns attention for a step whose K and V are already in the cache."""
         query = _with_whole_heads(query)
         dtype = query.dtype if cache.value.itemsize == 1 else cache.value.dtype
         output = query.new_empty(*query.shape[:2], cache.value.shape[-1], dtype=dtype)
@@ -62,7 +62,7 @@ class TritonPaged(AttentionBackend):
 
 
 def _with_whole_heads(rows: torch.Tensor) -> torch.Tensor:
-    """Returns rows whose heads are contiguous. The kernels accept any other strides."""
+    """Returns the rows with contiguous heads. The kernels accept any strides of rows and heads."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

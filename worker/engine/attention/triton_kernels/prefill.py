@@ -1,6 +1,6 @@
 """Attention of chunks of prompts, packed one after the other, over the block table.
 
-A tile holds some successive queries of one chunk with all heads of a group. Positions that all of
+A tile has some successive queries of one chunk, with all heads of a group. Positions that all of
 its queries see are computed without masks, and the others with masks.
 """
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Scoring
 
 MAX_QUERY_TILE = 128
-"""The most rows of a tile: half of this for heads larger than 128, and a quarter in fp32, because
+"""The most rows of a tile. Half of this for heads larger than 128, and a quarter in fp32, because
 sums are in registers."""
 
 NUM_STAGES = 3
-"""The depth of the pipeline of loads: two tiles of K and V are loaded while a third one is
-computed. The compiler does so only if the block ids of a tile are known an iteration before (see
+"""The depth of the pipeline of loads: two tiles of K and V are loaded while a third tile is
+computed. The compiler does this only if the block ids of a tile are known an iteration earlier (see
 `block_ids`)."""
 
 _FIELDS = tl.constexpr(FIELDS)
@@ -55,7 +55,8 @@ def prefill(
     work: PrefillWork,
     scoring: Scoring,
 ) -> None:
-    """Attends from the chunks' rows of `query` [T, num_heads, key_size] into those of `output`.
+    """Compute attention of the chunks' rows of `query` [T, num_heads, key_size], and write it to
+    `output`.
 
     The cache already has the K and V of the chunks.
     """
@@ -137,7 +138,8 @@ def _prefill_kernel(
     VALUE_TILE: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
 ) -> None:
-    """One program for each tile of queries and KV head. A tile without rows ends at once."""
+    """Each program computes one tile of queries for one KV head. A program for a tile without rows
+    ends at once."""
     tile = tiles + tl.program_id(0) * _FIELDS
     kv_head = tl.program_id(1)
     sequence = tl.load(tile).to(tl.int64)

@@ -1,1 +1,1 @@
-"""GGUF files of llama.cpp."""
+"""Reads GGUF files of llama.cpp."""

@@ -1,7 +1,7 @@
 """Converts the blocks of GGUF files to the format of promptq's products.
 
-Source: ggml/src/ggml-common.h and ggml-quants.c of llama.cpp. A block has 32 or 256 inputs of an
-output. Each reader's docstring lists the bytes of a block in order.
+Source: ggml/src/ggml-common.h and ggml-quants.c of llama.cpp. A block has 32 or 256 inputs of one
+output. Each reader's docstring lists the content of a block, in the order of its bytes.
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 
 def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
-    """A scale in fp16, then 32 integers with a sign."""
+    """Q8_0: a scale in fp16, then 32 signed integers of 8 bits."""
     scales, numbers = _halves(blocks[..., :2]), blocks[..., 2:].view(torch.int8).short() + 128
     return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 8, 32)
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
-    """A scale in fp16, then bytes that have inputs 0 to 15 in the lower half, 16 to 31 in the
-    upper."""
+    """Q4_0: a scale in fp16, then 16 bytes. The lower halves are inputs 0 to 15, the upper halves
+    are inputs 16 to 31."""
     scales, numbers = _halves(blocks[..., :2]), _nibbles(blocks[..., 2:])
     return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 4, 32)
 
 
 def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
-    """A scale in fp16, the upper bits of all inputs in 4 bytes, and the lower bits as in Q4_0."""
+    """Q5_0: a scale in fp16, the fifth bits of all inputs in 4 bytes, then the lower bits as in
+    Q4_0."""
     scales, upper = _halves(blocks[..., :2]), _bits(blocks[..., 2:6]).flatten(-2)
     numbers = (_nibbles(blocks[..., 6:]) | upper << 4) + (128 - 16)
     return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 8, 32)
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """Scales and minima; then four times 32 bytes, each with 32 inputs in the lower halves and 32
-    in the upper."""
+    """Q4_K: scales and minima, then four times 32 bytes. Each 32 bytes have 32 inputs in the lower
+    halves and 32 more in the upper halves."""
     scales, offsets = _scales_and_offsets(blocks)
     numbers = _nibbles(_split(blocks[..., 16:], 4, 32))
     return QuantizedWeight.pack(numbers.flatten(1), scales, 4, 32, offsets)
 
 
 def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """Scales and minima; then 32 bytes with the inputs' upper bits (bit i of byte j is for input
-    32 i + j); then the lower bits as in Q4_K."""
+    """Q5_K: scales and minima, then 32 bytes with the inputs' fifth bits (bit i of byte j is for
+    input 32 i + j), then the lower bits as in Q4_K."""
     scales, offsets = _scales_and_offsets(blocks)
     upper = _bits(blocks[..., 16:48]).transpose(-1, -2).flatten(-2)
     numbers = _nibbles(_split(blocks[..., 48:], 4, 32)).flatten(-2) | upper << 4
@@ -51,8 +52,8 @@ def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns scales and offsets [outputs, groups]. A block begins with their two factors in fp16,
-    then 8 scales and 8 minima of 6 bits in 12 bytes."""
+    """Returns the scales and offsets [outputs, groups] of Q4_K or Q5_K. Such a block begins with
+    two factors in fp16, then has 8 scales and 8 minima of 6 bits each in 12 bytes."""
     factors, packed = _halves(blocks[..., :4]), blocks[..., 4:16]
     low, middle, high = _split(packed, 3, 4).unbind(-2)
     scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
@@ -61,8 +62,9 @@ def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """The lower 4 bits of all integers, the upper 2, 16 scales with a sign, and their factor in
-    fp16. Each half has 64 and 32 bytes for its four times 32 inputs."""
+    """Q6_K: the lower 4 bits of all integers, their upper 2 bits, 16 signed scales, and the scales'
+    factor in fp16. The 256 inputs are two halves of four times 32 inputs. A half has 64 bytes of
+    lower bits and 32 bytes of upper bits."""
     low = _split(blocks[..., :128], 2, 2, 32)
     low = torch.stack((low & 15, low >> 4), -3).flatten(-3, -2)
     high = _split(blocks[..., 128:192], 2, 1, 32)
@@ -80,30 +82,31 @@ READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
     "Q5_K": (176, _q5_k),
     "Q6_K": (210, _q6_k),
 }
-"""The bytes of a block, and the function that reads it."""
+"""For each GGUF type: the number of bytes of a block, and the function that reads blocks."""
 
 
 def read_blocks(rows: torch.Tensor, kind: str) -> QuantizedWeight:
-    """Returns the weight that `rows` [outputs, bytes of a row] hold in the GGUF type `kind`."""
+    """Returns the weight in `rows` [outputs, bytes of a row], which have the GGUF type `kind`."""
     size, read = READERS[kind]
     return read(_split(rows, -1, size))
 
 
 def _split(data: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Splits the last dimension."""
+    """Returns `data` with its last dimension split into `sizes`."""
     return data.reshape(*data.shape[:-1], *sizes)
 
 
 def _halves(data: torch.Tensor) -> torch.Tensor:
-    """Returns fp32 [..., n] for the bytes [..., 2 n] of fp16."""
+    """Returns fp32 [..., n] for fp16 numbers that are given as bytes [..., 2 n]."""
     return data.contiguous().view(torch.float16).float()
 
 
 def _bits(data: torch.Tensor) -> torch.Tensor:
-    """Returns bits [..., n, 8], the lowest first, for bytes [..., n]."""
+    """Returns the bits [..., n, 8] of bytes [..., n], the lowest bit first."""
     return data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
 
 
 def _nibbles(data: torch.Tensor) -> torch.Tensor:
-    """Returns 4 bits [..., 2 n] for bytes [..., n]: all lower halves, then all upper halves."""
+    """Returns the 4-bit halves [..., 2 n] of bytes [..., n]: all lower halves, then all upper
+    halves."""
     return torch.cat((data & 15, data >> 4), -1)

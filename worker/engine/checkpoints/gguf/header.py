@@ -1,4 +1,5 @@
-"""The header of a GGUF file: its fields, without the vocabulary, and its tensors."""
+"""Reads the header of a GGUF file: its fields, except the vocabulary, and the list of its
+tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GGUFHeader:
-    """Maps the file. Tensors are read when they are used."""
+    """The header of a GGUF file, which is mapped into memory. Tensors are read only when they are
+    used."""
 
     def __init__(self, source: str) -> None:
-        """Reads the header. Raises ModelNotFoundError if the file cannot be read."""
+        """Read the header. Raises ModelNotFoundError if the file cannot be read."""
         try:
             self._reader: Any = _Reader(source)
             self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in self._reader.tensors}
@@ -40,7 +42,7 @@ class GGUFHeader:
 
     @property
     def named_chat_templates(self) -> dict[str, str]:
-        """The chat templates beside the default one, such as `tool_use`."""
+        """The chat templates in addition to the default one, such as `tool_use`, by name."""
         return {
             name.removeprefix(_NAMED_TEMPLATE): template
             for name in self._reader.fields
@@ -48,20 +50,21 @@ class GGUFHeader:
         }
 
     def field(self, name: str) -> Any:
-        """Returns a value; None if there is none. Raises ValueError for an array."""
+        """Returns the value of a field; None if the file lacks it. Raises ValueError for an
+        array."""
         field = self._reader.get_field(name)
         if field is not None and field.types[0] == GGUFValueType.ARRAY:
             raise ValueError(f"its {name} is an array")
         return None if field is None else field.contents()
 
     def own_field(self, name: str) -> Any:
-        """Returns the value of a field of the model's architecture, like `field`."""
+        """Returns the value of a field whose name begins with the model's architecture; see
+        `field`."""
         return self.field(f"{self.architecture}.{name}")
 
     def _vocab_size(self) -> int:
-        """Returns the number of rows of the embedding, or else of tokens: the first of several
-        parts may have no tensors.
-        """
+        """Returns the number of rows of the embedding. If there is no embedding, as in the first
+        part of a split file, returns the number of tokens."""
         embedding = self.tensors.get("token_embd.weight")
         if embedding is not None:
             return int(embedding.shape[-1])
@@ -72,10 +75,10 @@ class GGUFHeader:
 
 
 class _Reader(GGUFReader):
-    """Reads all fields, but only the lengths of arrays.
+    """Reads all fields, but of arrays only their length.
 
-    The package and transformers make a numpy array of each element, which takes seconds for a
-    vocabulary of 150,000 tokens.
+    The gguf package and transformers make a numpy array of each array element, which takes seconds
+    for a vocabulary of 150,000 tokens.
     """
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""A GGUF file of llama.cpp as a model: its configuration and its weights."""
+"""Reads a GGUF file of llama.cpp as a model: its configuration and its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.quantization.weight import ExpertsWeight
 
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-"""The library's names of the architectures that are read. `llama` with experts is `mixtral`."""
+"""The supported architectures, with transformers' name for each. `llama` with experts is
+`mixtral`."""
 _NAMES: Any = GGUF_CONFIG_MAPPING
 _FIELDS: dict[str, dict[str, str | None]] = {
     **_NAMES,
@@ -39,26 +40,30 @@ _FIELDS: dict[str, dict[str, str | None]] = {
         "expert_feed_forward_length": "moe_intermediate_size",
     },
 }
-"""For each family, the library's settings by the names of fields."""
+"""For each family: the names of GGUF fields, with the names of the same settings in
+transformers."""
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The parameters of all experts of a layer, and their parts, which are tensors of the file."""
+"""The parameters of all experts of a layer, each with the names of the tensors that it is made
+of."""
 _ROUTER = "ffn_gate_inp.weight"
 _ROTATED = ("attn_q", "attn_k")
-"""The weights whose rows llama.cpp's converter arranges by pairs in the architecture `llama`."""
+"""Weights of the architecture `llama` whose rows llama.cpp's converter rearranges in pairs."""
 _LLAMA3_FREQUENCIES = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Settings of all models with rope scaling `llama3`, which GGUF files leave out."""
+"""Settings that all models with rope scaling `llama3` have, and that GGUF files leave out."""
 _LLAMA3_POSITIONS = 8192
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFFile:
-    """Maps the file. Weights are read when they are used."""
+    """A model in a GGUF file, which is mapped into memory. Weights are read only when they are
+    used."""
 
     generation_config: GenerationConfig | None = None
 
     def __init__(self, source: str) -> None:
-        """Reads the header. Raises ModelNotFoundError; UnsupportedModelError for other models."""
+        """Read the header. Raises ModelNotFoundError, or UnsupportedModelError for an unsupported
+        model."""
         self.source = source
         self._header = header = GGUFHeader(source)
         self._tensors = header.tensors
@@ -83,7 +88,8 @@ class GGUFFile:
 
     @property
     def _kinds(self) -> set[str]:
-        """The types of its matrices, such as Q4_0, except routers, which are always in fp32."""
+        """The GGUF types of the matrices, such as Q4_0. Routers do not count: they are always in
+        fp32."""
         return {
             each.tensor_type.name
             for name, each in self._tensors.items()
@@ -133,20 +139,20 @@ class GGUFFile:
             self._complete(config)
         except LOADING_ERRORS as error:
             raise UnsupportedModelError(
-                f"{self.source}: its settings are not read: {first_sentence(error)}"
+                f"{self.source}: its settings cannot be read: {first_sentence(error)}"
             ) from error
         complete: PreTrainedConfig = config
         return complete
 
     def _complete(self, config: Any) -> None:
-        """Sets the fields of `config` that are not in transformers' table."""
+        """Set the fields of `config` that are missing in transformers' table."""
         saved_size = self._header.own_field("attention.key_length")
         size = saved_size or getattr(config, "head_dim", None)
         config.head_dim = size = int(size or config.hidden_size // config.num_attention_heads)
         scaling = self._header.own_field("rope.scaling.type")
         if scaling not in (None, "none"):
             raise UnsupportedModelError(
-                f"{self.source}: its positions are scaled by {scaling!r}, which is not read from"
+                f"{self.source}: its positions are scaled by {scaling!r}, which is not supported in"
                 " GGUF files; use a directory of safetensors files"
             )
         neutral = {
@@ -164,7 +170,7 @@ class GGUFFile:
             saved = self._header.own_field(name)
             if saved is not None and not abs(saved - value) <= 1e-6:  # or it is NaN
                 raise UnsupportedModelError(
-                    f"{self.source}: {name} is {saved}, which is not read from GGUF files; use a"
+                    f"{self.source}: {name} is {saved}, which is not supported in GGUF files; use a"
                     " directory of safetensors files"
                 )
         if _LLAMA3_FREQUENCIES in self._tensors:
@@ -199,7 +205,8 @@ class GGUFFile:
         return saved
 
     def _add_experts(self, saved: SavedWeights, module: str, places: list[str]) -> None:
-        """Adds the weights of a layer's experts. `places` are the tensors of gate, up and down."""
+        """Add the weights of a layer's experts. `places` are the names of the gate, up and down
+        tensors."""
         tensors = [self._tensors[place] for place in places]
         if all(tensor.tensor_type.name in READERS for tensor in tensors):
             parts = []
@@ -217,14 +224,14 @@ class GGUFFile:
         saved.add_tensor(f"{module}.down_proj", down.clone())
 
     def _places(self) -> dict[str, list[str]]:
-        """Returns the tensors of each of the model's parameters."""
+        """Returns, for each parameter of the model, the names of the tensors that it is made of."""
         numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
         names = get_tensor_name_map(numbers[self._architecture], self.config.num_hidden_layers)
         library: Any = AutoModelForCausalLM  # only partly typed
         with torch.device("meta"):
             model = library.from_config(self.config)
         places = {}
-        for parameter, weight in model.named_parameters():  # shared ones only once
+        for parameter, weight in model.named_parameters():  # a shared parameter comes once
             module, _, part = parameter.rpartition(".")
             if part in _EXPERTS:
                 modules = [f"{module}.{each}" for each in _EXPERTS[part]]
@@ -236,7 +243,7 @@ class GGUFFile:
                 continue
             count = sum(int(self._tensors[place].n_elements) for place in own)
             if count != weight.numel():
-                # The library would fill the memory with a weight of the other size.
+                # transformers would fill the memory with a weight of the other size.
                 raise UnsupportedModelError(
                     f"{self.source}: {own[0]} has {count // len(own)} numbers, and"
                     f" {type(model).__name__} needs {weight.numel() // len(own)}"
@@ -255,8 +262,8 @@ class GGUFFile:
         return places
 
     def _rows(self, place: str) -> torch.Tensor | None:
-        """Returns the order of a weight's rows in transformers; None if the file has the same
-        order."""
+        """Returns the order in which transformers has a weight's rows; None if the file has the
+        same order."""
         part = place.split(".")[-2]
         if self._architecture != "llama" or part not in _ROTATED:
             return None
@@ -266,7 +273,8 @@ class GGUFFile:
         return rows.view(heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
 
     def _scale_positions(self, config: Any) -> None:
-        """Sets the rope scaling of Llama 3. The file has only its factors of frequencies."""
+        """Set the rope scaling of Llama 3, of which the file has only the factors of the
+        frequencies."""
         factors = torch.from_numpy(self._tensors[_LLAMA3_FREQUENCIES].data.copy())
         plain = dict(config.rope_parameters)
         config.rope_parameters = {

@@ -1,1 +1,1 @@
-"""Triton kernels for the GPU: a decoder layer in nine launches."""
+"""Triton kernels for the GPU, which compute a decoder layer in nine launches."""

@@ -1,4 +1,4 @@
-"""Activations of MLPs, with their gates, in one kernel."""
+"""Computes activations of MLPs, with their gates, in one kernel."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ _SLOPE = tl.constexpr((8 / math.pi) ** 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """`activation(gate) * up`, or without a gate `activation(up)`. Like the library's modules, it
-    rounds both the activation and the product."""
+    """Computes `activation(gate) * up`, or without a gate `activation(up)`. Like transformers'
+    modules, it rounds both the activation and the product."""
 
     name: str
-    """Its name in ACTIVATIONS."""
+    """The activation's name in ACTIVATIONS."""
     is_gated: bool = True
     is_interleaved: bool = False
-    """Whether each number of the gate is beside that of `up`. Otherwise, the whole gate is first.
-    """
+    """Whether numbers of the gate and of `up` alternate. Otherwise, the whole gate comes first."""
     limits: Limits = _UNLIMITED
     """The limits of a limited gate, whose result is rounded once."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns [T, size] for `inputs` [T, 2 * size], or without a gate [T, size]."""
+        """Returns [T, size] for `inputs` [T, 2 * size], or without a gate for [T, size]."""
         num_rows, size = inputs.shape
         size = size // 2 if self.is_gated else size
         output = inputs.new_empty(num_rows, size)
@@ -82,7 +81,7 @@ def _activation_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each row and tile of its columns."""
+    """Each program computes one row and one tile of its columns."""
     dtype = inputs.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)

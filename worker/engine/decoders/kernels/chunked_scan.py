@@ -1,4 +1,4 @@
-"""A scan by the rows of chunks, in pieces.
+"""Scans the rows of chunks, in pieces of several rows.
 
 See Yang et al. 2024, "Parallelizing linear transformers with the delta rule", and Dao and Gu 2024,
 "Transformers are SSMs". Operands of products are rounded to the dtype of the rows, and sums are in
@@ -57,10 +57,10 @@ def chunked_scan_kernel(
     HAS_SKIP: tl.constexpr,
     PIECE: tl.constexpr,
 ) -> None:
-    """One program for each chunk, value head, and tile of its state's columns.
+    """Each program scans one chunk for one value head and one tile of its state's columns.
 
-    Within a piece, the changes of all rows solve a triangular system. Only the state goes from
-    piece to piece. Drafted rows have their own pieces, after which the state is not stored.
+    Within a piece, the changes of all rows solve a triangular system. Only the state passes from
+    piece to piece. Drafted rows have separate pieces, after which the state is not stored.
     """
     NUM_TILES: tl.constexpr = (VALUE_SIZE + VALUE_TILE - 1) // VALUE_TILE
     index = num_sequences - 1 - tl.program_id(0)  # the last chunks are the longest

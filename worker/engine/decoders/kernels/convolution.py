@@ -22,12 +22,13 @@ def convolve(
     *,
     is_gated: bool,
 ) -> torch.Tensor:
-    """Returns [T, channels] for the rows of a step, and writes the windows after the step.
+    """Returns the convolution [T, channels] for the rows of a step, and writes the windows after
+    the step.
 
-    `inputs` [T, channels], which may be some columns of a larger tensor, are convolved, and SiLU
-    follows. If `is_gated`, inputs are b, c and x [T, 3 * channels] of a short convolution, and the
-    result is `c * convolution(b * x)`. `windows` [entries, size - 1, channels] are the layer's last
-    inputs. Like the library's modules, the kernel rounds after each operation.
+    `inputs` [T, channels] may be some columns of a larger tensor. SiLU follows the convolution. If
+    `is_gated`, the inputs are b, c and x [T, 3 * channels] of a short convolution, and the result
+    is `c * convolution(b * x)` without SiLU. `windows` [entries, size - 1, channels] are the
+    layer's last inputs. Like transformers' modules, the kernel rounds after each operation.
     """
     num_channels, _, size = convolution.weight.shape
     num_rows = len(inputs)
@@ -71,7 +72,8 @@ def _inputs_at(
     SIZE: tl.constexpr,
 ) -> tl.tensor:
     """Returns the inputs [positions, channels] of sequences that read `entry` and begin at the row
-    `first`. A negative `position` is before the step. All three are [positions]."""
+    `first`. A negative `position` is before the step. `entry`, `first` and `position` are
+    [positions]."""
     is_new = (position >= 0)[:, None]
     mask = is_read[:, None] & (channel < NUM_CHANNELS)[None, :]
     new = inputs + ((first + position) * stride)[:, None] + channel[None, :]
@@ -104,8 +106,9 @@ def _convolution_kernel(
     ROW_TILE: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ) -> None:
-    """One program for each tile of rows and channels, then one for each window and its channels.
-    No entry is both read and written."""
+    """Computes outputs or windows. The first programs each compute a tile of rows and channels. The
+    other programs each write a sequence's window for a tile of channels. No entry is both read and
+    written."""
     num_tiles = (num_rows + ROW_TILE - 1) // ROW_TILE
     program = tl.program_id(0)
     channel = tl.program_id(1) * CHANNEL_TILE + tl.arange(0, CHANNEL_TILE)

@@ -1,4 +1,5 @@
-"""A mixture of experts: the choice of experts, their products, and the sum of their results."""
+"""Computes a mixture of experts: the choice of experts, their products, and the sum of their
+results."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ _SOFTMAX, _SIGMOID, _SPARSEMIXER = map(tl.constexpr, range(len(SCORES)))
 
 
 class Experts:
-    """Computes rows [T, hidden size] from rows of this shape. Nothing waits for the device."""
+    """A layer of experts, from rows [T, hidden size] to rows of the same shape. Never waits for the
+    device."""
 
     def __init__(self, parts: ExpertParts, shared: Product | None) -> None:
-        """`shared` computes the shared experts."""
+        """`shared` computes the shared experts; None if there are none."""
         self._routing, self._shared = parts.routing, shared
         self._router, self._router_bias = parts.router, parts.router_bias
         self._has_shared_gate = parts.has_shared_gate
@@ -61,8 +63,8 @@ class Experts:
 
 
 def joined_experts(fused: QuantizedExperts) -> tuple[QuantizedWeight, QuantizedWeight]:
-    """Returns the weights of all gates and ups, expert by expert, and of all downs. Those of the
-    experts become views of them."""
+    """Returns the gate and up weights of all experts, expert by expert, and the down weights. The
+    experts' weights become views of these two."""
     inputs = [each for *both, _ in fused.quantized for each in both if each is not None]
     downs = [down for _, _, down in fused.quantized]
     for weights in (inputs, downs):
@@ -73,7 +75,7 @@ def joined_experts(fused: QuantizedExperts) -> tuple[QuantizedWeight, QuantizedW
 def choose_experts(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the experts of each row, int32 [T, top_k], and their shares in fp32.
 
-    `logits` [T, outputs], in fp32, begin with those of the experts.
+    `logits` [T, outputs] are in fp32, and the experts' logits come first.
     """
     num_rows = len(logits)
     experts = logits.new_empty(num_rows, routing.top_k, dtype=torch.int32)
@@ -110,8 +112,8 @@ def add_experts(
 ) -> torch.Tensor:
     """Returns the sums of `results` [T * top_k, size], each times its share [T, top_k].
 
-    `shared` [T, size] is added to them, times the sigmoid of the last of `logits` [T, outputs], if
-    there are any.
+    `shared` [T, size] is added to the sums. If there are `logits` [T, outputs], `shared` is
+    multiplied by the sigmoid of the last of them.
     """
     (num_rows, top_k), size = shares.shape, results.shape[1]
     output = results.new_empty(num_rows, size)
@@ -152,7 +154,7 @@ def _choice_kernel(
     EXPERT_TILE: tl.constexpr,
     STRIDE: tl.constexpr,
 ) -> None:
-    """One program for each row. It computes what Routing.shares computes."""
+    """Each program chooses the experts of one row, as Routing.shares does."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERT_TILE)
     is_expert = expert < NUM_EXPERTS
@@ -202,7 +204,7 @@ def _of_best_groups(
     SIZE: tl.constexpr,
 ) -> tl.tensor:
     """Returns the ranks of the experts in the groups whose two best ranks have the largest sums,
-    and -inf for others."""
+    and -inf for all other experts."""
     group = expert // SIZE
     sums = tl.full((ranks.shape[0],), float("-inf"), tl.float32)
     for index in range(NUM_GROUPS):
@@ -232,7 +234,7 @@ def _sum_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each row and tile of its columns."""
+    """Each program adds the results for one row and one tile of its columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     within = column < SIZE

@@ -1,4 +1,4 @@
-"""Products of weights and inputs in FP8, by torch."""
+"""Products of weights and inputs in FP8, computed by torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 
 class FP8Product:
-    """A linear layer from rows [T, inputs] to [T, outputs]. It rounds each row to FP8 with a scale.
-    Rows in fp32 are not rounded, which takes long."""
+    """A linear layer from rows [T, inputs] to [T, outputs]. Each row is rounded to FP8 with a
+    scale. Rows in fp32 are not rounded, and are slow."""
 
     def __init__(self, weight: FP8Weight, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -24,7 +24,7 @@ class FP8Product:
 
     @staticmethod
     def takes(weight: FP8Weight) -> bool:
-        """Whether the current device multiplies FP8, and weights of this size."""
+        """Whether the current device supports FP8 products, and products of this weight's size."""
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < HAS_FP8:
             return False
         return all(size % 16 == 0 for size in weight.shape)
@@ -38,7 +38,7 @@ class FP8Product:
                 lambda outputs: self._weight.rows(outputs).dequantized(),
             )
         numbers, scales = rounded(rows)
-        # Not every card can return another dtype.
+        # Not every GPU can return another dtype.
         y: torch.Tensor = torch._scaled_mm(
             numbers, self._numbers, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         )
@@ -47,8 +47,8 @@ class FP8Product:
 
 
 def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rows [T, inputs] in FP8, and their scales, fp32 [T, 1]. A row's largest number
-    becomes the largest of FP8."""
+    """Returns the rows [T, inputs] in FP8, and their scales, fp32 [T, 1]. The largest number of a
+    row becomes the largest number of FP8."""
     num_rows, num_inputs = rows.shape
     numbers = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
     scales = rows.new_empty(num_rows, 1, dtype=torch.float32)
@@ -72,11 +72,11 @@ def _round_kernel(
     NUM_INPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each row."""
+    """Each program rounds one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     within = column < NUM_INPUTS
     x = tl.load(rows + row * NUM_INPUTS + column, mask=within, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0) / _LARGEST, 2.0**-126)  # a row may be 0
+    scale = tl.maximum(tl.max(tl.abs(x), 0) / _LARGEST, 2.0**-126)  # all numbers may be 0
     tl.store(numbers + row * NUM_INPUTS + column, in_fp8(x / scale), mask=within)
     tl.store(scales + row, scale)

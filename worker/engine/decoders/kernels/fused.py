@@ -5,9 +5,9 @@
                 hidden += scale * after(mlp(before(hidden)))
     logits = head(norm(hidden of the sampling rows))
 
-Any of the norms may be missing, and the attention or the MLP. A recurrent layer may be in the place
-of attention, or beside it. The kernel of the next norm adds each sum, because it reads the hidden
-state anyway.
+Any of the norms may be missing, and the attention or the MLP. A recurrent layer may replace the
+attention, or have the same input and add its result. The kernel of the next norm adds each sum,
+because it reads the hidden state anyway.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from promptq.worker.engine.recurrent.state_pool import StatePool
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a step."""
+    """The rows of a step, for all layers."""
 
     step: PackedStep
     sequences: StepSequences | None
-    """Set if there are recurrent layers."""
+    """The sequences of the step; None if there are no recurrent layers."""
 
 
 _Mixer = Callable[[torch.Tensor, _Rows], torch.Tensor]
@@ -62,7 +62,7 @@ class _Layer:
 
     parts: Layer
     mixers: tuple[tuple[_Mixer, float], ...]
-    """The parts that mix positions, with the scales of their results."""
+    """The kernels that mix positions, each with the factor of its result."""
     mlp: Product | None
 
 
@@ -80,7 +80,8 @@ class _Attention:
         self._is_gated = parts.is_gated
         self._scoring = Scoring(parts.scale, pattern, parts.softcap, parts.sinks)
         self._row_norms: list[tuple[slice, Norm]] = []
-        """Columns of Q, K and V that have a norm together."""
+        """Ranges of columns of Q, K and V, with the norm that normalises such a range as a
+        whole."""
         self._head_norms: HeadNorms | None = None
         query, key = parts.query_norm, parts.key_norm
         if query is not None and key is not None:
@@ -204,12 +205,12 @@ class FusedDecoder(Decoder):
         return logits
 
     def _states(self, last: _Sum, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the final norm of some rows of the last sum."""
+        """Returns the final norm of the sum `last`, for these rows only."""
         hidden, update = last.hidden.index_select(0, rows), last.update.index_select(0, rows)
         return add_norm(hidden, update, self._parts.norm, last.after, last.scale)
 
     def _last_sum(self, step: PackedStep) -> _Sum:
-        """Returns the sum after the last layer, which is still to add."""
+        """Returns the sum after the last layer. Its two terms are not added yet."""
         sequences = StepSequences.of(self.states.begin(step.items)) if self.states else None
         rows = _Rows(step, sequences)
         hidden = self._parts.embedding(step.input_ids[0])
@@ -253,7 +254,8 @@ class FusedDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """`hidden + scale * after(update)`, of tensors [T, hidden size]."""
+    """The sum `hidden + scale * after(update)` of tensors [T, hidden size], before it is
+    computed."""
 
     hidden: torch.Tensor
     update: torch.Tensor
@@ -266,7 +268,7 @@ def _dense(mlp: MLP | None) -> DenseMLP | None:
 
 
 def _joined_linears(layer: Layer) -> list[tuple[nn.Linear, ...]]:
-    """Returns the linear layers that are joined to one."""
+    """Returns groups of linear layers. The decoder joins each group to one linear layer."""
     dense, recurrent = _dense(layer.mlp), layer.recurrent
     joined = [layer.mixer.qkv] if isinstance(layer.mixer, Attention) else []
     joined += [] if recurrent is None else [recurrent.parts.projections]
@@ -274,7 +276,7 @@ def _joined_linears(layer: Layer) -> list[tuple[nn.Linear, ...]]:
 
 
 def _require_kernels(layer: Layer) -> None:
-    """Raises NotOfThisKindError if the layer has a part that these kernels do not compute."""
+    """Raise NotOfThisKindError if the layer has a part that these kernels do not support."""
     if isinstance(layer.mixer, Attention):
         _require_kernels_of_attention(layer.mixer)
     mlp, dense = layer.mlp, _dense(layer.mlp)

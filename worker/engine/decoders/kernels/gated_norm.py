@@ -1,4 +1,4 @@
-"""The RMS norm of what a recurrent layer read, times SiLU of its gate, in one kernel."""
+"""Computes the RMS norm of a recurrent layer's result, times SiLU of its gate, in one kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from promptq.worker.engine.recurrent.parts import GatedNorm
 
 
 def gated_norm(read: torch.Tensor, gates: torch.Tensor, norm: GatedNorm | None) -> torch.Tensor:
-    """Returns [T, values] in the dtype of the gates, rounded once.
+    """Returns the norm of `read` times SiLU of `gates`: [T, values] in the dtype of the gates,
+    rounded once.
 
     `read` [T, values] is in fp32. `gates` [T, values] may be some columns of a larger tensor.
     """
@@ -51,8 +52,8 @@ def _gated_norm_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each row, and group of values that are normed together. Some groups have the
-    same weights."""
+    """Each program computes one row and one group of values that are normalised together. Several
+    groups may have the same weights."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP
     column = tl.arange(0, TILE)

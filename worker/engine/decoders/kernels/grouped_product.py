@@ -1,7 +1,7 @@
 """Products of each row with the weights of its experts.
 
 Rows are sorted by expert, and a program multiplies a tile of one expert's rows. An expert without
-rows costs nothing, and none is padded to the size of another.
+rows costs nothing, and no expert is padded to the size of another.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ _STAGES = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The pairs of a row and one of its experts, sorted by expert. Pair `row * top_k + slot` is of
-    the expert that a row has in that slot."""
+    """The pairs of a row and one of its experts, sorted by expert. Pair `row * top_k + slot`
+    belongs to the expert that the row has in this slot."""
 
     order: torch.Tensor
-    """int32 [pairs]."""
+    """int32 [pairs]: the numbers of the pairs, sorted by expert."""
     starts: torch.Tensor
-    """int32 [experts + 1]: where an expert's pairs begin in `order`."""
+    """int32 [experts + 1]: the index in `order` at which an expert's pairs begin."""
 
     @classmethod
     def of(cls, experts: torch.Tensor, num_experts: int) -> Groups:
-        """Sorts `experts` [T, top_k], int32. Equal ones stay in their order."""
+        """Returns the pairs of `experts` [T, top_k], int32. Pairs of the same expert keep their
+        order."""
         num_pairs = experts.numel()
         order = torch.empty_like(experts).flatten()
         starts = experts.new_empty(num_experts + 1)
@@ -45,7 +46,7 @@ class Groups:
 
 
 class GroupedProduct:
-    """A linear layer of each expert."""
+    """A linear layer that has separate weights for each expert."""
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class GroupedProduct:
         num_experts: int,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """`weight` is [experts, outputs, inputs] with any strides, or a quantized one with the
-        outputs of all experts, one after the other. `bias` is [experts, outputs]."""
+        """`weight` is [experts, outputs, inputs] with any strides. A quantized weight has the
+        outputs of all experts one after the other instead. `bias` is [experts, outputs]."""
         self._bias, self._num_experts = bias, num_experts
         self._outputs, self._inputs = weight.shape[-2:]
         self._strides: tuple[int, ...] = (0, 0, 0)
@@ -116,7 +117,7 @@ def _sort_kernel(
     num_pairs: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each expert, which reads all pairs and places its own."""
+    """Sorts pairs by expert. Each program reads all pairs, and writes those of one expert."""
     mine = tl.program_id(0)
     pair = tl.arange(0, TILE)
     earlier = tl.zeros((TILE,), tl.int32)
@@ -160,9 +161,9 @@ def _grouped_kernel(
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
 ) -> None:
-    """One program for each tile of an expert's rows, and tile of outputs. There may be more
-    programs than tiles. A row has SLOTS pairs. Weights are the left side of products. BITS 0: they
-    are not quantized."""
+    """Each program computes one tile of an expert's rows and one tile of outputs. There may be more
+    programs than tiles. A row has SLOTS pairs. Weights are the left side of products. BITS is 0 if
+    the weights are not quantized."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     IS_EVEN: tl.constexpr = NUM_INPUTS % STEP == 0
     index = tl.arange(0, EXPERT_TILE)

@@ -1,6 +1,6 @@
 """Prepares heads for attention in one kernel: norms, rotation, and writing K and V.
 
-The kernel rounds where the library's modules round: after each operation.
+The kernel rounds where transformers' modules round: after each operation.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def place_heads(
 ) -> torch.Tensor:
     """Returns the queries [T, num_heads, head size], and writes K and V to the cache.
 
-    `qkv` [T, (num_heads + 2 * num_kv_heads) * head size] is the output of the projections, and
+    `qkv` [T, (num_heads + 2 * num_kv_heads) * head size] is the output of the projections.
     `positions` are [T]. If `is_gated`, a gate follows the query of each head. `tables`, in the
-    model's dtype, rotate the first numbers of heads. Rows whose block is -1 pad the step: their K
-    and V are not written.
+    model's dtype, rotate the first numbers of heads. Rows whose block is -1 only pad the step:
+    their K and V are not written.
     """
     num_rows = len(qkv)
     _, num_kv_heads, block_size, size = cache.key.shape
@@ -118,8 +118,8 @@ def _place_heads_kernel(
     HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each row and KV head: its group of query heads, its key and its value. There
-    may be norms BEFORE the rotation, or AFTER it."""
+    """Each program prepares one row for one KV head: its group of query heads, its key and its
+    value. Norms may come BEFORE the rotation, or AFTER it."""
     dtype = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Joins linear layers to one, without a second copy of a weight."""
+"""Joins several linear layers to one, without a second copy of a weight."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from promptq.worker.engine.quantization.modules import FewBits, QuantizedLinear
 
 Weight = TypeVar("Weight", bound=FewBits)
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""Computes rows [T, outputs] from rows [T, inputs]."""
+"""A function that computes rows [T, outputs] from rows [T, inputs]."""
 
 
 def fused(*linears: nn.Linear) -> Product:
-    """Returns one layer with the outputs of all `linears`, one after the other.
+    """Returns one linear layer with the outputs of all `linears`, one after the other.
 
-    All have a bias, or none has. Their weights become views of one weight. If weights are of
-    several kinds, each stays where it is, and takes a launch.
+    Either all of them have a bias, or none. Their weights become views of one weight. Weights of
+    several kinds are not joined, and each takes a launch.
     """
     quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
     kinds = {linear.quantized.kind for linear in quantized}
@@ -42,8 +42,8 @@ def fused(*linears: nn.Linear) -> Product:
 
 
 def joined_weights(weights: Sequence[Weight]) -> Weight:
-    """Returns one weight with the outputs of weights of one kind, one after the other. They become
-    views of it."""
+    """Returns one weight with the outputs of all `weights`, one after the other. They must be of
+    one kind, and become views of the result."""
     first: Any = weights[0]
     joined = {
         field.name: _joined([getattr(each, field.name) for each in weights])
@@ -55,7 +55,8 @@ def joined_weights(weights: Sequence[Weight]) -> Weight:
 
 
 def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns all in one tensor, one after the other. Copies them only if they lie apart."""
+    """Returns one tensor with all parameters, one after the other. Copies them only if they are not
+    already adjacent in memory."""
     first = parameters[0].data
     num_rows = sum(len(each) for each in parameters)
     if not _lie_together(parameters):

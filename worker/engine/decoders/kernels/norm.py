@@ -1,6 +1,6 @@
-"""A residual sum and its norm in one kernel.
+"""Computes a residual sum and its norm in one kernel.
 
-The kernel rounds where the library's modules round: after each operation, with the exceptions that
+The kernel rounds where transformers' modules round: after each operation, with the exceptions that
 NormFormula describes. All else is in fp32.
 """
 
@@ -19,7 +19,7 @@ _HAS_BIAS = tl.constexpr(16)
 
 
 def code_of(norm: Norm | None) -> int:
-    """Returns the constant that describes a norm to a kernel; 0 if there is none."""
+    """Returns an integer that describes a norm to a kernel; 0 if there is no norm."""
     if norm is None:
         return 0
     formula = norm.formula
@@ -35,9 +35,9 @@ def add_norm(
     after: Norm | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Computes `hidden += scale * after(update)` in place, for tensors [T, hidden size].
+    """Compute `hidden += scale * after(update)` in place, for tensors [T, hidden size].
 
-    Returns `before(hidden)`, which is the same tensor if there is no such norm.
+    Returns `before(hidden)`. If `before` is None, returns `hidden` itself.
     """
     if update is None and before is None:
         return hidden
@@ -47,7 +47,7 @@ def add_norm(
 
 
 def norm_columns(rows: torch.Tensor, norm: Norm) -> None:
-    """Norms `rows` [T, size] in place. They may be some columns of a larger tensor."""
+    """Normalise `rows` [T, size] in place. They may be some columns of a larger tensor."""
     _add_norm(rows, None, norm, None, 1.0, rows)
 
 
@@ -80,7 +80,7 @@ def _add_norm(
 
 
 def _arguments(norm: Norm | None, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Returns weight, bias and epsilon, with `other` in place of a tensor that does not exist."""
+    """Returns the norm's weight, bias and epsilon, with `other` in place of a missing tensor."""
     if norm is None:
         return other, other, 0.0
     return norm.weight, other if norm.bias is None else norm.bias, norm.epsilon
@@ -91,7 +91,7 @@ def moments(
     rows: tl.tensor, within: tl.tensor, epsilon: tl.tensor, NORM: tl.constexpr, SIZE: tl.constexpr
 ) -> tl.tuple:
     """Returns the mean that a norm subtracts from `rows` [rows, columns], and the factor of the
-    difference, [rows, 1]. `within`: whether a column is one of the SIZE columns."""
+    difference. Both are [rows, 1]. `within`: whether a column is one of the SIZE columns."""
     mean = tl.zeros((rows.shape[0], 1), tl.float32)
     if _IS_CENTERED & NORM:
         mean = tl.sum(tl.where(within, rows, 0.0), 1, keep_dims=True) / SIZE
@@ -110,8 +110,8 @@ def normed(
     NORM: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the norm of `rows`, rounded to DTYPE, in fp32. `weights` and `biases` point to those
-    of each number."""
+    """Returns the norm of `rows` in fp32, rounded to the numbers of DTYPE. `weights` and `biases`
+    point to the weight and bias of each number."""
     rows = (rows - mean) * rate
     if _ROUNDS_TWICE & NORM:
         rows = rows.to(DTYPE).to(tl.float32)
@@ -146,7 +146,7 @@ def _add_norm_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program for each row. `hidden` and `output` have the same stride."""
+    """Each program computes one row. `hidden` and `output` have the same stride."""
     dtype = hidden.dtype.element_ty
     index = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)[None, :]

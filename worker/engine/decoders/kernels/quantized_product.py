@@ -1,9 +1,9 @@
 """Products with weights of 8 or 4 bits.
 
-For few rows, kernels widen weights in registers. For many rows, a kernel widens some outputs at a
-time, and torch multiplies. Both round weights to the dtype of the rows. There is one exception: for
-few rows and outputs with one scale and no offset, kernels multiply the integers, which are exact,
-and scale the sum.
+For few rows, kernels dequantize weights in registers. For many rows, a kernel dequantizes some
+outputs at a time, and torch multiplies. Both round weights to the dtype of the rows, with one
+exception: for few rows and outputs with one scale and no offset, kernels multiply the integers,
+which are exact, and scale the sum.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from promptq.worker.engine.decoders.kernels.widening import (
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 FEW_ROWS = 256
-"""Up to this number of rows, weights are widened in registers, again for each tile of rows."""
+"""Up to this number of rows, weights are dequantized in registers, again for each tile of rows."""
 _OUTPUT_TILE = 128
-"""Tiles are large, because each reads the inputs of its rows again. The warps of a program share
-its outputs, so each widens a part of the weights."""
+"""Outputs of a tile. Tiles are large, because each tile reads the inputs of its rows again. The
+warps of a program divide its outputs, so each warp dequantizes a part of the weights."""
 _ROW_TILE = 64
 _LEAST_ITERATIONS = 12
-"""The fewest iterations of a program. Writing and reading its sum of a tile takes as many bytes as
+"""The fewest iterations of a program. Writing and reading the sum of a tile takes as many bytes as
 the numbers of four to eight iterations."""
 _NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
-"""About how many weights are widened at once, for many rows. In 16 bits they stay in the card's
-cache until they are multiplied."""
+"""The approximate number of weights that are dequantized at once, for many rows. In 16 bits they
+stay in the GPU's cache until they are multiplied."""
 _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
-"""Outputs and inputs of a program that only widens."""
+"""Outputs and inputs of a program that only dequantizes."""
 
 
 def programs_per_processor(architecture: int) -> int:
-    """Returns how many programs a processor runs at once. On older cards a third one would spill
-    registers."""
+    """Returns the number of programs that a processor runs at once. On older GPUs a third program
+    would spill registers."""
     return 3 if architecture >= 90 else 2
 
 
@@ -64,7 +64,7 @@ class QuantizedProduct:
 
     @staticmethod
     def takes(weight: QuantizedWeight) -> bool:
-        """Whether the kernels are fast for the weight's size of groups."""
+        """Whether the kernels are fast for the group size of the weight."""
         return weight.group >= weight.inputs or weight.group % 16 == 0
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -171,10 +171,10 @@ def _product_kernel(
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
 ) -> None:
-    """One program for each tile of rows, tile of outputs, and split of the inputs.
+    """Each program computes one tile of rows and outputs, for one split of the inputs.
 
     Weights are the left side of products. The program that finishes a tile last adds the sums of
-    its splits, in their order.
+    the tile's splits, in order.
     """
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     split = tl.program_id(2)
@@ -213,7 +213,7 @@ def _product_kernel(
         if is_last:
             # Other processors may have written the sums, so reads bypass the first-level cache.
             total = tl.zeros((OUTPUT_TILE, ROW_TILE), tl.float32)
-            for other in tl.range(SPLITS, num_stages=2):  # so that it reads ahead
+            for other in tl.range(SPLITS, num_stages=2):  # to load ahead
                 total += tl.load(of_tile + other * (OUTPUT_TILE * ROW_TILE), cache_modifier=".cg")
             tl.store(num_finished + tile, 0)  # for the next launch
     if is_last:
@@ -238,7 +238,7 @@ def _widen_kernel(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """One program for each tile of outputs and inputs, which writes the widened weights."""
+    """Each program writes the dequantized weights of one tile of outputs and inputs."""
     EACH: tl.constexpr = 8 // BITS
     ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
     NUM_GROUPS: tl.constexpr = (NUM_INPUTS + GROUP - 1) // GROUP

@@ -20,7 +20,7 @@ from promptq.worker.engine.recurrent.parts import (
 
 
 class ShortConvolution:
-    """Computes rows [T, hidden size] from rows of this shape."""
+    """A short convolution layer, from rows [T, hidden size] to rows of the same shape."""
 
     def __init__(self, parts: ShortConvolutionParts, windows: torch.Tensor) -> None:
         self._input, self._output = fused(parts.input), fused(parts.output)
@@ -34,7 +34,8 @@ class ShortConvolution:
 
 
 class Recurrence:
-    """Computes rows [T, hidden size] from rows of this shape."""
+    """A layer with a gated linear recurrence, from rows [T, hidden size] to rows of the same
+    shape."""
 
     def __init__(self, parts: RecurrenceParts, windows: torch.Tensor, states: torch.Tensor) -> None:
         self._inputs, self._output = fused(*parts.projections), fused(parts.output)
@@ -45,7 +46,8 @@ class Recurrence:
         num_values = parts.num_value_heads * parts.value_size
         sizes = [num_channels, num_values, len(places) - num_channels - num_values]
         self._order: torch.Tensor | None = None
-        """The columns of the projections in the order of the parts, if theirs is another one."""
+        """The columns of the projections in the order of the parts; None if the projections already
+        have this order."""
         if any((part.diff() != 1).any() for part in torch.split(places, sizes)):
             self._order, places = places.to(device), torch.arange(len(places), device="cpu")
         self._columns = [
@@ -72,14 +74,15 @@ class Recurrence:
 def recurrent_layer(
     parts: RecurrentParts, states: Sequence[torch.Tensor]
 ) -> ShortConvolution | Recurrence:
-    """`states` are the pool's tensors for this layer."""
+    """Returns the layer with these parts. `states` are the pool's tensors for this layer."""
     if isinstance(parts, ShortConvolutionParts):
         return ShortConvolution(parts, *states)
     return Recurrence(parts, *states)
 
 
 def places_of(parts: RecurrenceParts) -> torch.Tensor:
-    """Returns where the outputs that `inputs` describe are among those of all projections."""
+    """Returns the indices of the outputs that `parts.inputs` describes, among the outputs of all
+    projections."""
     sizes = [linear.out_features for linear in parts.projections]
     firsts = dict(zip(parts.projections, accumulate(sizes, initial=0), strict=False))
     begins = [firsts[rows.linear] + rows.first for rows in parts.inputs]

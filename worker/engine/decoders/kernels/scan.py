@@ -22,11 +22,11 @@ from promptq.worker.engine.recurrent.parts import RecurrenceParts
 _VALUE_TILE = 32
 """The most columns of a state that a program computes. Columns are independent."""
 _PIECE = 16
-"""The rows of a chunk that a program computes at once. More would spill registers."""
+"""The rows of a chunk that a program computes at once. More rows would spill registers."""
 
 
 class Scan:
-    """Computes what the rows of a step read, and their sequences' states after the step."""
+    """Computes a recurrence for the rows of a step, and updates the states of their sequences."""
 
     def __init__(self, parts: RecurrenceParts) -> None:
         self._parts = parts
@@ -55,11 +55,12 @@ class Scan:
         states: torch.Tensor,
         sequences: StepSequences,
     ) -> torch.Tensor:
-        """Returns what rows read, fp32 [T, value heads * value size].
+        """Returns the values that the rows read from the states, fp32 [T, value heads * value
+        size].
 
         `convolved` [T, channels] are queries, keys and values. `rates` are some columns of a larger
-        tensor: in the delta rule a rate for each value head, then a time step for each. `states`
-        [entries, value heads, key size, value size] are in fp32.
+        tensor: in the delta rule a rate for each value head, then a time step for each value head.
+        `states` [entries, value heads, key size, value size] are in fp32.
         """
         parts, num_decodes = self._parts, sequences.num_decodes
         output = torch.empty(

@@ -1,4 +1,4 @@
-"""Rates and lengths of the tokens of a scan."""
+"""Computes the decays, rates and inverse lengths of the tokens of a scan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EPSILON = tl.constexpr(1e-6)
 
 @triton.jit
 def inverse_lengths(vectors: tl.tensor) -> tl.tensor:
-    """Returns the factors [rows] that give `vectors` [rows, key size] the length 1."""
+    """Returns the factors [rows] that scale `vectors` [rows, key size] to length 1."""
     vectors = vectors.to(tl.float32)
     return tl.rsqrt(tl.sum(vectors * vectors, 1) + _EPSILON)
 
@@ -28,8 +28,9 @@ def rates_of(
     NUM_HEADS: tl.constexpr,
     IS_DELTA: tl.constexpr,
 ) -> tl.tuple:
-    """Returns the logarithms of decays, and the rates, of a value head in rows. Both are zero for
-    those that are no rows. `rates` [rows] points to the first rate or time step of each row."""
+    """Returns the logarithms of the decays, and the rates, of a value head in each row. Both are
+    zero where `is_row` is false. `rates` [rows] points to the first rate or time step of each
+    row."""
     column = head + NUM_HEADS if IS_DELTA else head
     time = tl.load(rates + column, mask=is_row, other=0.0).to(tl.float32)
     time = softplus(time + tl.load(biases + head))
@@ -43,7 +44,7 @@ def rates_of(
 
 @triton.jit
 def softplus(x: tl.tensor) -> tl.tensor:
-    """Returns `log(1 + exp(x))`, which is exact for small results, too (Kahan's log1p)."""
+    """Returns `log(1 + exp(x))`, which is also exact for small results (Kahan's log1p)."""
     small = tl.exp(-tl.abs(x))
     rounded = 1.0 + small
     step = tl.where(rounded == 1.0, 1.0, rounded - 1.0)

@@ -13,12 +13,13 @@ from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """Made once in a step, for all layers. Nothing waits for the device."""
+    """The sequences of a step. They are made once for all layers, without waiting for the
+    device."""
 
     table: torch.Tensor
-    """See RecurrentRows."""
+    """See `RecurrentRows.table`."""
     owner: torch.Tensor
-    """[T], int64: each row's sequence."""
+    """[T], int64: the sequence of each row."""
     num_decodes: int
 
     @classmethod
@@ -34,7 +35,7 @@ class StepSequences:
 @triton.jit
 def sequence_at(table: tl.tensor, index: tl.tensor, num_sequences: tl.tensor) -> tl.tuple:
     """Returns the entries that a sequence reads and writes, its first row, its number of rows, and
-    how many of them are known tokens and no drafted ones."""
+    the number of these rows that are not drafted."""
     place = table + index
     count = tl.load(place + 3 * num_sequences)
     return (

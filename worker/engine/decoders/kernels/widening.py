@@ -1,4 +1,4 @@
-"""Products with weights of 8 or 4 bits, which are widened in registers."""
+"""Products with weights of 8 or 4 bits, which are dequantized in registers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from promptq.worker.engine.attention.triton_kernels.common import dot
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 STEP = 64
-"""Inputs of an iteration."""
+"""The number of inputs in an iteration."""
 _STAGES = tl.constexpr(4)
-"""The numbers and inputs of three iterations are under way while a program computes one."""
+"""The depth of the pipeline: the data of three iterations are being loaded while a program computes
+a fourth."""
 
 
 def part_of(weight: QuantizedWeight) -> int:
-    """Returns how many inputs of a step share a group, at least."""
+    """Returns the number of successive inputs of a step that always share a group."""
     is_whole = weight.group >= weight.inputs
     return STEP if is_whole else min(STEP, weight.group & -weight.group)
 
@@ -39,7 +40,7 @@ def multiplied(
     """Returns the sum [outputs, rows] of the iterations from `start` to `end`.
 
     `read` [outputs] are outputs of the weight, and `inputs_of` [1, rows] points to rows. An
-    iteration takes STEP inputs, of which each PART is in one group.
+    iteration has STEP inputs. Each PART of them is in one group.
     """
     EACH: tl.constexpr = 8 // BITS  # inputs of a byte
     ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
@@ -89,9 +90,8 @@ def groups_of(
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """Returns [outputs, COUNT]: where the scales of COUNT parts are. The first part begins at input
-    `first`. Parts beyond the last input take the scales of the last group.
-    """
+    """Returns [outputs, COUNT]: the indices of the scales of COUNT parts. The first part begins at
+    input `first`. Parts beyond the last input have the scales of the last group."""
     part = first + PART * tl.arange(0, COUNT)
     return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
 
@@ -104,8 +104,8 @@ def scaled(
     HAS_OFFSETS: tl.constexpr,
     PART: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the weights of `numbers` [outputs, inputs] in fp32. Scales and offsets are
-    [outputs, parts], and a part has PART inputs."""
+    """Returns the weights of `numbers` [outputs, inputs] in fp32. Scales and offsets are [outputs,
+    parts]. A part has PART inputs."""
     weights = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // PART, PART))
     weights *= scale.to(tl.float32)[:, :, None]
     if HAS_OFFSETS:
@@ -115,10 +115,10 @@ def scaled(
 
 @triton.jit
 def integers(packed: tl.tensor, BITS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
-    """Unpacks bytes [outputs, bytes]. Returns [outputs, inputs]: the integers less MIDDLE, in fp32.
+    """Returns the integers in `packed` [outputs, bytes], minus MIDDLE, as fp32 [outputs, inputs].
 
-    In fp32, 2 ** 23 has the bits 0x4B000000, and its last bits count ones. So this takes fewer
-    instructions than a conversion.
+    The fp32 number 2 ** 23 has the bits 0x4B000000, and its last bit counts ones. So setting the
+    lower bits takes fewer instructions than a conversion.
     """
     if BITS == 4:
         halves = tl.join(packed & 15, packed >> 4)
