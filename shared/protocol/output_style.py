@@ -1,4 +1,4 @@
-"""A model family's way to write tool calls and reasoning."""
+"""The marks with which a model family writes tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     LITERALS: ("middle", "key_after", "after"),
     CHANNELS: ("opening", "before", "middle", "closing", "prelude", "after"),
 }
-"""The forms, and the marks that a style of each must have."""
+"""For each form, the marks that a style must have."""
 _LONGEST_NAME = 128
 _BESIDE_NAMES = ("<", "{", '"')
-"""Letters that end a name in most forms."""
+"""Characters that cannot be part of a tool's name in most forms, because they end the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +70,27 @@ class OutputStyle:
     value_after: str = ""
     quote: str = ""
     reasoning_before: str = ""
-    """Stands before the reasoning, which comes first; empty if the model never reasons."""
+    """Mark in front of the reasoning, with which an output begins; empty if the model never
+    reasons."""
     reasoning_after: str = ""
     name_key: str = "name"
     without_tools: OutputStyle | None = None
-    """The style of a chat without tools, if another template renders such chats and writes
-    reasoning in another way."""
+    """Style of a chat without tools. Set only if the model renders such chats with another template
+    that writes reasoning in another way."""
 
     def of_chat(self, *, with_tools: bool) -> OutputStyle:
-        """Returns the style of a chat with tools, or of one without."""
+        """Returns the style for a chat with or without tools."""
         return self if with_tools else self.without_tools or self
 
     @property
     def has_calls(self) -> bool:
-        """Whether this release knows the form, and the style has the marks that it needs."""
+        """Whether this release can read the style's calls: it knows the form, and no needed mark is
+        missing."""
         needed = _NEEDED.get(self.form)
         return needed is not None and all(getattr(self, name).strip() for name in needed)
 
     def can_name(self, name: str) -> bool:
-        """Whether the parser of this style can read this name of a tool from a call."""
+        """Returns whether a parser of this style can read a call of the tool with this name."""
         if self.form == OBJECT:
             return True
         if self.form in (CHANNELS, LITERALS):
@@ -99,13 +101,14 @@ class OutputStyle:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a call has each argument's name and value separately, and not all in one JSON
+        """Whether a call states each argument separately, as name and value, instead of one JSON
         object."""
         return self.form in (TAGGED, ELEMENTS, LITERALS)
 
     @property
     def as_elements(self) -> OutputStyle:
-        """The style with the form `elements` in place of `tagged`."""
+        """This style with the form `elements` instead of `tagged`; unchanged if it has another
+        form."""
         if self.form != TAGGED:
             return self
         return replace(
@@ -114,7 +117,7 @@ class OutputStyle:
 
     @property
     def call_marks(self) -> tuple[str, ...]:
-        """All marks of calls."""
+        """All marks of calls that are not empty."""
         ours = (self.before, self.after, self.opening, self.closing, self.between, self.prelude)
         keys = (self.key_before, self.key_after, self.key_after_json)
         rest = (self.middle, self.name_end, *keys, self.value_after, self.quote)
@@ -122,17 +125,18 @@ class OutputStyle:
 
     @property
     def reasoning_marks(self) -> tuple[str, ...]:
-        """The two marks of reasoning; none if the model never reasons."""
+        """The marks before and after the reasoning; empty if the model never reasons."""
         marks = (self.reasoning_before, self.reasoning_after)
         return marks if all(marks) else ()
 
     def to_json(self) -> str:
-        """The form in the queue's key `model`."""
+        """Returns the JSON that the queue's key `model` stores."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
-        """Returns None if the text is not a style. Fields that are not known are ignored."""
+        """Returns the style in a JSON text, without unknown fields; None if the text is not a
+        style."""
         try:
             marks = json.loads(text)
         except (ValueError, RecursionError):
