@@ -1,4 +1,4 @@
-"""The console command. It reports each error in one sentence."""
+"""The console command. It prints each error as one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from promptq.shared.runtime.printable import printable
 
 
 def main() -> NoReturn:
-    """Run the command that the arguments name. The exit code is 1 if something is wrong."""
+    """Runs the command that the arguments name. The exit code is 1 after an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

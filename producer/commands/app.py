@@ -1,6 +1,6 @@
 """The `promptq` command with all its commands.
 
-Examples in the docstrings of commands are not indented: Typer indents those of some commands only.
+Examples in the docstrings of commands are not indented, because Typer indents only some of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Puts a gateway together."""
+"""Assembles a gateway from its routes and its state."""
 
 from __future__ import annotations
 
@@ -62,13 +62,14 @@ _ANSWER_SECONDS = 5.0
 _UPLOADS_OF_TENANT = 4
 _UPLOADS = 16
 """The number of uploads of the largest size that may run at once. Until an upload is complete, it
-takes room on the disk twice."""
+uses its size on the disk twice."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
     """Returns the ASGI application of one gateway.
 
-    Raises RedisUnavailableError without a server's URL, and ConfigurationError for a wrong one.
+    Raises RedisUnavailableError if no server's URL is set, and ConfigurationError for a wrong
+    setting.
     """
     url = server_url(settings.redis_url)
     # Only to refuse a wrong URL or name before anything starts.
@@ -148,7 +149,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 async def _look_at_server(gateway: Gateway) -> None:
-    """Check the server at the start. Logs why calls will get 503, and whether the server evicts
+    """Checks the server at the start. Logs why calls will get 503, and whether the server evicts
     keys."""
     try:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
@@ -166,8 +167,8 @@ async def _look_at_server(gateway: Gateway) -> None:
 
 
 def _make_routes(app: FastAPI) -> None:
-    """Make FastAPI build the routes of included routers now. Otherwise it builds them at the first
-    call, which then waits."""
+    """Makes FastAPI build the routes of included routers now. Otherwise the first call would have
+    to wait for this."""
     call = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
     for route in app.routes:
         route.matches(call)

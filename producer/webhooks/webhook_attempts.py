@@ -1,4 +1,4 @@
-"""Calls a webhook: a signed message that a request has ended, until the URL accepts it."""
+"""Calls a webhook: sends a signed message that a request has ended, until the URL accepts it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from promptq.shared.protocol.keys import is_name
 from promptq.shared.protocol.request import Request
 
 BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
-"""The waits between attempts, in seconds; together just under a day."""
+"""Seconds to wait after each attempt; together just under a day."""
 
 
 class UndeliverableError(PromptqError):
-    """The webhook is not tried again: no message, no allowed receiver, or it was refused."""
+    """The webhook is given up: it has no message, or its URL may not be called or refused the
+    message for good."""
 
 
 class DeliveryError(PromptqError):
-    """The webhook was not accepted. The jobs try again."""
+    """The webhook was not accepted. The jobs will try again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message, and where to send it."""
+    """A message, and the URL to which it is sent."""
 
     webhook_id: str
     tenant: str
@@ -42,8 +43,8 @@ class Message:
 
     @property
     def receiver(self) -> str:
-        """Host and port. Calls to one host and port wait for each other. The rest of a URL is
-        private."""
+        """Host and port of the URL. Calls to the same receiver wait for each other. The rest of the
+        URL is private."""
         try:
             parts = urlsplit(self.url)
             return f"{parts.hostname}:{parts.port or parts.scheme}"[:300]
@@ -52,19 +53,20 @@ class Message:
 
 
 def webhook_id_of(queue: str, request_id: str) -> str:
-    """The id of a webhook. It is the same for all attempts, so receivers can drop repetitions."""
+    """Returns the id of a webhook. It is the same for all attempts, so receivers can ignore
+    repetitions."""
     return "msg_" + hashlib.sha256(f"{queue}:{request_id}".encode()).hexdigest()[:32]
 
 
 def tenant_of(name: str | None) -> str:
-    """The tenant in a request's hash; '' for anything that is not a name."""
+    """Returns the tenant in a request's hash; '' if the text is not a valid name."""
     return name if name and is_name(name) else ""
 
 
 def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message | None:
-    """The message for a request's hash; None if the request has no webhook.
+    """Returns the message for a request's hash; None if the request has no webhook.
 
-    Raises UndeliverableError if the hash is gone, or a stranger has written into it.
+    Raises UndeliverableError if the hash is gone or not valid.
     """
     if not record:
         raise UndeliverableError("its record has expired")
@@ -103,9 +105,9 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
 
 
 def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> int:
-    """Make one attempt. Returns the status of the answer.
+    """Makes one attempt. Returns the status of the answer.
 
-    Raises DeliveryError if it is worth another attempt, else UndeliverableError.
+    Raises DeliveryError if another attempt may succeed, otherwise UndeliverableError.
     """
     timestamp = int(time.time())
     headers = {

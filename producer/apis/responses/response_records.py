@@ -1,7 +1,7 @@
-"""Looks after stored responses: reads the state of each, and keeps its output once it is over.
+"""Manages stored responses: reads the state of each, and stores its output after its end.
 
-The queue keeps a result for an hour by default. The first read of a response after its end keeps
-its output, and a task of each gateway looks for responses that nobody has read.
+The queue keeps a result for an hour by default. The first read of a response after its end stores
+its output. For responses that nobody reads, a task of each gateway does this.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from promptq.shared.runtime.logs import get_logger
 
 _LOOK_SECONDS = 5.0
 _NOT_SINCE_MS = 10_000
-"""The time between two looks at a response. Most readers come earlier, and their reads keep the
-output."""
+"""Milliseconds between two checks of a response. Most clients read a response earlier, which stores
+its output."""
 _PAGE = 200
 MOST_LINKS = 500
-"""The most responses of one conversation. Each call reads all of them one by one."""
+"""The most responses of one conversation. Each call reads all of them, one after the other."""
 _BEGIN_SECONDS = 60.0
-"""The longest time between storing a response and enqueueing its request."""
+"""The longest time in seconds between storing a response and enqueueing its request."""
 
 
 class ResponseRecords:
@@ -58,12 +58,14 @@ class ResponseRecords:
         self._gateway = gateway
 
     async def get(self, response_id: str, caller: Caller) -> StoredResponse:
-        """Returns a record. Raises RequestNotFoundError for one that is not the caller's."""
+        """Returns a record. Raises RequestNotFoundError if the record does not belong to the
+        caller."""
         tenants = None if caller.is_admin else (caller.tenant or "",)
         return await self.stored.get(response_id, tenants)
 
     async def served(self, stored: StoredResponse) -> ServedQueue:
-        """The queue that has its request. Raises ApiError 503 if this gateway does not serve it."""
+        """Returns the queue that has the response's request. Raises ApiError 503 if this gateway
+        does not serve the queue."""
         for served in [*await self._gateway.queues.all(), *self._gateway.queues.opened]:
             if served.name == stored.queue:
                 return served
@@ -75,7 +77,8 @@ class ResponseRecords:
         )
 
     async def output(self, stored: StoredResponse) -> EndedOutput | None:
-        """Returns the output, and keeps it; None while the response is not over."""
+        """Returns the output, and stores it in the record; None while the response has not
+        ended."""
         if stored.result is not None:
             try:
                 return await self.stored.turns.run(EndedOutput.parse(stored.result))
@@ -105,12 +108,12 @@ class ResponseRecords:
         return output
 
     async def cancel(self, stored: StoredResponse) -> None:
-        """Cancel a response, unless it is over."""
+        """Cancels a response that has not ended."""
         if await self.output(stored) is None:
             await (await self.served(stored)).client.cancel(stored.call.id)
 
     async def current(self, stored: StoredResponse) -> str:
-        """The response object as JSON."""
+        """Returns the response object as JSON."""
         output = await self.output(stored)
         if output is not None:
             return (await self.stored.turns.run(finished_writer(stored.call, output))).whole
@@ -125,10 +128,12 @@ class ResponseRecords:
     async def history(
         self, response_id: str, caller: Caller, on_size: Callable[[int], object]
     ) -> bytes:
-        """The items of a response and of all responses before it, as JSON, one a line.
+        """Returns the items of a response and of all responses before it, as JSON, one on each
+        line.
 
         Calls `on_size` with the number of bytes so far. Raises ApiError 400 if a response is
-        unknown or not over, InvalidRequestError if the conversation is longer than a payload.
+        unknown or has not ended, and InvalidRequestError if the conversation is longer than a
+        payload may be.
         """
         turns: list[bytes] = []
         num_bytes, previous = 0, response_id
@@ -167,7 +172,8 @@ class ResponseRecords:
     async def _state(
         self, served: ServedQueue, response_id: str
     ) -> tuple[RequestState | None, bool]:
-        """The state of its request, None if unknown, and whether somebody cancelled the request."""
+        """Returns the state of the response's request (None if unknown), and whether a client has
+        cancelled it."""
         key = served.queue.keys.request(response_id)
         fields = ["HMGET", key, "state", "cancelled"]
         reading: Call[list[bytes | None]] = Call("", fields, list, lambda: [None] * 2)
@@ -176,7 +182,7 @@ class ResponseRecords:
         return (None, False) if state is None else (state_of(state), cancelled is not None)
 
     async def keep_all(self) -> None:
-        """Keep the output of responses that nobody reads. Runs until it is cancelled."""
+        """Stores the output of responses that nobody reads. Runs until it is cancelled."""
         while True:
             due: list[StoredResponse] = []
             try:

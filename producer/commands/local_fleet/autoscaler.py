@@ -1,4 +1,5 @@
-"""Autoscaling on this machine: starts and ends workers of one queue by its load."""
+"""Autoscaling on this machine: starts and stops workers of one queue according to the queue's
+load."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ _PAUSE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerRange:
-    """The least and the most workers that may run."""
+    """The smallest and the largest number of workers that may run."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> WorkerRange:
-        """Read a number such as `2`, or a range such as `1-4`. Raises ConfigurationError."""
+        """Parses a number such as `2`, or a range such as `1-4`. Raises ConfigurationError."""
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
         least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if most < least:
@@ -48,11 +49,12 @@ class WorkerRange:
 
 
 class Autoscaler:
-    """Keeps the number of workers that one queue needs. Their names are `NAME 1`, `NAME 2`.
+    """Keeps the number of workers at what one queue needs. The workers' names are `NAME 1`, `NAME
+    2`.
 
-    Workers of other machines count too: the autoscaler only adds to them. Its calls to the server
-    are in a separate thread, so that nothing else waits while the server is away. The number of
-    workers shrinks only once fewer were enough for `hold_seconds`.
+    Workers on other machines count too: the autoscaler only starts the missing ones. It calls the
+    server in a separate thread, so that nothing waits while the server is away. Workers are stopped
+    only after fewer have been enough for `hold_seconds`.
     """
 
     def __init__(
@@ -83,11 +85,12 @@ class Autoscaler:
         threading.Thread(target=self._read_on, daemon=True).start()
 
     def close(self) -> None:
-        """Stop reading the queue's load."""
+        """Stops reading the queue's load."""
         self._is_over.set()
 
     def adjust(self) -> None:
-        """Start or end workers by the latest reading, without waiting for one."""
+        """Starts or stops workers according to the latest reading. Does not wait for a new
+        reading."""
         latest, self._latest = self._latest, None
         if latest is None:
             return
@@ -116,9 +119,8 @@ class Autoscaler:
                 self._supervisor.remove(name)
 
     def _add(self, needed: int, num_staying: int, scaling: Scaling, num_others: int) -> None:
-        """Start workers. Draining workers count towards the maximum: they still hold places, such
-        as GPUs.
-        """
+        """Starts workers. Draining workers count towards the maximum, because they still use
+        resources such as GPUs."""
         num_processes = len(self._supervisor.processes(self._command))
         num_added = min(needed - num_staying, self._range.most - num_processes)
         if num_added <= 0:
@@ -135,7 +137,7 @@ class Autoscaler:
         self._show(f"{self._name}: {wanted} instead of {before} ({why})")
 
     def _name_of(self, worker: WorkerStats) -> str | None:
-        """The name of the process that is this worker; None if the autoscaler did not start the
+        """Returns the name of a worker's process; None if the autoscaler did not start the
         worker."""
         if worker.host != socket.gethostname():
             return None
@@ -160,7 +162,8 @@ class Autoscaler:
 
 
 def _is_gone(worker: WorkerStats) -> bool:
-    """Whether the worker's process has died, although its last heartbeat has not expired."""
+    """Returns whether the worker's process has died, although its last heartbeat has not
+    expired."""
     if worker.host != socket.gethostname() or worker.pid <= 0:
         return False
     try:
