@@ -13,7 +13,7 @@ from promptq.shared.runtime.printable import printable
 
 def main() -> NoReturn:
     """Runs the command that the arguments name. The exit code is 1 after an error."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a text
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack some characters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         require("the command", "cli")
@@ -21,7 +21,7 @@ def main() -> NoReturn:
 
         app(prog_name="promptq")
     except PromptqError as error:
-        message = printable(str(error), keep="\n\t")  # it may quote a stranger's text
+        message = printable(str(error), keep="\n\t")  # the message may quote untrusted text
         print(f"promptq: {message}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)

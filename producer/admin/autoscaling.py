@@ -93,7 +93,7 @@ def scalings(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation
     """Computes the scaling of each readable queue of the server."""
     scalings: list[Scaling] = []
     for view in (yield from views_of_queues(keys)):
-        with suppress(ResponseError):  # spoilt since it was looked at
+        with suppress(ResponseError):  # its record was overwritten meanwhile
             scalings += [(yield from scaling(Keys(view.queue), target_seconds))]
     return scalings
 
@@ -138,8 +138,8 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
     elif work.tokens_requested > 0:
         wanted[Reason.RECENT] = min(1, work.num_workers)
     is_late = num_waiting > 0 and work.oldest_ms > 1000 * target_seconds
-    # Requests that find a free place do not wait. Workers hold some for which they have no place
-    # yet, and a place may be of no use to a large request.
+    # Requests that find a free slot do not wait. Workers hold some requests for which they have no
+    # slot yet, and a large request may not fit even into a free slot.
     num_free = 0 if is_late else work.num_slots - work.num_active
     each = work.seconds_of_answer
     if work.num_slots:

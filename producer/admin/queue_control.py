@@ -22,7 +22,7 @@ def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
     workers' ids."""
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
-    channels = (keys.drain, keys.control)  # earlier releases listen to the second
+    channels = (keys.drain, keys.control)  # workers of earlier releases listen to `control`
     yield [scripts.drain(channel, worker_id) for channel in channels]
     return [each for each in alive if worker_id is None or each == worker_id]
 
@@ -56,6 +56,10 @@ def _with_priority(payload: bytes, priority: int) -> str:
         fields = json.loads(payload)
         changed = json.dumps({**fields, "priority": priority}, ensure_ascii=False)
         changed.encode()
-    except (ValueError, TypeError, RecursionError) as error:  # no worker could read it either
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+    ) as error:  # no worker could read the payload either
         raise InvalidRequestError(f"payload: is no JSON object: {error}", field="payload") from None
     return changed

@@ -48,7 +48,7 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
     workers = yield [lookups.worker_stats(keys, worker_id) for worker_id in worker_ids]
     return QueueStats(
         queue=keys.queue,
-        # Earlier releases write it into `config`.
+        # Workers of earlier releases write the model into `config`.
         model=(model or earlier_model or b"").decode(errors="replace"),
         paused=paused == b"1",
         waiting=waiting,

@@ -87,7 +87,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
             Call("", ["HGET", keys.worker(worker), "max_model_len"], _length, lambda: None)
             for worker in workers
         ]
-    # Workers of earlier releases write it into `config`.
+    # Workers of earlier releases write the model into `config`.
     *earlier, paused = earlier
     model, style = current if current[0] is not None else earlier
     return QueueView(
@@ -234,6 +234,6 @@ def _aliases() -> Operation[dict[str, str]]:
 
 
 def _length(value: bytes | None) -> int | None:
-    with suppress(ValueError):  # a stranger wrote it
+    with suppress(ValueError):  # any program may have written it
         return int(value) if value is not None else None
     return None

@@ -82,9 +82,10 @@ class Timeline(BaseModel):
     attempts: int = 0
     crashes: int = 0
     requeued_from: str = ""
-    """The id of the dead letter of which this request is a new try; empty if it is none."""
+    """The id of the dead letter that was enqueued again as this request; empty if there is none."""
     forked_from: str = ""
-    """The id of the request whose output this request continues; empty if it continues none."""
+    """The id of the request whose output this request continues; empty if this request is no
+    fork."""
     forked_at: int | None = None
     """Number of tokens of the source's output with which the fork begins."""
     worker: str = ""
@@ -183,7 +184,7 @@ def _of_this_attempt(
 def _state(record: dict[str, str]) -> RequestState:
     with suppress(ValueError):
         return RequestState(record.get("state", ""))
-    return RequestState.WAITING  # plain clients leave it out
+    return RequestState.WAITING  # plain clients set no state
 
 
 def _priority(record: dict[str, str]) -> int:

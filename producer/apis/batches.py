@@ -91,7 +91,9 @@ async def create(
         raise wrong_field("input_file_id", str(error)) from None
     if stored.purpose != "batch":
         raise wrong_field("input_file_id", f"the file's purpose is {stored.purpose!r}, not 'batch'")
-    await asyncio.to_thread(gateway.file_quotas.check, stored.tenant)  # its answers are files too
+    await asyncio.to_thread(
+        gateway.file_quotas.check, stored.tenant
+    )  # the answers become a file, too
     record = new_batch(
         new.endpoint,
         stored.id,

@@ -81,7 +81,7 @@ async def upload(
     declared = max(0, whole(request.headers.get("content-length")) - FORM_BYTES)
     beginning = asyncio.to_thread(gateway.file_quotas.begin, caller.tenant or "", declared)
     with await beginning as upload, gateway.uploads.hold(caller.party) as hold:
-        # The file goes to the disk while it comes.
+        # The file is written to the disk while it arrives.
         pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=FORM_BYTES, what="file")
         parser = MultiPartParser(
             _checked(request.headers),

@@ -18,7 +18,7 @@ router = APIRouter(
 )
 
 
-@router.get("/v1/models/", include_in_schema=False)  # else a model without a name
+@router.get("/v1/models/", include_in_schema=False)  # otherwise '' would be read as a model's name
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def list_models(gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:

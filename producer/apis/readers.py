@@ -1,4 +1,4 @@
-"""The table of endpoints that accept calls. For each: how to read a call, and how to make its
+"""The table of endpoints that accept calls. Each entry says how to read a call and how to make its
 id."""
 
 from __future__ import annotations

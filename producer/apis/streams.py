@@ -103,11 +103,11 @@ def fork_call(
     if tenant and (tenant == caller.tenant or caller.is_free):
         fields["tenant"] = tenant
     else:
-        fields.pop("tenant", None)  # an administrator may read it, and forks it as themselves
+        fields.pop("tenant", None)  # an administrator's fork has the administrator's tenant
     for name in (name for name, header in HEADERS.items() if header in headers):
         fields.pop(name, None)
     num_top = fields.get("logprobs")
-    if is_chat and num_top is not None:  # the payload's one field is two of a chat's body
+    if is_chat and num_top is not None:  # a chat has two fields for this one of the payload
         fields["logprobs"] = True
         if "logprobs" not in options.changes:
             fields["top_logprobs"] = num_top
@@ -133,7 +133,9 @@ async def read_stream(
     """
     served, completion = await _find(gateway, caller, completion_id, request)
     if is_message_id(completion_id):
-        return messages.message_stream(gateway, served, completion)  # its events have no ids
+        return messages.message_stream(
+            gateway, served, completion
+        )  # events of messages have no ids
     if not last_event_id:
         return completions.stream_of(gateway, served, completion)
     of_completion, have = read_event_id(last_event_id)

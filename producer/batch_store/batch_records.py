@@ -186,7 +186,7 @@ class Batches:
 
         Raises BatchMissingError.
         """
-        if is_batch_id(batch_id):  # otherwise it might name another key
+        if is_batch_id(batch_id):  # another text might name another key
             record = await self._queue.run(self._read(batch_id))
             if record is not None and (tenants is None or record.tenant in tenants):
                 return record
@@ -248,7 +248,7 @@ class Batches:
         waiting: Counter[str] = Counter()
         run: Counter[str] = Counter()
         for is_run, tenant in zip(answers[::2], answers[1::2], strict=True):
-            if isinstance(tenant, bytes):  # otherwise there is no such hash
+            if isinstance(tenant, bytes):  # None if there is no such hash
                 (run if is_run else waiting)[tenant.decode("utf-8", "replace")] += 1
         return waiting, run
 

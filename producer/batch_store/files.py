@@ -216,7 +216,7 @@ class FileStore:
             raise FileMissingError(f"no file {file_id!r} is known") from None
 
     def _remove(self, file_id: str) -> None:
-        self._meta(file_id).unlink(missing_ok=True)  # first, so that no file is there by half
+        self._meta(file_id).unlink(missing_ok=True)  # first, so that the file is never incomplete
         self._data(file_id).unlink(missing_ok=True)
 
     def _meta(self, file_id: str) -> Path:

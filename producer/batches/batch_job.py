@@ -248,7 +248,9 @@ class _BatchJob:
 
     async def _end(self, status: Status, **changes: Any) -> None:
         source = self._running("input")
-        for path in source.parent.glob(f"{source.name}*"):  # also half copies of killed processes
+        for path in source.parent.glob(
+            f"{source.name}*"
+        ):  # including incomplete copies of killed processes
             path.unlink(missing_ok=True)
         await self._batches.end(self._batch_id, status, **changes)
 

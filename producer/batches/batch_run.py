@@ -225,7 +225,7 @@ class BatchRun:
         try:
             await self._persist(partial(item.served.queue.enqueue, requests))
         except RequestExistsError:
-            pass  # an earlier process enqueued it
+            pass  # an earlier process enqueued the line
         except QueueFullError as error:
             self._hold_back(item, error.retry_after_ms / 1000)
             return False
@@ -259,7 +259,7 @@ class BatchRun:
         for (item, new), (state, result) in zip(requests, standings, strict=True):
             if result is not None:
                 item.results[new.request_id] = result
-            # The server has lost it, or it has expired.
+            # The server has lost the request, or the request has expired.
             is_lost = state is None and self._ending is None
             if is_lost and not await self._enqueue(item, [new]):
                 self._in_flight.pop(item.line.number, None)
@@ -358,8 +358,7 @@ class BatchRun:
         ]
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeats a call while the server is away or refuses it. Only for calls that are safe to
-        repeat.
+        """Repeats a call while the server is away or refuses it. The call must be safe to repeat.
 
         Raises errors about credentials and permissions at once.
         """

@@ -80,7 +80,7 @@ class LineGateway:
                 call = granted(call, caller)
                 rates = rates_of(caller, call.requests(request_id))
                 account = account_of(caller, _holder(caller))
-            # A repeated line is known by its id.
+            # The request's id identifies a repeated line, so no key is needed.
             requests = call.with_fields(idempotency_key=None).requests(request_id)
             new = [self._in_the_window(each) for each in composed(call, requests, account)]
         return LineRequest(line, request_id, new, rates, served)

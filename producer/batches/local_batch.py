@@ -138,7 +138,7 @@ def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
     """Returns the id of the run to which the files belong, or of a new run."""
     with source.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
-    if mark.exists() and output.exists():  # the output is there before anything is enqueued
+    if mark.exists() and output.exists():  # the output is created before any request is enqueued
         try:
             begun = json.loads(mark.read_text())
             begun_id, begun_digest = str(begun["id"]), begun["input_sha256"]

@@ -59,7 +59,7 @@ def stop_signals(pipe: int | None = None) -> asyncio.Event:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(RuntimeError, ValueError):  # loops in other threads hear no signals
+        with suppress(RuntimeError, ValueError):  # event loops in other threads get no signals
             loop.add_signal_handler(number, stopped.set)
     if pipe is not None:
 

@@ -51,7 +51,8 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def _known_options(options: Any) -> Any:
-    """Refuses the first unknown name. Pydantic would report every unknown name."""
+    """Returns `stream_options` unchanged. Raises ValueError for the first unknown name; pydantic
+    would report every unknown name."""
     for name in options if isinstance(options, dict) else ():
         if name not in _STREAM_OPTIONS:
             raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")

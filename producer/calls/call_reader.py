@@ -34,7 +34,8 @@ from promptq.shared.protocol.request import Request as PayloadRequest
 from promptq.shared.queue.scripts import Rate
 
 _SMALL_BYTES = 65_536
-"""The most bytes of a small body or payload. Reading so much takes a few milliseconds at worst."""
+"""The most bytes of a small body or payload. Reading this many bytes takes a few milliseconds at
+worst."""
 _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0

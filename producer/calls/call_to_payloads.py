@@ -52,7 +52,7 @@ def prepare(
     call = granted(call.with_model_of(aliases), caller)
     tenant = call.fields.get("tenant") or ""
     if caller.is_own_tenant and tenant == caller.tenant:
-        tenant = ""  # as in earlier releases, whose gateways may have taken the same call
+        tenant = ""  # as in earlier releases: their gateways may have got the same call
     requests = call.with_key_of(caller.name, tenant).requests(completion_id)
     rates = rates_of(caller, requests)
     new = composed(call, requests, account_of(caller, caller.name))
@@ -104,7 +104,7 @@ async def payloads_of(
         is_theirs = caller.is_admin or text_of(tenant or b"") == (caller.tenant or "")
         if payload is None or not is_theirs:
             raise RequestNotFoundError(
-                f"no completion {request_id[:80]!r} is known; it never was, or its record has"
+                f"no completion {request_id[:80]!r} is known; it never existed, or its record has"
                 " expired"
             )
         payloads.append(payload)

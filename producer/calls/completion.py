@@ -323,6 +323,6 @@ async def model_and_style(
     with explained(served.client.url):
         view = await served.watch.look()
         lacks_style = view.output_style is None and needs_style
-        if not view.model or lacks_style:  # perhaps written just now
+        if not view.model or lacks_style:  # a worker may have written it just now
             view = await served.watch.look(now=True)
     return view.model, view.output_style

@@ -156,7 +156,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(409, str(error), code="spoilt_record")
         case BatchOverError():
             return ApiError(409, str(error), code="batch_over")
-        case FileQuotaError():  # not 429: it does not help to wait
+        case FileQuotaError():  # not 429, because waiting does not help
             return ApiError(413, str(error), param="file", code="file_quota_exceeded")
         case TooManyBatchesError():
             return ApiError(429, str(error), code="too_many_batches", headers=NOT_AGAIN)
@@ -203,7 +203,7 @@ def log_why_unavailable(error: RedisSideError | RedisError) -> None:
 @lru_cache(maxsize=16)
 def _log_refusal(message: str) -> None:
     """Logs each message of the server once, because the server repeats it for every call."""
-    from promptq.shared.runtime.logs import get_logger  # local batches do without its package
+    from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
     get_logger().error(
         "the Redis server refuses a gateway's commands; give the gateway the URL of the user"

@@ -115,7 +115,7 @@ def text_length(logprobs: Sequence[FirstToken | TokenLogprob]) -> int:
 
 def _entry(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
     text = _text(token)
-    # If it is not a whole character, its bytes are unknown.
+    # The bytes of a token without a whole character are unknown.
     encoded = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": token.logprob, "bytes": encoded}
 

@@ -214,7 +214,8 @@ class ServedQueues:
                 return queue
         self._raise_if_away()
         raise RequestNotFoundError(
-            f"no completion {request_id[:80]!r} is known; it never was, or its record has expired"
+            f"no completion {request_id[:80]!r} is known; it never existed, or its record has"
+            " expired"
         )
 
     def _served(self, name: str) -> ServedQueue:
@@ -234,7 +235,10 @@ class ServedQueues:
                     aliases = await self.own.queue.run(lookups.aliases())
                 except ResponseError as error:  # such as a role of one queue
                     self._refuse(f"{QUEUES}, {ALIASES}", error)
-                except (ConnectionError, TimeoutError):  # its node of a cluster may be away alone
+                except (
+                    ConnectionError,
+                    TimeoutError,
+                ):  # on a cluster, only this queue's node may be away
                     if not self._directory.names:
                         raise
                     names, aliases = self._directory.names, dict(self._directory.aliases)
@@ -245,7 +249,7 @@ class ServedQueues:
         return time.monotonic() < self._refused.get(name, 0.0)
 
     def _leave_out(self, queue: ServedQueue, error: BaseException) -> None:
-        """Skips a queue that cannot be read from now on. Raises `error` if this is the gateway's
+        """From now on, skips a queue that cannot be read. Raises `error` if this is the gateway's
         own queue.
 
         On a Cluster, queues are on different nodes, and one node may be away.
@@ -272,8 +276,9 @@ class ServedQueues:
 
 
 def log_unreadable(name: str, why: str) -> None:
-    """Logs that a queue cannot be read. For use as `on_unreadable`, in processes with a log."""
-    from promptq.shared.runtime.logs import get_logger  # local batches do without its package
+    """Logs that a queue cannot be read. Processes with a log pass this function as
+    `on_unreadable`."""
+    from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
     get_logger().warning("a queue cannot be read, and is not served", of=name, why=why)
 

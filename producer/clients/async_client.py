@@ -464,7 +464,7 @@ class AsyncClient:
                 while type(action) is TokenEvent:  # isinstance of a pydantic class is slow
                     if (unfinished := handle(action)) is not None:
                         return unfinished
-                    if time.perf_counter() > until:  # a log has many events
+                    if time.perf_counter() > until:  # a log may have many events
                         return self.turns.give_way
                     action = advance(steps, None)
                 return action

@@ -42,7 +42,7 @@ def server_url(url: str | None = None) -> str:
 
 
 def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
-    """Returns the error. Unless a server answered, its message advises how to start one."""
+    """Returns the error with advice how to start a server, unless a server has answered."""
     if isinstance(error, RedisBusyError | RedisProtocolError):
         return error
     return RedisUnavailableError(f"{error}; {HOW_TO_GET_A_SERVER}")

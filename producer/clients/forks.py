@@ -58,7 +58,7 @@ class ForkSource:
         prefix: dict[str, Any] = {"token_ids": self.token_ids[: point.position]}
         own_prefix = self.fields.get("output_prefix")
         if at is None and not self.token_ids and isinstance(own_prefix, dict):
-            prefix |= own_prefix  # the source has not begun, and will begin with this
+            prefix |= own_prefix  # the source has no output yet, and will begin with this
         if append:
             prefix["text"] = f"{prefix.get('text', '')}{append}"
         kept = {name: value for name, value in self.fields.items() if name not in _NOT_COPIED}
@@ -105,7 +105,7 @@ def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
     its payload is not valid.
     """
     fields_read = ["HMGET", keys.request(request_id), "payload", "tenant", "result"]
-    # The log first: when it is folded, the result is there before the log is gone.
+    # Read the log first: when the log is folded, the result is written before the log is deleted.
     events, (payload, tenant, result) = yield [
         lookups.log_after(keys, request_id, 0),
         Call("", fields_read, list, lambda: [None] * 3),

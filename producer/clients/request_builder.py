@@ -67,8 +67,8 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
     try:
         request = Request.build(fields)
         payload = request.to_payload().encode()
-        from_json(payload)  # workers read less deeply nested JSON than can be written
-        # Half a character in a name within an object would be replaced silently.
+        from_json(payload)  # workers cannot read JSON that is nested so deeply
+        # A surrogate in the name of a member would be replaced silently.
         to_json(request.model_dump(exclude={"prompt"}, exclude_defaults=True))
     except (ValueError, RecursionError):
         raise _unfit_for_json(fields) from None
@@ -102,7 +102,7 @@ def _sample(i: int, fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(seed := fields.get("seed"), int):
         own["seed"] = seed + i
     if isinstance(key := fields.get("idempotency_key"), str):
-        own["idempotency_key"] = f"{key}:{i}"  # with one key, all would be one request
+        own["idempotency_key"] = f"{key}:{i}"  # with the same key, all would be one request
     return {**fields, **own}
 
 

@@ -85,7 +85,7 @@ Steps = Generator[Action, Any, None]
 
 
 class Notice(Enum):
-    """News about a subscription, which arrive between its messages."""
+    """News about a subscription. It arrives among the messages of the channel."""
 
     SUBSCRIBED = "subscribed"
     """The server has confirmed the subscription. Arrives again after each reconnection."""
@@ -180,7 +180,7 @@ def _event_in(
 ) -> Generator[Action, Any, TokenEvent | None]:
     """Parses an event, a large one in slices. Returns None if the text is not an event, because any
     program may publish on a channel."""
-    if len(text) > _LARGE_BYTES:  # it has the logprobs of a whole prompt
+    if len(text) > _LARGE_BYTES:  # such an event has the logprobs of a whole prompt
         return (yield from sliced(_read_in_parts(TokenEvent, text, readers), Sleep(0)))
     try:
         return TokenEvent.model_validate_json(text)
@@ -208,9 +208,9 @@ class _Stream:
         self._position = self.from_index
         self._text_from: int | None = None  # index of the first event delivered
         self._text_length = 0
-        self._token_ids = array("q")  # delivered, from `_text_from` on
-        self._may_not_read = False  # the request's record
-        self._was_cut = False  # from the server, which may have lost writes meanwhile
+        self._token_ids = array("q")  # delivered tokens, from `_text_from` on
+        self._may_not_read = False  # whether this user may not read the request's record
+        self._was_cut = False  # whether the connection was lost, and so perhaps writes
         self._ended = False
         self._deadline = None if self.timeout is None else self.clock() + self.timeout
         self._failures = 0
@@ -244,7 +244,7 @@ class _Stream:
                 if answer is Notice.SUBSCRIBED and self._token_ids:
                     self._was_cut = True
                 yield from self._catch_up()
-                self._failures = 0  # the server answered, even if it goes away again
+                self._failures = 0  # the server has answered, even if the next call fails
 
     def _continue(self, event: TokenEvent) -> Steps:
         """Delivers an event of the log or the channel, without tokens that were delivered
@@ -254,7 +254,7 @@ class _Stream:
             return
         if event.index < self._position and self._text_from is not None:
             event = yield from self._beyond(event)
-        if event.is_last and self._was_cut:  # other tokens may have replaced lost ones unseen
+        if event.is_last and self._was_cut:  # unseen tokens may have replaced lost ones
             record = yield from self._read_record()
             if record is not None and record[2] is not None:
                 result = yield from _folded_in(record[2])
@@ -324,14 +324,16 @@ class _Stream:
             return  # only the log and the channel can be read
         state, last_event, folded = record[0], None, None
         if record[1] is not None and record[2] is not None:
-            last_event = yield from _event_in(record[1], _WITHOUT_PROMPT)  # the result has it
+            last_event = yield from _event_in(
+                record[1], _WITHOUT_PROMPT
+            )  # the result has the prompt, too
             if last_event is not None and last_event.is_last:
                 folded = yield from _folded_in(record[2])
         over = folded is not None
         is_spoilt = not over and state is not None and state.is_final
         if not over and not is_spoilt and (state is not None or (yield from self._is_known())):
-            return  # it waits or runs, and there is nothing new
-        # It may have ended between the reads.
+            return  # the request waits or runs, and has no new events
+        # The request may have ended between the reads.
         if (yield from self._read_log()):
             return
         if is_spoilt:
@@ -397,7 +399,7 @@ class _Stream:
             start, text_start = 0, 0
         logprobs = result.logprobs and result.logprobs[start:]
         of_prompt = _NOTHING_OF_PROMPT
-        if start == 0:  # the first event had them
+        if start == 0:  # the first event had the prompt's fields
             of_prompt = {name: getattr(result, name) for name in _NOTHING_OF_PROMPT}
         return last_event.model_copy(
             update={

@@ -182,7 +182,7 @@ class Subscriptions:
 
     def _hear(self, response: Any) -> None:
         if not isinstance(response, list) or len(response) != 3:
-            return  # a push that is not about channels
+            return  # a push message that is not about channels
         kind, name, data = response
         channel = (name, kind in _SHARDED)
         if kind in _MESSAGES:
@@ -292,7 +292,7 @@ class Mailbox:
         try:
             todo = self._go_on(item)
         except (Exception, asyncio.CancelledError) as error:
-            todo = error  # it is raised in the listening task, not here
+            todo = error  # raised in the listening task, not here
         if isinstance(todo, Wait):
             self._set_timer(todo.seconds)
         elif not self._todo.done():  # `go_on` may have cancelled the listening task

@@ -102,7 +102,7 @@ class Client:
         if isinstance(server, redis.Redis):
             check_replies_are_bytes(server.connection_pool)
             self.url = address_of(server.connection_pool)
-            self._redis: Any = server  # its command methods are untyped
+            self._redis: Any = server  # redis-py's command methods are untyped
         else:
             self.url = server_url(server)
             try:

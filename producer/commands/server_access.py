@@ -48,7 +48,7 @@ def url(
     REDISCLI_AUTH="$(promptq url --password)" redis-cli -p 6399 ping
     """
     address = _for_redis_cli(_wait_for_url(redis, port, wait))
-    make_async_redis(address)  # only to refuse a wrong address, which redis-cli may not
+    make_async_redis(address)  # raises for a wrong address, which redis-cli may accept
     if not password:
         print(address)
         return

@@ -72,7 +72,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     setting.
     """
     url = server_url(settings.redis_url)
-    # Only to refuse a wrong URL or name before anything starts.
+    # Raises for a wrong URL or name before any process starts.
     make_async_redis(url)
     for name in settings.served_queues:
         if name != ALL_QUEUES:
@@ -130,7 +130,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         title="promptq",
         description="A queue for language models, with the API of OpenAI.",
         lifespan=lifespan,
-        openapi_url=None,  # docs.router has it, and the page made from it
+        openapi_url=None,  # docs.router serves it, and a page made from it
     )
     app.state.stopping = asyncio.Event()
     app.state.descriptions, app.state.scrapes = {}, metrics.Scrapes()
@@ -155,7 +155,9 @@ async def _look_at_server(gateway: Gateway) -> None:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
         async with gateway.queue.redis.pubsub() as channel:
             await channel.subscribe(gateway.keys.events("any"))
-            await channel.get_message(timeout=_ANSWER_SECONDS)  # raises a refusal
+            await channel.get_message(
+                timeout=_ANSWER_SECONDS
+            )  # raises an error if the server refused the subscription
     except RedisError as error:
         explained = redis_side_error(error, gateway.client.url, gateway.redis_user)
         log_why_unavailable(explained)

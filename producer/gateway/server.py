@@ -33,7 +33,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     from promptq.shared.server.connection import without_password
 
     configure_logs(settings.log_level, settings.log_format)
-    # The ready line says that it has started.
+    # The line `ready` reports the start already.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     allow_many_connections()
     app = create_app(settings)
@@ -43,7 +43,7 @@ def run_gateway(settings: GatewaySettings) -> None:
         loop="uvloop",
         http=bounded_protocol(settings.http_max_connections),
         lifespan="on",
-        ws="none",  # otherwise an installed WebSocket library would take connections over
+        ws="none",  # otherwise an installed WebSocket library would take over
         log_config=None,
         access_log=False,
         server_header=False,

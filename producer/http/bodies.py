@@ -21,7 +21,7 @@ _RETRY_AFTER = {"Retry-After": "1"}
 
 
 class TooLargeError(ApiError):
-    """Error 413. It is sent before the rest of the body has come."""
+    """Error 413. The answer is sent before the rest of the body has come."""
 
     def __init__(self, what: str, most: int) -> None:
         super().__init__(

@@ -119,9 +119,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_connections = max_connections
         self._num_pending = 0
         self._in_head = True
-        self._in_request = True  # a new connection must send one
+        self._in_request = True  # a new connection must send a request
         self._num_body_bytes = 0  # in this window
-        self._has_come_on = False  # whether the bytes of a window have come
+        self._has_come_on = False  # whether the bytes of a window have arrived
         self._num_dropped_bytes = 0
         self._num_pieces = self._num_bytes = 0  # of a body
         self._closes_behind_request = False
@@ -131,7 +131,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_unsent = 0
         self._timer = self.loop.call_later(_look_seconds(), self._look)
 
-    # uvicorn's class asks for a Transport too, where asyncio's gives any.
+    # Like uvicorn's class, this requires a Transport, where asyncio's protocol accepts any kind.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._max_connections is None:
@@ -186,7 +186,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
-            self.cycle.waiting_for_100_continue = False  # it would take that for the answer
+            self.cycle.waiting_for_100_continue = (
+                False  # a client would read `100 Continue` as the answer
+            )
         if not self.cycle.keep_alive:
             self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
@@ -222,7 +224,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._progressed()
         for cycle in self._unanswered:
             if cycle.response_complete:
-                cycle.body = bytearray()  # drops what was not read of it
+                cycle.body = bytearray()  # drops the unread part
         super().on_response_complete()
 
     @property
@@ -263,7 +265,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not num_unsent or num_unsent < self._num_unsent:
             self._taken_at = now
         self._num_unsent = num_unsent
-        is_closing = self.transport.is_closing()  # it closes when all is sent
+        is_closing = self.transport.is_closing()  # a closing transport still sends the rest
         if now - self._taken_at > (_SILENCE_SECONDS if is_closing else _UNREAD_SECONDS):
             self.transport.abort()
             return

@@ -65,7 +65,7 @@ def _decoder_of(coding: str, begin: bytes) -> tuple[_Decoder, type[Exception]]:
         if sys.version_info >= (3, 14):
             from compression import zstd
         else:
-            from backports import zstd  # here, as few clients use it
+            from backports import zstd  # imported here, because few clients use it
         window = zstd.DecompressionParameter.window_log_max
         return zstd.ZstdDecompressor(options={window: _MOST_WINDOW_LOG}), zstd.ZstdError
     if coding != "deflate":

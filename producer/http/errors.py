@@ -25,9 +25,9 @@ _MEANINGS = {
     401: "there is no API key (`Authorization: Bearer KEY`, `X-Api-Key: KEY` or `Api-Key: KEY`), or"
     " it is not known",
     403: "more than the API key allows",
-    404: "no model, stream, file or batch of this id, or it is another tenant's",
+    404: "no model, stream, file or batch has this id, or it belongs to another tenant",
     408: "`deadline_ms` passed before the answer began",
-    409: "it was cancelled, is over, or its record in Redis was spoilt",
+    409: "it was cancelled or has ended, or its record in Redis breaks the protocol",
     413: "the body is too large",
     429: "a limit of the queue or of the API key is reached; `Retry-After` says how long to wait",
     500: "the worker failed with the request",
@@ -85,7 +85,7 @@ def described(
     answers: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": _MEANINGS[status]} for status in statuses
     }
-    # Without this entry FastAPI describes its own error 422, which our clients never get.
+    # Without this entry, FastAPI describes its error 422, which clients of promptq never get.
     return {**answers, "default": {"model": model, "description": "any other error"}}
 
 
@@ -106,7 +106,7 @@ def add_handlers(app: FastAPI) -> None:
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
         return answered(request, error)
 
-    @app.exception_handler(ClientDisconnect)  # it left while its body was read
+    @app.exception_handler(ClientDisconnect)  # the client left while its body was read
     @app.exception_handler(ClientLeftError)
     async def _client_left(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_LEFT)

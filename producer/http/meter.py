@@ -80,7 +80,8 @@ class _Measured:
             handler: Any = getattr(scope.get("route"), "path", _UNKNOWN)
             method = scope["method"] if scope["method"] in _METHODS else _UNKNOWN
             self._meter.end(handler, method, status, seconds)
-            # With the `request_id` that the route has bound, but without the query, maybe a secret.
+            # The line has the `request_id` that the route has bound, but not the query, which may
+            # be a secret.
             path, ms = scope["path"], round(seconds * 1000, 1)
             is_shown = self._logs and path not in POLLED
             log: Any = get_logger().info if is_shown else get_logger().debug

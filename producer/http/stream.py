@@ -109,12 +109,12 @@ class EventStream(Response):
                 frames = self._begin(out)
                 try:
                     await self._stream(frames, request_ids)
-                except Exception as error:  # whatever it is, the client must hear of it
+                except Exception as error:  # the client must get every error
                     if not isinstance(error, ApiError | PromptqError | RedisError):
                         get_logger().exception("a stream failed", request_ids=request_ids)
                     shown = error if isinstance(error, ApiError) else as_api_error(error)
-                    # If one answer failed, nobody reads the others. But if the gateway failed, such
-                    # as with a server that is away, the client may come back for all of them.
+                    # If one answer failed, nobody reads the others. But if the gateway failed, for
+                    # example because the server is away, the client may resume all of them.
                     if shown is error and len(request_ids) > 1:
                         self._gateway.cancels.cancel(self._served.client, request_ids)
                     if not out.has_begun:
@@ -124,7 +124,7 @@ class EventStream(Response):
                 await out.end()
         except ClientLeftError:
             if not out.has_begun:
-                raise  # so that it is counted as a client that left
+                raise  # so that the meter counts a client that left
         finally:
             out.close()
 

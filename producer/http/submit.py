@@ -105,8 +105,8 @@ async def _take_rest(
     if all(rate.amount <= rate.limit for rate in prepared.rates):
         with suppress(ApiError):
             return await take(gateway, served, caller, rest, is_last_try=False)
-    # The next attempt needs all of it, so the caller waits for all of it. What was taken before
-    # stays taken, as a body was read for it.
+    # The next attempt needs all of the cost, so the caller waits until all of it is available. The
+    # request that `admit_call` took is not returned, because a body was read for it.
     return await take(gateway, served, caller, prepared.rates)
 
 
@@ -127,7 +127,7 @@ async def prompt_tokens(
     error = failure(result.finish_reason, result.error, num_tokens=0, names=prepared.call.names)
     if error is not None:
         raise error
-    if result.prompt_texts is None:  # a stranger wrote into the queue
+    if result.prompt_texts is None:  # another program wrote into the queue
         message = "the queue's record of this request has no tokens"
         raise ApiError(409, message, code="spoilt_record")
     return result, (await served.watch.look()).max_model_len

@@ -85,7 +85,7 @@ class Dispatcher:
         num_free = num_workers(self._batches) - len(in_rq | run | starting)
         if not ids or num_free <= 0:
             return 0
-        # Read again at last: a batch without a process may just have ended.
+        # Read the list once more: a batch without a process may just have ended.
         chosen = self._in_turn(ids & self._unfinished_batches(), num_free)
         for batch_id in chosen:
             with alone(f"batch {batch_id}"):

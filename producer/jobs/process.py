@@ -99,7 +99,7 @@ def _check_rights(settings: JobsSettings, url: str, try_out: Callable[[], object
         wrong = f"may not do what `promptq jobs` does; give it the URL of the user {role!r}"
         raise explain(error, url, f"{wrong} (promptq acl)") from None
     except redis.ResponseError:
-        pass  # a stranger changed the type of the key, which is logged later
+        pass  # the key has a wrong type, which is logged later
 
 
 def _print_ready(settings: JobsSettings) -> None:

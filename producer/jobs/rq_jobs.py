@@ -110,20 +110,20 @@ class JobJson:
             case [str(name), None, [str(queue), *others], dict(kwargs)] if not kwargs:
                 pass
             case _:
-                raise ValueError("it is no call of a function with a list of arguments")
+                raise ValueError("the job is not a call of a function with a list of arguments")
         if name not in _TABLE:
             raise ValueError(
                 f"{name!r:.100} is not a job of this version: an earlier version left it, and only"
                 " that runs it (docs/operations.md, Updates), or somebody else put it there"
             )
         if self.rq_queue != rq_queue_name(queue, _TABLE[name].work):
-            raise ValueError(f"it is not for the queue {self.rq_queue}")
+            raise ValueError(f"the job is not for the queue {self.rq_queue}")
         match others:
             case [] if name != RUN_BATCH.name:
                 return name, None, [], {**self.more}
             case [str(batch_id)] if name == RUN_BATCH.name and is_batch_id(batch_id):
                 return name, None, [], {**self.more, "batch_id": batch_id}
-        raise ValueError(f"{name} has other arguments than a job of ours")
+        raise ValueError(f"{name} has other arguments than a job of promptq")
 
 
 class ListedJob(Job):
@@ -146,18 +146,18 @@ class ListedJob(Job):
                 raise
             intermediate = f"rq:queue:{serializer.rq_queue}:intermediate"
             _delete_id(connection, intermediate, id.encode(), str(error))
-            raise NoSuchJobError(f"not a job of ours: {id}") from None
+            raise NoSuchJobError(f"not a job of promptq: {id}") from None
 
     def restore(self, raw_data: Any) -> None:
         """Sets the job's fields from its record. Raises ValueError if the record is not that of a
         promptq job."""
         fields = {name: raw_data.get(name, b"") for name in (b"data", b"origin", b"status")}
         if len(fields[b"data"]) > MAX_DATA_BYTES:
-            raise ValueError("it is too large for a job of ours")
+            raise ValueError("the job is too large for a job of promptq")
         if fields[b"origin"] != self.serializer.rq_queue.encode():
-            raise ValueError(f"it is not for the queue {self.serializer.rq_queue}")
+            raise ValueError(f"the job is not for the queue {self.serializer.rq_queue}")
         if fields[b"status"] not in _STATUSES:
-            raise ValueError("it has no status of a job")
+            raise ValueError("the job has no valid status")
         super().restore(fields)
         try:
             listed = _TABLE[self.func_name or ""]
@@ -245,7 +245,7 @@ def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **m
     pool.reset()
     worker = ListedWorker(
         [queue],
-        name=f"promptq-{secrets.token_hex(16)}",  # the role `jobs` may reach such names only
+        name=f"promptq-{secrets.token_hex(16)}",  # the role `jobs` may use only such names
         connection=queue.connection,
         job_class=ListedJob,
         queue_class=ListedQueue,
@@ -257,13 +257,15 @@ def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **m
         serializer="json",  # RQ takes no object here
     )
     worker.serializer = JobJson(queue.name, {"settings": settings, **more})
-    worker.work(burst=burst, logging_level="CRITICAL")  # what matters we log ourselves
+    worker.work(burst=burst, logging_level="CRITICAL")  # promptq logs what matters
 
 
 def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: object) -> None:
     log = get_logger(job_id=job.id)
     if isinstance(error, AbandonedJobError):
-        log.warning("job failed", reason="its process ended before it, or was cut off for long")
+        log.warning(
+            "job failed", reason="its process ended too early, or was disconnected for a long time"
+        )
     elif isinstance(error, PromptqError | JobTimeoutException | redis.RedisError):
         log.warning("job failed", reason=str(error))
     else:
@@ -346,7 +348,7 @@ def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
         connection = open_redis(url)
         client: Any = connection
         info: dict[str, Any] = {}
-        with suppress(redis.exceptions.NoPermissionError):  # the role may not ask
+        with suppress(redis.exceptions.NoPermissionError):  # the role may lack the right to ask
             info = client.info("cluster")
         if not info.get("cluster_enabled"):
             return connection

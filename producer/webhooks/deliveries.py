@@ -214,7 +214,7 @@ class Deliveries:
             else:
                 coming[tenant] += request_id not in self._waiting
                 new[request_id] = Waiting(tenant=tenant, due=self._clock())
-                # Keep the record, as the message is made from it. A dead letter never expires.
+                # Keep the record, because the message is made from it. A dead letter never expires.
                 record = self._keys.request(request_id)
                 writing.append(Call("", ["PEXPIRE", record, _RECORD_MS, "GT"], int))
         writing += [self._keep(request_id, item) for request_id, item in new.items()]
@@ -263,7 +263,7 @@ class Deliveries:
             if is_wrong_type(error):
                 self._is_known = False
             return _Outcome(kind="away", receiver=receiver)
-        except Exception as error:  # no message may keep others from being called
+        except Exception as error:  # one message must not stop the others
             item = self._waiting.get(request_id)
             log = self._log_of(request_id, item.tenant if item is not None else "")
             log.error("webhook cannot be called", exc_info=error)

@@ -68,7 +68,7 @@ def post(
         parts = urlsplit(url)
         host = parts.hostname
         if not host or parts.scheme not in _PORTS:
-            raise ValueError("it has no http or https host")
+            raise ValueError("the URL has no http or https host")
         port = parts.port or _PORTS[parts.scheme]
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
         connection.default_port = _PORTS[parts.scheme]  # the Host header leaves it out
@@ -97,12 +97,12 @@ def post(
             timer.cancel()
             connection.close()
         if is_late.is_set():
-            raise TimeoutError("it took too long")
+            raise TimeoutError("the call took too long")
         return status
     except OSError:  # a wrong certificate is one, and also a ValueError
         raise
     except (ValueError, http.client.InvalidURL) as error:
-        raise AddressRefusedError(f"it is not a URL to call: {error}") from None
+        raise AddressRefusedError(f"the URL is not valid: {error}") from None
 
 
 def _connect(

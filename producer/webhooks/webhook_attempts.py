@@ -49,7 +49,7 @@ class Message:
             parts = urlsplit(self.url)
             return f"{parts.hostname}:{parts.port or parts.scheme}"[:300]
         except ValueError:
-            return "nobody"  # the call will report the error
+            return "nobody"  # the attempt will report the error
 
 
 def webhook_id_of(queue: str, request_id: str) -> str:
@@ -69,10 +69,10 @@ def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message |
     Raises UndeliverableError if the hash is gone or not valid.
     """
     if not record:
-        raise UndeliverableError("its record has expired")
+        raise UndeliverableError("the request's record has expired")
     try:
         request = Request.parse(record.get("payload", ""))
-    except InvalidRequestError:  # it may have failed for that, but have a good URL
+    except InvalidRequestError:  # another field is wrong; the URL may be valid
         url, metadata = _url_of(record.get("payload", "")), None
     else:
         url, metadata = request.webhook_url, request.metadata
@@ -80,9 +80,9 @@ def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message |
         return None
     try:
         body = _body_of(queue, request_id, record, metadata)
-        body.encode()  # as it will be sent
+        body.encode()  # fails for a text that cannot be sent
     except (ValueError, OverflowError, OSError, RecursionError) as error:
-        raise UndeliverableError(f"its record was not written by a worker: {error}") from None
+        raise UndeliverableError(f"no worker wrote the request's record: {error}") from None
     tenant = tenant_of(record.get("tenant"))
     return Message(webhook_id_of(queue, request_id), tenant, url, body)
 
@@ -132,7 +132,9 @@ def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -
     except (OSError, http.client.HTTPException) as error:
         raise DeliveryError(f"{message.receiver}: {type(error).__name__}: {error}") from None
     if status == 410:
-        raise UndeliverableError(f"{message.receiver} answered 410: it wants no more webhooks")
+        raise UndeliverableError(
+            f"{message.receiver} answered 410: the receiver wants no more webhooks"
+        )
     if not 200 <= status < 300:
         raise DeliveryError(f"{message.receiver} answered {status}")
     return status

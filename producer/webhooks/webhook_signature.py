@@ -1,5 +1,5 @@
 """Signs webhooks with a secret for each tenant. The secrets are derived from a master secret, which
-never leaves this machine.
+promptq never sends.
 
 A secret belongs to a tenant, not to a URL. If a tenant names another tenant's URL, the message has
 the first tenant's signature, and the receiver refuses the message. No secret is stored in Redis.
@@ -88,7 +88,7 @@ class WebhookSecrets:
 
     def sign(self, tenant: str, webhook_id: str, timestamp: int, body: str) -> str:
         """Returns the header `webhook-signature`, which has one signature for each valid secret."""
-        # The shared one first, for receivers from before there could be two.
+        # The shared secret comes first, for old receivers that read only one signature.
         valid = ([self._shared] if self._shared else []) + self.of(tenant)
         at = datetime.fromtimestamp(timestamp, UTC)
         return " ".join(Webhook(secret).sign(webhook_id, at, body) for secret in valid)

@@ -102,7 +102,7 @@ class Claim:
     """The tenant in whose queue the request waited, even if the payload names another one; empty
     for no tenant."""
     weight: float = 1.0
-    """The tenant's weight when it was claimed."""
+    """The tenant's weight at the time of the claim."""
     is_suspect: bool = False
     """Whether the request must run alone, because workers crashed while they held this request."""
     num_logged: int = 0

@@ -1,6 +1,6 @@
 """The queue's output: the events of a request, and the result that they fold into.
 
-The JSON form of each is public. Field names follow the OpenAI API and vLLM.
+Their JSON forms are public. Field names follow the OpenAI API and vLLM.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class ErrorInfo(_Wire):
 
 
 class TokenEvent(_WithPrompt):
-    """One message of a request's stream. `index` is the number of tokens that came before it.
+    """One message of a request's stream. `index` is the number of tokens before this message.
 
     Other programs can write to the log, so `index` may be as large as any stream id. The request
     must end even then.
@@ -234,7 +234,7 @@ class Result(_WithPrompt):
         if sys.byteorder == "big":
             numbers.byteswap()
         if not all(map(math.isfinite, numbers)):
-            raise ValueError("the embedding holds a NaN or an infinity")
+            raise ValueError("the embedding contains a NaN or an infinity")
         return numbers.tolist()
 
     def to_json(self) -> str:

@@ -120,8 +120,8 @@ class Keys:
     """A sample for each minute, computed from the samples in the stream `statistics`."""
     unfinished_batches = _Name("batches:unfinished")
     unfinished_responses = _Name("responses:unfinished")
-    """Sorted set of stored responses without a result, by the time (ms) at which somebody last
-    looked at them."""
+    """Sorted set of stored responses without a result, by the time (ms) at which a gateway last
+    checked each."""
 
     def __post_init__(self) -> None:
         if not is_name(self.queue):

@@ -59,8 +59,8 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 num_values += _num_values(function["arguments"])
                 if num_values > MAX_ARGUMENT_VALUES:
                     raise ValueError(
-                        f"{place}.arguments: up to here, arguments that are texts hold more than"
-                        f" {MAX_ARGUMENT_VALUES} JSON values"
+                        f"{place}.arguments: the arguments that are texts, up to this one, hold"
+                        f" more than {MAX_ARGUMENT_VALUES} JSON values"
                     )
                 function["arguments"] = _object(f"{place}.arguments", function["arguments"])
                 clean_calls.append({**call, "function": function})

@@ -25,33 +25,38 @@ _BESIDE_NAMES = ("<", "{", '"')
 
 @dataclass(frozen=True, slots=True)
 class OutputStyle:
-    """The marks in a model's text. White space in and around marks does not count when reading.
+    """The marks with which a model family writes calls and reasoning. A reader ignores white space
+    in and around marks.
 
-    A text has calls of one of these forms. NAME is the name of the tool, {...} its arguments:
+    All calls in a text have one of these forms. NAME is the tool's name, {...} its arguments as
+    JSON:
 
-    - `object`: `before`, then {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, then `after`. With `between`,
-      there may be several objects.
-    - `named`: `before`, NAME, `middle`, {...}, `after`. With `name_end`, that mark may end the
-      name, and the text from it to `middle` does not count.
-    - `elements`: `before`, NAME, `middle`, then for each argument `key_before`, its name,
-      `key_after`, its value and `value_after`, and at the end `after`. With `key_after_json`, the
-      value is JSON behind that mark and text behind `key_after`. A blank `middle` is no mark.
-    - `tagged`: like `elements`, with `opening` in place of `before` and `closing` of `after`.
-    - `literals`: `before`, NAME, `middle`, then for each argument its name, `key_after` and a
-      literal, with commas between, and at the end `after`. Strings are between two `quote` marks,
-      without escapes; without `quote`, they are those of Python. Without `before`, calls are only
-      at the beginning of the text, with `between` between them.
-    - `channels`: the text is messages: `opening`, a role, `before`, a channel, `middle`, a text,
-      `closing`. The first message begins after the role. A message with `prelude` and NAME in front
-      of `middle` is a call, with {...} as text and `after` at its end.
+    - `object`: `before`, {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, `after`. If `between` is set,
+      there may be several objects, separated by `between`.
+    - `named`: `before`, NAME, `middle`, {...}, `after`. If `name_end` is set, this mark may end the
+      name, and the text from there to `middle` is ignored.
+    - `elements`: `before`, NAME, `middle`, the arguments, `after`. An argument is `key_before`, its
+      name, `key_after`, its value, `value_after`. If `key_after_json` is set, a value after this
+      mark is JSON, and a value after `key_after` is text. A blank `middle` is no mark.
+    - `tagged`: like `elements`, with `opening` instead of `before` and `closing` instead of
+      `after`.
+    - `literals`: `before`, NAME, `middle`, the arguments with commas between them, `after`. An
+      argument is its name, `key_after`, a literal. A string is between two `quote` marks, without
+      escapes; if `quote` is empty, strings are Python's. If `before` is empty, calls are only at
+      the beginning of the text, separated by `between`.
+    - `channels`: the text is a sequence of messages, each of which is `opening`, a role, `before`,
+      a channel, `middle`, a text, `closing`. The first message begins after the role. A message
+      with `prelude` and NAME in front of `middle` is a call: its text is {...}, and `after` is at
+      its end.
 
-    In most forms `opening` is before the first call and `closing` after the last. A `prelude` may
-    be before a call that the model makes by itself.
+    In most forms, `opening` is before the first call and `closing` after the last one. `prelude`
+    may precede a call that is not forced.
 
-    A reader that does not know the form finds no calls. Except in `named`, a forced call that
-    begins with `{` is read as an object: earlier releases force such calls, and so do workers if
-    the form cannot hold the tool's schema. Gateways of earlier releases know only `arguments_key`,
-    `before` and `after`, so a forced call in the form `object` uses only these.
+    A reader that does not know the form finds no calls. In all forms except `named`, a forced call
+    that begins with `{` is read as an object: earlier releases write forced calls in this way, and
+    so do workers if the form cannot express the tool's schema. Gateways of earlier releases know
+    only `arguments_key`, `before` and `after`, so a forced call in the form `object` uses only
+    these marks.
     """
 
     arguments_key: str = "arguments"

@@ -349,9 +349,9 @@ class Request(SamplingParams):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: exactly one of prompt and messages is needed")
         if self.prompt == []:
-            raise ValueError("prompt: holds no tokens, and there is nothing to continue")
+            raise ValueError("prompt: has no tokens, so there is nothing to continue")
         if self.prompt == "" and self.embed is not None:
-            raise ValueError("prompt: is empty, and there is nothing to embed")
+            raise ValueError("prompt: is empty, so there is nothing to embed")
         if self.messages is not None:
             self.messages = normalised(self.messages)
         if self.messages is None and (self.tools or self.chat_template_kwargs):

@@ -4,9 +4,9 @@ With each claim, a worker names the last claim that returned requests to it. If 
 handed out requests since then, the reply with these requests was lost. The requests then wait again
 at once, and no crash is counted.
 
-This works only for claims one after the other, so a claim that runs beside another one names no
-earlier claim. The worker also numbers its claims. So the server recognises a claim that arrives too
-late.
+This works only for claims one after the other, so a claim that runs at the same time as another one
+names no earlier claim. The worker also numbers its claims. So the server recognises a claim that
+arrives too late.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def _row_status(reply: bytes) -> RowStatus:
 
 
 def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
-    """Adds all requests or none. Returns their ids; a request whose idempotency key is known has
-    the older id.
+    """Adds all requests or none. Returns their ids. For a request whose idempotency key is known,
+    this is the id of the earlier request.
 
     With a new `nonce` for each call, a call can be sent again if its reply was lost. Raises
     RequestExistsError, QueueFullError.
@@ -328,8 +328,8 @@ class RateAnswer:
     """Reply to `take_of_rates`: the state of each limit by its name."""
 
     wait_ms: int | None
-    """0 if all amounts were taken. Otherwise none was taken, and this is the time in milliseconds
-    until a new try may succeed. None if an amount exceeds its limit, so that no try can succeed."""
+    """Milliseconds until a new try may succeed. 0: all amounts were taken; otherwise, none was.
+    None: an amount exceeds its limit, so no try can succeed."""
     remaining: dict[str, int]
     reset_ms: dict[str, int]
     """Milliseconds until each limit is fully available again."""

@@ -1,8 +1,9 @@
-"""Handles each record that breaks the protocol alone, with a line in the log.
+"""Keeps records that break the protocol (spoilt records) from stopping code that reads many
+records.
 
 Any program that may write to a queue can spoil its records. Code that goes through many records
-reads them with `readable`, or handles each inside `alone`, so that one spoilt record does not stop
-the others.
+reads them with `readable`, or handles each inside `alone`. Then a spoilt record is logged, and the
+others are read.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ async def kept_up(name: str, work: Callable[[], Awaitable[None]]) -> None:
         try:
             return await work()
         except Exception:
-            _log.exception("the background task %r failed, and begins anew", name)
+            _log.exception("the background task %r failed and is restarted", name)
         await asyncio.sleep(_ANEW_SECONDS)
 
 

@@ -19,13 +19,14 @@ SLICE_SECONDS = 0.001
 
 
 class Turns:
-    """Runs the long work of one owner. In each round of the event loop, only one slice runs."""
+    """Lets all long work of one object, such as a client, take turns: in each round of the event
+    loop, one slice runs."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def give_way(self) -> None:
-        """Waits for the next round of the event loop in which this owner has no other slice."""
+        """Waits for a round of the event loop in which no other slice of this object runs."""
         async with self._lock:
             await asyncio.sleep(0)
 

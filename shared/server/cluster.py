@@ -123,8 +123,7 @@ class _Cluster:
 
 
 def client_of(client: Any, keys: Keys) -> Any:
-    """Returns the client for a queue's keys. Only on a Cluster is this another client than
-    `client`.
+    """Returns the client for a queue's keys. This is `client` itself, except on a Cluster.
 
     Closing `client` closes the returned client too.
     """
@@ -141,8 +140,8 @@ def client_at(client: Any, key: str) -> Any:
 
 
 def try_once(client: redis.asyncio.Redis) -> None:
-    """Makes failing calls raise at once, without retries. For the end of a process, when the server
-    may be away.
+    """Makes failing calls raise at once, without retries. A process calls this when it ends,
+    because the server may be away then.
 
     On a Cluster a few quick retries remain, because the slot may be moving.
     """

@@ -218,8 +218,9 @@ def _locked(folder: Path) -> Iterator[int]:
 def _check_private(folder: Path) -> None:
     """Creates the folder, or makes an existing folder inaccessible to all but its owner.
 
-    Raises ConfigurationError if another user owns the folder or may change its content. Also if the
-    folder has files that no server made, because other users may have a reason to read these files.
+    Raises ConfigurationError if another user owns the folder or may change its content. Raises it
+    too if the folder has files that no server made, because other users may have a reason to read
+    these files.
     """
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
     _check_owner(folder)

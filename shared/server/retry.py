@@ -32,9 +32,9 @@ _SAID_AGAIN_SECONDS = 60.0
 _said: dict[str, float] = {}
 
 _LONGEST_TRY_SECONDS = 40.0
-"""The most seconds of one try that count as time of trying. Only a process or machine that stood
-still has longer tries: even in a cluster, a call is repeated for no more than the half minute of a
-failover."""
+"""The most seconds that one try adds to the time of trying. After a longer try, the process or its
+machine must have stood still: even in a cluster, a try repeats a call for no more than the half
+minute of a failover."""
 
 
 _BUSY = "BUSY"

@@ -33,7 +33,7 @@ def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> A
     parts = urlsplit(url)
     service, _, database = parts.path.strip("/").partition("/")
     if not service:
-        raise ValueError("it names no service")
+        raise ValueError("the URL names no service")
     if not database.isdigit() and database:
         raise ValueError(f"the database {database!r} is not a number")
     plain, addresses = several_hosts(parts, f"/{database}", "sentinel", _PORT)

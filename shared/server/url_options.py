@@ -88,7 +88,7 @@ def several_hosts(
     """
     credentials, at, hosts = parts.netloc.rpartition("@")
     if not hosts:
-        raise ValueError(f"it names no {kind}")
+        raise ValueError(f"the URL names no {kind}")
     addresses = []
     for host in hosts.split(","):
         address = urlsplit(f"//{host}")

@@ -20,7 +20,8 @@ class Settings(BaseSettings):
     """Settings that every process has. The environment variable of a field is its name with the
     prefix `PROMPTQ_`.
 
-    Each kind of process has a subclass with further fields. It ignores variables of other fields.
+    Each kind of process has a subclass with further fields. The process ignores all other
+    variables.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore")

@@ -67,7 +67,7 @@ router = APIRouter(
 async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
-    """Answer a chat, as one object or, with `stream`, while it is generated."""
+    """Answer a chat: as one object, or with `stream`, piece by piece."""
     return await _create(request, gateway, caller, "chats")
 
 
@@ -81,7 +81,7 @@ async def create_chat_completion(
     response_class=Response,
 )
 async def create_completion(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
-    """Continue one prompt or several, as one object or, with `stream`, while they are generated."""
+    """Continue one prompt or several: as one object, or with `stream`, piece by piece."""
     return await _create(request, gateway, caller, "completions")
 
 
@@ -235,8 +235,8 @@ class _Frames(Frames):
                 ]
                 self._positions = [writer.position for writer in self._writers]
                 if roles := role_chunks(self._completion, self._have):
-                    # They have no ids: a client that has read nothing else begins anew. They go
-                    # out together, as nothing may come between them.
+                    # These chunks have no ids: a client that has read only them begins anew. They
+                    # are sent together, because no other frame may come between them.
                     frames = "".join(f"data: {chunk}\n\n" for chunk in roles)
                     await self._out.write_all(frames.encode("ascii"))
         await self._write_in_turns(place, event)

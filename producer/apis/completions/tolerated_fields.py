@@ -25,7 +25,7 @@ from promptq.producer.calls.call import (
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import check_tools, wanted_output
 
-_log = logging.getLogger("promptq.calls")  # a local batch has no other log
+_log = logging.getLogger("promptq.calls")  # local batches may lack structlog
 
 
 class FieldsWithoutEffect(BaseModel):
@@ -124,7 +124,7 @@ def _format_of(name: str, value: Any) -> dict[str, Any]:
     """Returns the `response_format` that means the same as a field of vLLM's."""
     kind = name.removeprefix("guided_")
     if name == "structured_outputs":
-        if isinstance(value, dict):  # vLLM's own class may be written out whole
+        if isinstance(value, dict):  # clients may send all fields of vLLM's class
             value = {key: member for key, member in value.items() if member not in _UNSET}
         if not (isinstance(value, dict) and len(value) == 1 and {*value} <= _KINDS):
             members = ", ".join(value)[:80] if isinstance(value, dict) and value else "none"
@@ -144,7 +144,7 @@ def _format_of(name: str, value: Any) -> dict[str, Any]:
         return response_format
     if kind == "json_object" and value is True:
         return {"type": "json_object"}
-    if kind == "json" and isinstance(value, str):  # as vLLM takes it, too
+    if kind == "json" and isinstance(value, str):  # vLLM accepts this, too
         try:
             value = from_json(value)
         except ValueError as error:
@@ -174,7 +174,7 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], st
         )
     tools = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     try:
-        check_tools(tools)  # also those that are not shown
+        check_tools(tools)  # including those that the model will not see
     except ValueError as error:
         raise InvalidRequestError(str(error), field="tools") from None
     return tools_named([name_of_tool(tool) for tool in listed], tools), mode

@@ -151,7 +151,7 @@ class ChoiceWriter:
         if event.finish_reason is not None:
             self.usage = event.usage or Usage()
         if event.index < have.tokens or have.ended:
-            # The client has read some of this text, but the reader of calls must read it again.
+            # The client has read some of this text, but the parser of calls must read it again.
             self._reader.feed(text[: max(0, have.chars - chars_before)])
             known = logprobs[: have.tokens - event.index]
             self._offset += text_length([*of_prompt, *known])

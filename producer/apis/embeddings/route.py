@@ -49,8 +49,8 @@ async def create_embeddings(request: Request, gateway: ThisGateway, caller: This
 
 
 async def _results(served: ServedQueue, request_ids: list[str]) -> list[Result]:
-    """Returns the results of all requests. Raises ApiError if a request has no vector, and
-    PromptqError."""
+    """Returns the results of all requests. Raises PromptqError, and ApiError if a request has no
+    vector."""
     turns = asyncio.Semaphore(_READ_AT_ONCE)
 
     async def read(request_id: str) -> Result:

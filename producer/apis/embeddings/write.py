@@ -44,7 +44,7 @@ def _datum(completion: Completion, index: int, result: Result) -> dict[str, Any]
         raise error
     try:
         numbers = result.vector
-    except ValueError:  # a stranger wrote into the queue
+    except ValueError:  # another program wrote into the queue
         message = "the queue's record of this request has no vector"
         raise ApiError(409, message, code="spoilt_record") from None
     shown = result.embedding if completion.encoding_format == "base64" else numbers

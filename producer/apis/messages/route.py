@@ -41,7 +41,7 @@ router = APIRouter(
     "/v1/messages", openapi_extra=operation(MessageOptions, hidden=_HIDDEN), response_class=Response
 )
 async def create_message(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
-    """Answer a conversation, as one object or, with `stream`, while it is generated."""
+    """Answer a conversation: as one object, or with `stream`, piece by piece."""
     async with read_call(request, gateway, caller, "messages") as read:
         return await respond(request, gateway, caller, *read)
 

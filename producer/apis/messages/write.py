@@ -70,7 +70,7 @@ class MessageWriter:
             prefill, text = self._prefill.split(event)
             if prefill and not text:
                 self._num_prefilled = event.end
-            # Half a call is of no use, so a call that the prefill begins is written whole.
+            # A part of a call is useless, so a call that the prefill begins is written completely.
             self._write([piece for piece in self._text.feed(prefill) if piece.kind == "call"])
         self._write(self._own(self._text.feed(text)))
         if event.finish_reason is not None:

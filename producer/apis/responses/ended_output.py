@@ -111,5 +111,5 @@ def ending_of(event: TokenEvent) -> Ending:
         finish_reason=event.finish_reason,
         error=event.error,
         usage=event.usage or Usage(),
-        took_ms=took_ms if 0 <= took_ms < _MOST_MS else 0.0,  # a stranger may have written it
+        took_ms=took_ms if 0 <= took_ms < _MOST_MS else 0.0,  # any program may have written it
     )

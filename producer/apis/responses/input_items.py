@@ -52,7 +52,7 @@ def id_of(line: bytes) -> bytes:
 
 def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the messages of a chat. Reasoning and calls become part of the assistant's message
-    beside them."""
+    next to them."""
     messages: list[dict[str, Any]] = []
     reasoning = ""
     for item in items:

@@ -171,7 +171,7 @@ def _set_chat(
     try:
         earlier = [from_json(line) for line in (history or b"").splitlines()]
         fields["messages"] = messages_of([*earlier, *own])
-    except UNREADABLE:  # its own items were checked
+    except UNREADABLE:  # the call's items were checked before
         raise wrong_field("previous_response_id", "the stored conversation is spoilt") from None
     if options.instructions:
         fields["messages"].insert(0, {"role": "system", "content": options.instructions})

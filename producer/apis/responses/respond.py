@@ -141,7 +141,7 @@ class _Frames(Frames):
                 await self._out.write_all(frames)
                 await self._answering.served.client.turns.give_way()
                 frames = b""
-        if frames:  # without any bytes, it would end the body
+        if frames:  # an empty part would end the body
             await self._out.write_all(frames)
 
     async def _learn_and_write(self, event: TokenEvent) -> None:

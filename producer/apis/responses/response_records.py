@@ -82,7 +82,7 @@ class ResponseRecords:
         if stored.result is not None:
             try:
                 return await self.stored.turns.run(EndedOutput.parse(stored.result))
-            except UNREADABLE as error:  # a stranger wrote it
+            except UNREADABLE as error:  # any program may have written it
                 note(spoilt_record(f"response {stored.call.id!r}", error))
                 raise not_known(stored.call.id) from None
         served, response_id = await self.served(stored), stored.call.id
@@ -93,7 +93,7 @@ class ResponseRecords:
             return None
         events: list[TokenEvent] = []
         output = EndedOutput.failed(
-            "not_kept", "the queue forgot the output before a gateway could keep it"
+            "not_kept", "the output expired in the queue before a gateway could store it"
         )
         if state is not None:
             try:
@@ -119,7 +119,7 @@ class ResponseRecords:
             return (await self.stored.turns.run(finished_writer(stored.call, output))).whole
         state, is_cancelled = await self._state(await self.served(stored), stored.call.id)
         status: Status = "in_progress"
-        if is_cancelled:  # its worker will notice
+        if is_cancelled:  # the worker will end the request
             status = "cancelled"
         elif state is not RequestState.ACTIVE and stored.call.background:
             status = "queued"
@@ -138,7 +138,7 @@ class ResponseRecords:
         turns: list[bytes] = []
         num_bytes, previous = 0, response_id
         seen = set[str]()
-        while previous and previous not in seen:  # another program may have made a circle
+        while previous and previous not in seen:  # a forged record may make a circle
             if len(seen) == MOST_LINKS:
                 raise _no_history(
                     f"the conversation has more than the {MOST_LINKS} responses that may be"

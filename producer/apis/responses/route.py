@@ -56,8 +56,7 @@ TheseRecords = Annotated[ResponseRecords, Depends(records_of)]
 async def create_response(
     request: Request, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> Response:
-    """Answer a conversation: as one object, with `stream` while it is generated, or in the
-    background."""
+    """Answer a conversation: as one object, with `stream` piece by piece, or in the background."""
     history = records.history
     async with read_call(request, gateway, caller, "responses", history=history) as read:
         return await respond(request, gateway, caller, *read)
@@ -110,7 +109,7 @@ async def retrieve_response(
         writer = ResponseWriter(stored.call, after)
         return FramesInTurns(records.stored.turns, frames_of(writer, output))
     served = await records.served(stored)
-    call = replace(stored.call, detach=True)  # a reader that leaves does not cancel it
+    call = replace(stored.call, detach=True)  # a reader that disconnects does not cancel it
     answering = AnsweredResponse(records, served, call, stored, after, at_once=True)
     return stream_of(gateway, answering)
 

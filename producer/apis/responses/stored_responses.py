@@ -92,7 +92,7 @@ class StoredResponses:
 
         Raises RequestNotFoundError.
         """
-        if is_response_id(response_id):  # otherwise it might name another key
+        if is_response_id(response_id):  # another text might name another key
             record = await self._queue.run(self._read(response_id))
             if record is not None and (tenants is None or record.tenant in tenants):
                 return record
@@ -199,5 +199,5 @@ def _record(response_id: str, reply: Any) -> StoredResponse | None:
     call = _CALLS.validate_python(
         {**from_json(options, allow_inf_nan=False), "id": response_id, "echo": echo}
     )
-    _ = call.expected  # raises an error if a stranger wrote it
+    _ = call.expected  # raises an error if the field is not valid
     return StoredResponse(call, tenant, queue, reply[-1])

@@ -35,7 +35,7 @@ class ChannelText:
         )
         self._blank: list[str] = []  # white space in front of a text that may begin with a header
         self._held = ""
-        self._kind = ""  # of the message that is open
+        self._kind = ""  # of the current message
         self._is_empty = True
         """Whether no text of the current message was read yet."""
         self._texts = {_REASONING: "", _CONTENT: ""}
@@ -66,7 +66,7 @@ class ChannelText:
         return self._take()
 
     def finish(self) -> tuple[str, str, list[ToolDelta]]:
-        """Ends the text. Returns the part that was held back."""
+        """Ends the text. Returns the parts that were not certain before."""
         if self._object is not None:
             return "", *self._object.finish()
         if self._kind:
@@ -132,7 +132,7 @@ class ChannelText:
         Strings in the object contain no marks."""
         begun = self._held.lstrip() if self._is_empty else self._held
         if self._is_empty and begun and not begun.startswith("{"):
-            self._json = None  # no object: all up to the next mark
+            self._json = None  # not an object: all text up to the next mark
             return True
         size = 0
         while size < len(begun) and (json.depth or not size):

@@ -42,10 +42,10 @@ class LiteralArguments:
         self._wants_key, self._lacks_value = True, False
         self._key: str | None = None  # a key that was a string
         self._allowed = frozenset[str]()
-        self._word: list[str] = []  # letters outside of strings
+        self._word: list[str] = []  # characters outside strings
         self._held = ""
         self._string_end = ""
-        self._kept: list[str] | None = None  # a string that is no text, or a key
+        self._kept: list[str] | None = None  # characters of a string that is a key or JSON
         self._escape = ""
         self._state: Callable[[str], str] = self._outside
 

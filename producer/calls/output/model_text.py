@@ -111,7 +111,7 @@ class ModelText:
         return self._answer(reasoning, text)
 
     def finish(self) -> Piece:
-        """Ends the text. Returns the part that was held back."""
+        """Ends the text. Returns the part whose kind was not certain before."""
         if self._channels is not None:
             return Piece(*self._channels.finish())
         reasoning, text = "", ""

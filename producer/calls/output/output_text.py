@@ -32,12 +32,12 @@ class OutputText:
         if self._reader.is_plain:
             return [Piece("content", text)] if text else []
         pieces: list[Piece] = []
-        for letter in text:  # one by one, as a piece of the reader has no order of its parts
+        for letter in text:  # one by one, because a piece of `ModelText` does not order its parts
             pieces += _in_order(self._reader.feed(letter))
         return _joined(pieces)
 
     def finish(self) -> list[Piece]:
-        """Ends the text. Returns the part that was held back."""
+        """Ends the text. Returns the pieces whose kind was not certain before."""
         return _joined(_in_order(self._reader.finish()))
 
 

@@ -27,7 +27,7 @@ class ReasoningText:
         return self._state(text)
 
     def finish(self) -> tuple[str, str]:
-        """Ends the text. Returns the part that was held back."""
+        """Ends the text. Returns the parts that were not certain before."""
         held, self._held = self._held, ""
         if self._state == self._inside:
             return self._certain(held.rstrip()), ""

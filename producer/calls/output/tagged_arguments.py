@@ -43,7 +43,7 @@ class TaggedArguments:
         self.are_over = False
         self._types = types
         self._held = ""
-        self._parts: list[str] = []  # of a value that is no text, before what is held
+        self._parts: list[str] = []  # of a value that is not a string, before `_held`
         self._key, self._allowed = "", frozenset[str]()
         self._is_text = False
         self._num_values = 0
@@ -116,7 +116,9 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
     try:
         value: Any = _WORDS[text] if text in _WORDS else json.loads(text, parse_constant=_no)
         if not allowed or JSON_TYPES[type(value)] & allowed:
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)  # 1e999 is no number
+            return json.dumps(
+                value, ensure_ascii=False, allow_nan=False
+            )  # fails for 1e999, which is not valid JSON
     except (ValueError, RecursionError):
         pass
     return json.dumps(text, ensure_ascii=False)

@@ -60,11 +60,11 @@ class ToolText:
         self._content: list[str] = []
         self._deltas: list[ToolDelta] = []
         self._held = ""  # text that may still turn out to be a call
-        self._blank: list[str] = []  # white space behind it
-        self._follows_call = False  # but for white space
+        self._blank: list[str] = []  # white space after `_held`
+        self._follows_call = False  # whether only white space came after a call
         self._object: list[str] = []  # a call whose members come in another order
         self._element, self._matched, self._name, self._opened_at = 0, "", "", 0
-        self._dense = ""  # what is matched, without white space
+        self._dense = ""  # the matched text without white space
         self._json = JsonDepth()
         self._arguments: TaggedArguments | LiteralArguments | None = None
         self._state: Callable[[str], None] = self._in_content
@@ -92,7 +92,7 @@ class ToolText:
             key = json.dumps(self._arguments_key)
             of_object = ("{", json.dumps(self._name_key), ":", _STRING, ",", key, ":", "{")
             self._head = (self._before, *(of_object if self._is_object else (_NAME, "{")))
-        if style.has_pairs:  # the reader of the arguments takes the mark at their end
+        if style.has_pairs:  # the arguments' parser reads the mark after them
             if not self._name_ends[0]:
                 self._name_ends = [squeezed(style.key_before), self._after]
             self._after = self._after[1:] if style.form == LITERALS else ""
@@ -115,7 +115,7 @@ class ToolText:
         return self._take()
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """Ends the text. Returns the part that was held back."""
+        """Ends the text. Returns the parts that were not certain before."""
         self._hold_blank()
         if self._forced:
             if self._state == self._in_head and self._name and not self.num_calls:
@@ -173,7 +173,7 @@ class ToolText:
             self._follows_call = False
 
     def _mark_begun(self) -> str:
-        """Returns the text that is held back, if it may be the beginning of a mark; otherwise ''.
+        """Returns the text in `_held` if it may be the beginning of a mark; otherwise ''.
 
         White space before the mark counts only after a call.
         """

@@ -49,8 +49,7 @@ class WorkerRange:
 
 
 class Autoscaler:
-    """Keeps the number of workers at what one queue needs. The workers' names are `NAME 1`, `NAME
-    2`.
+    """Runs the number of workers that one queue needs. The workers' names are `NAME 1`, `NAME 2`.
 
     Workers on other machines count too: the autoscaler only starts the missing ones. It calls the
     server in a separate thread, so that nothing waits while the server is away. Workers are stopped
@@ -78,7 +77,7 @@ class Autoscaler:
         self._target = target_seconds
         self._hold = hold_seconds
         self._latest: tuple[Scaling, QueueStats] | None = None
-        self._wanted: list[tuple[float, int]] = []  # when, how many: of the hold
+        self._wanted: list[tuple[float, int]] = []  # (time, wanted number) within the hold time
         self._paused_until = 0.0
         self._last_error = ""
         self._is_over = threading.Event()
@@ -113,7 +112,7 @@ class Autoscaler:
                 names[worker.worker_id]: worker.num_running + worker.num_prefetched
                 for worker in stats.workers
             }
-            # Ending the workers that hold the least loses the least.
+            # Stopping the workers with the fewest requests disturbs the fewest requests.
             by_load = sorted(staying, key=lambda name: held.get(name, -1))
             for name in by_load[: len(staying) - wanted]:
                 self._supervisor.remove(name)
@@ -128,7 +127,7 @@ class Autoscaler:
         self._show_change(num_staying + num_added, num_staying, scaling, num_others)
         for _ in range(num_added):
             self._supervisor.add(self._free_name(), self._command, is_extra=True)
-        # A worker that cannot start, such as for want of memory, is not tried all the time.
+        # A worker that cannot start, for example without memory, is not restarted all the time.
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
     def _show_change(self, wanted: int, before: int, scaling: Scaling, num_others: int) -> None:
@@ -153,7 +152,7 @@ class Autoscaler:
             error = ""
             try:
                 self._latest = self._client.scaling(self._target), self._client.stats()
-            except Exception as problem:  # a stranger's record must not end the scaling
+            except Exception as problem:  # a wrong record must not end the scaling
                 error = str(problem) or type(problem).__name__
             if error and error != self._last_error and not self._is_over.is_set():
                 self._show(f"{self._name}: as many workers as before: {printable(error)}")
@@ -170,6 +169,6 @@ def _is_gone(worker: WorkerStats) -> bool:
         os.kill(worker.pid, 0)
     except ProcessLookupError:
         return True
-    except (OSError, OverflowError):  # another user's, or no process id
+    except (OSError, OverflowError):  # another user's process, or not a process id
         pass
     return False

@@ -42,7 +42,7 @@ def _command(module: str, args: Sequence[str]) -> list[str]:
 
 
 class ChildProcess:
-    """A child process and its output. It ends when the process that started it ends.
+    """A process that ends when the process that started it ends, and its output.
 
     The child is ready when a line of its output begins with `ready`. `show` is called from a thread
     with each line of output.
@@ -62,7 +62,7 @@ class ChildProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for the owner, which then ends this one
+            start_new_session=True,  # Ctrl-C is for the owner, which then stops it
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -81,7 +81,7 @@ class ChildProcess:
     def has(self, pid: int) -> bool:
         """Returns whether the process `pid` on this machine belongs to the session of this child
         process."""
-        with suppress(OSError, OverflowError):  # it is gone, or a stranger wrote the number
+        with suppress(OSError, OverflowError):  # no such process, or a wrong number
             return os.getsid(pid) == self._shell.pid
         return False
 

@@ -135,7 +135,7 @@ async def _interruptible(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def _play(console: Console, url: str, worker: ChildProcess) -> None:
     await _wait_until_ready(console, worker)
     async with await open_async_redis(url) as connection, AsyncClient(connection) as client:
-        # Open connections first, two for each stream, so that the times shown do not include it.
+        # Connect first, twice for each stream, so that the shown times do not include connecting.
         await asyncio.gather(*(connection.ping() for _ in range(2 * len(PARTS))))
         shown = await _run_parts(console, client, worker)
         console.print(requests_table(shown, console.width))
@@ -145,7 +145,7 @@ async def _play(console: Console, url: str, worker: ChildProcess) -> None:
 async def _wait_until_ready(console: Console, worker: ChildProcess) -> None:
     started = time.monotonic()
     loading = "worker   loads the model; at first it also compiles native code ..."
-    if not console.is_terminal:  # it shows no status
+    if not console.is_terminal:  # such a console shows no status
         console.print(f"  {loading}")
     with console.status(loading):
         await _watch(worker, lambda: worker.is_ready)

@@ -84,7 +84,7 @@ def run_up(options: UpOptions, console: Console) -> None:
             f"--port: {options.http_port} on 127.0.0.1 is taken; name another one, or 0 for any"
         )
     for queue in options.models:
-        Keys(queue)  # refuses a wrong name before anything starts
+        Keys(queue)  # raises for a wrong name, before any process starts
     with StopSignals() as signals, _server(options) as url:
         _print(_parts(options, url), console)
         show = partial(console.out, highlight=False)

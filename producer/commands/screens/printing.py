@@ -40,7 +40,7 @@ class StreamPrinter:
         self._as_json = as_json
         self._console = SafeConsole(stderr=True, highlight=False)
         self._is_interrupted = False
-        self._enqueued_at: float | None = None  # unless that was before this process
+        self._enqueued_at: float | None = None  # None if another process enqueued it
         self._first_token_ms: float | None = None
         self._ends_in_newline = True
 
@@ -53,7 +53,7 @@ class StreamPrinter:
                 last = self._follow()
             except KeyboardInterrupt:
                 self._end_line()
-                self._say(f"asked to cancel {self._id}; no worker has answered yet")
+                self._say(f"the cancel of {self._id} is requested; no worker has answered yet")
                 return EXIT_INTERRUPTED
             except BrokenPipeError:
                 self._client.cancel(self._id)

@@ -1,7 +1,7 @@
 """Prints untrusted text safely.
 
 A terminal obeys escape sequences, and some characters hide their neighbours. So each unsafe
-character is written as an escape like `\x1b`. If standard output is not a terminal, a model's text
+character is written as an escape like `\\x1b`. If standard output is not a terminal, a model's text
 is printed unchanged, for the program that reads it. Tables and messages are always escaped.
 """
 

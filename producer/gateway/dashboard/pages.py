@@ -300,7 +300,7 @@ async def _request(
         ]
         try:
             await asyncio.gather(*tasks)
-        except Exception as error:  # the page must hear of it, or it would wait forever
+        except Exception as error:  # the page must get the error, or it would wait for ever
             if not isinstance(error, PromptqError):
                 get_logger().exception("not shown", request_id=request_id)
             body = as_api_error(error).body

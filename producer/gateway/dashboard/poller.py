@@ -75,7 +75,7 @@ class Poller:
             latest = await self._read(topic)
         except (RedisSideError, ApiError):
             pass  # pages show that the queue cannot be reached, or is gone
-        except Exception as error:  # data of a stranger must not stop all pages
+        except Exception as error:  # one wrong record must not stop all pages
             note(error, " ".join(topic))
         async with watched.changed:
             watched.latest = latest

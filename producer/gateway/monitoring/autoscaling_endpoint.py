@@ -53,6 +53,6 @@ async def scale(
             operation = scaling(Keys(name), target_seconds)
             scalings.append(await carry_out_async(operation, gateway.queue.run))
         except (RedisError, RedisSideError, SpoiltRecordError):
-            if len(names) == 1:  # of several queues, one may be away or spoilt
+            if len(names) == 1:  # one of several queues may be away or unreadable
                 raise
     return ScalingOfQueues(queues=scalings)

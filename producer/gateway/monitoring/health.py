@@ -32,7 +32,7 @@ async def readyz(gateway: ThisGateway) -> dict[str, str]:
 
     `warning` describes a danger in the Redis server's settings.
     """
-    # Each call reads the keys, and most publish.
+    # Each call to the gateway reads keys, and most calls publish.
     await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     stats = [await served.client.stats() for served, _ in await gateway.queues.views()]
     await gateway.queues.views(now=True)  # so that the next call knows of these workers, too
