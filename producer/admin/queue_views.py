@@ -105,7 +105,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
 
 
 def models(keys: Keys, /) -> Operation[list[ServedModel]]:
-    """Reads the models of all queues of the server, by name. A queue without a model is left
+    """Reads the models of all queues of the server, sorted by name. A queue without a model is left
     out."""
     models: dict[str, ServedModel] = {}
     for view in (yield from views_of_queues(keys)):

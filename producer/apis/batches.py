@@ -26,7 +26,7 @@ router = APIRouter(
 
 
 class Expiry(BaseModel):
-    """When the files of answers are deleted, counted from their creation."""
+    """Time after which the files of answers are deleted, counted from their creation."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)

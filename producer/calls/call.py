@@ -1,5 +1,5 @@
-"""One call of an API, such as a chat: converts the fields of its body and headers to a payload's
-fields.
+"""Converts a call of an API, such as a chat: the fields of its body and headers become fields of a
+payload.
 
 Each API describes the fields that it adds to a payload's fields, or names differently. All other
 fields of a body are fields of `promptq.shared.protocol.request.Request`, which checks them. So a

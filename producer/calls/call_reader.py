@@ -130,7 +130,7 @@ class CallReader:
     ) -> Prepared:
         """Reads a call whose body comes in pieces, and makes its payloads.
 
-        `aliases` has the names of models by alias. `history_of` returns the items of a response and
+        `aliases` maps aliases to names of models. `history_of` returns the items of a response and
         of all responses before it, one on each line. Raises InvalidRequestError, ApiError, and the
         errors of `history_of`.
         """

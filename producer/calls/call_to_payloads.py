@@ -47,7 +47,7 @@ def prepare(
 ) -> Prepared:
     """Makes a call's payloads, after checking its caller's rights. Slow for a large body.
 
-    `aliases` has the names of models by alias. Raises InvalidRequestError, ApiError 403.
+    `aliases` maps aliases to names of models. Raises InvalidRequestError, ApiError 403.
     """
     call = granted(call.with_model_of(aliases), caller)
     tenant = call.fields.get("tenant") or ""
@@ -89,7 +89,7 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
 async def payloads_of(
     served: ServedQueue, caller: Caller, request_ids: Sequence[str]
 ) -> list[bytes]:
-    """Reads payloads from the queue, by the requests' ids.
+    """Reads the payloads of the requests with these ids from the queue.
 
     Raises RequestNotFoundError for ids that are unknown or do not belong to the caller.
     """

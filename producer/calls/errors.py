@@ -180,7 +180,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
-    """Returns the promptq error for an error of redis-py, for the log."""
+    """Returns the promptq error for an error of redis-py, for the log. `user` is the Redis user of
+    the gateway."""
     try:
         with explained(url):
             raise error

@@ -128,7 +128,7 @@ class ServedQueues:
         )
 
     async def aliases(self) -> Mapping[str, str]:
-        """Returns the names of models by alias.
+        """Returns a mapping from aliases to names of models.
 
         An alias that is also the name of a served model is left out.
         """

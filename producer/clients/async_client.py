@@ -376,8 +376,8 @@ class AsyncClient:
     # Models and their queues
 
     async def models(self) -> list[admin.queue_views.ServedModel]:
-        """Returns the models of all queues of the server, by name. A queue without a model is left
-        out."""
+        """Returns the models of all queues of the server, sorted by name. A queue without a model
+        is left out."""
         return await self._do(admin.queue_views.models(await self._keys()))
 
     async def queue_of_model(self, model: str) -> str:

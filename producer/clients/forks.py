@@ -67,8 +67,11 @@ class ForkSource:
         return kept, point
 
     def compose_fork(self, at: int | None, append: str, changes: Mapping[str, Any]) -> NewRequest:
-        """Returns the request of a fork. `changes` are further fields. Raises
-        InvalidRequestError."""
+        """Returns the request that continues the source after `at` tokens and the text `append`.
+        `changes` are further fields.
+
+        Raises InvalidRequestError.
+        """
         fields, point = self.fork(at, append)
         if self.tenant:
             fields["tenant"] = self.tenant

@@ -373,8 +373,8 @@ class Client:
     # Models and their queues
 
     def models(self) -> list[admin.queue_views.ServedModel]:
-        """Returns the models of all queues of the server, by name. A queue without a model is left
-        out."""
+        """Returns the models of all queues of the server, sorted by name. A queue without a model
+        is left out."""
         return self._do(admin.queue_views.models(self._keys()))
 
     def queue_of_model(self, model: str) -> str:

@@ -259,7 +259,7 @@ class TraceContext(BaseModel):
 
     @property
     def carrier(self) -> dict[str, str]:
-        """The context as HTTP headers: values by name."""
+        """The context as HTTP headers: a mapping from names to values."""
         headers = {"traceparent": self.traceparent, "tracestate": self.tracestate}
         return {name: value for name, value in headers.items() if value}
 

@@ -19,8 +19,8 @@ by one."""
 
 
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
-    """Parses a JSON object. `readers` has functions by the names of lists: each converts the items
-    of its list.
+    """Parses a JSON object. `readers` maps the name of a list to the function that converts the
+    list's items.
 
     Raises ValueError, RecursionError, and errors of a reader. Half of a surrogate pair, which UTF-8
     cannot encode, is a ValueError.

@@ -144,7 +144,8 @@ ROLES: dict[str, Role] = {
         others=(f"~{QUEUES}", f"~{ALIASES}"),
     ),
 }
-"""Roles by name. An `operator` creates API keys, pauses the queue and sets weights and limits."""
+"""Maps a role's name to the role. An `operator` creates API keys, pauses the queue and sets weights
+and limits."""
 
 
 def user_rules(role: str, queue: str, password: str) -> list[str]:

@@ -63,7 +63,7 @@ class ReaperSettings(Settings):
         " file tries as long",
     )
     lease_ms: int = Field(
-        10_000, ge=100, description="how long a worker that sends nothing keeps its requests"
+        10_000, ge=100, description="milliseconds after which a silent worker loses its requests"
     )
     max_crashes: int = Field(
         3,

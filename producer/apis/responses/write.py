@@ -135,8 +135,8 @@ class ResponseWriter:
         return self._call.object(status, model=self._model)
 
     def _begin(self) -> None:
-        """Writes the event `in_progress` once: for a response in the background, not before the
-        first output."""
+        """Writes the event `in_progress` once. For a response in the background, this happens with
+        the first output."""
         if not self._has_begun:
             self._has_begun = True
             self._event("response.in_progress", lambda: f'"response":{self._object("in_progress")}')

@@ -87,12 +87,13 @@ class Supervisor:
         self._places.append(place)
 
     def staying(self, command: Sequence[str]) -> dict[str, ChildProcess]:
-        """Returns the processes with a command by name, except those that were removed."""
+        """Returns a mapping from names to the processes that run a command, except those that were
+        removed."""
         return {place.name: place.process for place in self._of(command) if not place.is_leaving}
 
     def processes(self, command: Sequence[str]) -> dict[str, ChildProcess]:
-        """Returns all processes with a command by name, including those that were removed and have
-        not exited yet."""
+        """Returns a mapping from names to all processes that run a command, including those that
+        were removed and have not exited yet."""
         return {place.name: place.process for place in self._of(command)}
 
     def _of(self, command: Sequence[str]) -> list[_Place]:

@@ -42,7 +42,7 @@ class UpOptions:
     redis_port: int | None = None
     data_dir: Path | None = None
     models: Mapping[str, str | None] = field(default_factory=lambda: {"default": None})
-    """The model of each queue, by the queue's name. None stands for the workers' default model."""
+    """Maps a queue's name to the queue's model. None stands for the workers' default model."""
     workers: WorkerRange = field(default_factory=lambda: WorkerRange(1, 1))
     """The smallest and the largest number of workers for each model."""
     http_port: int | None = None
@@ -78,7 +78,8 @@ class StopSignals:
 
 
 def run_up(options: UpOptions, console: Console) -> None:
-    """Runs until a stop signal. Raises PromptqError if a process does not start."""
+    """Runs the server, the workers and the other processes until a stop signal. Raises PromptqError
+    if a process does not start."""
     if options.http_port and not is_free(options.http_port):
         raise ConfigurationError(
             f"--port: {options.http_port} on 127.0.0.1 is taken; name another one, or 0 for any"
@@ -186,7 +187,7 @@ def _workers(options: UpOptions) -> dict[str, tuple[str, list[str]]]:
 
 
 def _commands(options: UpOptions) -> dict[str, list[str]]:
-    """Returns the commands to run, by the names of the processes."""
+    """Returns a mapping from the name of each process to its command."""
     commands = {}
     for name, worker in _workers(options).values():
         for number in range(1, options.workers.least + 1):

@@ -144,7 +144,7 @@ async def drain(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, lis
 async def requeue(
     log: AdminLog, served: ThisQueue, letters: TheseLetters
 ) -> dict[str, dict[str, str]]:
-    """Enqueue dead letters again; returns the new id of each, by the old one. Skips letters that
+    """Enqueue dead letters again. Returns a mapping from old ids to new ids. Skips letters that
     another call has handled."""
     new_ids = {}
     for dead_id in await _chosen(served, letters):
