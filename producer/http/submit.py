@@ -147,7 +147,7 @@ async def read_call(
 
     Also yields the hold on the memory of the call's body, which ends with the `with` block. `check`
     runs before the body is read. `history` returns the items of the response that the call
-    continues, and passes their size to its last argument.
+    continues. It also calls its last argument with the number of their bytes.
     """
     await admit_call(gateway, caller)
     if check is not None:

@@ -120,8 +120,8 @@ class FinishReason(StrEnum):
 
 
 class RequestState(StrEnum):
-    """State of a request: waiting or active, and one of the other states (`is_final`) after its
-    end."""
+    """State of a request. A request is `waiting` or `active` until its end. After that, it has one
+    of the other states, for which `is_final` is true."""
 
     WAITING = "waiting"
     ACTIVE = "active"

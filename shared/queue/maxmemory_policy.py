@@ -55,8 +55,8 @@ class MaxmemoryLog:
         return self._clock() >= self._look_at
 
     def note(self, warning: str) -> None:
-        """Takes the result of a check. Logs it if it has changed, or if the next repetition is
-        due."""
+        """Processes the result of a check. Logs the warning if it has changed, or if the next
+        repetition is due."""
         from promptq.shared.runtime.logs import get_logger  # clients may lack structlog
 
         now = self._clock()
