@@ -1,1 +1,1 @@
-"""Puts requests into a queue and reads their streams: clients, command, gateway, jobs."""
+"""Everything that enqueues requests or reads streams: clients, command, gateway, jobs."""

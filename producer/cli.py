@@ -1,4 +1,4 @@
-"""The console command. It reports each error in one sentence."""
+"""The console command. It prints each error as one sentence."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from promptq.shared.runtime.printable import printable
 
 
 def main() -> NoReturn:
-    """Run the command that the arguments name. The exit code is 1 if something is wrong."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a text
+    """Runs the command that the arguments name. The exit code is 1 after an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack some characters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         require("the command", "cli")
@@ -21,7 +21,7 @@ def main() -> NoReturn:
 
         app(prog_name="promptq")
     except PromptqError as error:
-        message = printable(str(error), keep="\n\t")  # it may quote a stranger's text
+        message = printable(str(error), keep="\n\t")  # the message may quote untrusted text
         print(f"promptq: {message}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)

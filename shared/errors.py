@@ -9,20 +9,20 @@ PromptqError
 │   ├── RedisFullError            the server has no memory for more requests
 │   ├── RedisAuthError            the server refuses these credentials
 │   └── RedisTooOldError          the server lacks features that the scripts need
-├── SpoiltRecordError             a record breaks the protocol; names its key
+├── SpoiltRecordError             a record in Redis breaks the protocol; the message names its key
 ├── ModelError                    the model of a worker or a queue
-│   ├── ModelNotFoundError        no loadable causal language model there
+│   ├── ModelNotFoundError        no causal language model can be loaded from the path or hub name
 │   ├── UnsupportedModelError     a family that the engine would serve wrongly
 │   ├── ModelMismatchError        the queue already serves another model
 │   └── ModelNotServedError       no queue of the server serves this model
 ├── QueueError
-│   ├── QueueFullError            a limit of the queue is reached; says when there will be room
-│   └── QueueClosedError          used after close(), or close() aborted a wait
+│   ├── QueueFullError            a limit of the queue is reached; estimates when there is room
+│   └── QueueClosedError          the queue was used after close(), or close() ended a wait
 └── RequestError                  one request
-    ├── InvalidRequestError       a field is wrong; names it
-    ├── RequestExistsError        the id is taken
+    ├── InvalidRequestError       a field is wrong; the message names it
+    ├── RequestExistsError        a request with this id was enqueued before
     ├── RequestNotFoundError      the id is unknown, or its record has expired
-    ├── StreamChangedError        tokens that a stream had delivered were lost, and others came
+    ├── StreamChangedError        the server lost delivered tokens, and sent other tokens instead
     └── RequestFailedError        the request ended with `finish_reason: error`
 """
 
@@ -66,7 +66,8 @@ class RedisTooOldError(RedisSideError):
 
 
 class SpoiltRecordError(PromptqError):
-    """A record in Redis breaks the protocol. Any client with write access can spoil a record."""
+    """A record in Redis breaks the protocol. Any client with write access can write such a
+    record."""
 
 
 class ModelError(PromptqError):
@@ -90,14 +91,14 @@ class ModelNotServedError(ModelError):
 
 
 class QueueError(PromptqError):
-    """Base of errors about a whole queue."""
+    """Base of errors that concern a queue as a whole."""
 
 
 class QueueFullError(QueueError):
     """The queue accepts no more requests for now.
 
-    `retry_after_ms` estimates when there will be room; `limit` is the queue's setting that was
-    reached, such as `max_pending` or `max_pending_tokens:TENANT`.
+    `retry_after_ms` is the estimated time in milliseconds until there is room. `limit` is the name
+    of the queue's setting that was reached, such as `max_pending` or `max_pending_tokens:TENANT`.
     """
 
     def __init__(self, message: str, retry_after_ms: int, limit: str = "") -> None:
@@ -117,7 +118,7 @@ class RequestError(PromptqError):
 class InvalidRequestError(RequestError):
     """A field of a request is wrong.
 
-    `field` is its name (empty if the whole payload is wrong). `error_type` and `code` are
+    `field` is the field's name; empty if the whole payload is wrong. `error_type` and `code` are
     `error.type` and `error.code` of the last event.
     """
 
@@ -139,7 +140,7 @@ class RequestExistsError(RequestError):
 
 
 class RequestNotFoundError(RequestError):
-    """No request with this id is known; it never was enqueued or its record has expired."""
+    """No request with this id is known: none was enqueued, or the request's record has expired."""
 
     @classmethod
     def of(cls, request_id: str, queue: str) -> RequestNotFoundError:
@@ -150,7 +151,7 @@ class RequestNotFoundError(RequestError):
 
 
 class StreamChangedError(RequestError):
-    """The server lost tokens that a stream had delivered, and other tokens came in their place."""
+    """The server lost tokens that a stream had delivered, and sent other tokens in their place."""
 
 
 class RequestFailedError(RequestError):

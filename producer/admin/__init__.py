@@ -1,4 +1,5 @@
-"""Reads and controls a whole queue. Each module is loaded when it is first used."""
+"""Functions that read and control a queue as a whole. Each module is imported when it is first
+used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys of the gateway: the rights of each, and their storage.
+"""API keys of the gateway: their rights and their storage.
 
 A key is 256 random bits. Nobody can guess a key, so storing its plain SHA-256 is safe. The key
 itself is printed once, when it is created, and is stored nowhere.
@@ -22,10 +22,11 @@ from promptq.shared.queue.call import Call, Operation, text_map
 from promptq.shared.queue.spoilt import readable
 
 SCOPES = ("completions", "files", "batches", "models")
-"""The groups of calls: completions with their streams, files, batches, the list of models."""
+"""The scopes that a key may have: completions with their streams, files, batches, and the list of
+models."""
 
 LOCAL_NAME = "local"
-"""The name of callers on this machine while no key is needed. No key may have it."""
+"""Name of callers on this machine while no key is needed. No key may have this name."""
 
 _PREFIX = "pq-"
 
@@ -38,36 +39,38 @@ class ApiKey(BaseModel):
     name: str = Field(pattern=NAME)
     """The key's unique name, for people and logs."""
     tenant: str | None = Field(None, pattern=NAME)
-    """The tenant whose share its requests use, and whose files it sees.
+    """The tenant whose share the key's requests use, and whose files the key may read.
 
-    A key that was created without a tenant gets its own name as tenant when it is read. None is the
-    tenant without a name, which only callers without a key have.
+    A key that was created without a tenant has its name as tenant. None is the tenant without a
+    name, which only callers without a key have.
     """
     is_own_tenant: bool = False
-    """Whether the tenant is the key's own name. No other key may then have this tenant."""
+    """Whether the tenant is the key's name. In this case, no other key may have this tenant."""
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    """The lowest priority that its requests may have; lower runs sooner."""
+    """The most urgent priority that the key's requests may have; lower numbers run sooner."""
     requests_per_minute: int = Field(0, ge=0)
     tokens_per_minute: int = Field(0, ge=0)
-    """An estimate of the prompt counts at once, and output while it is generated."""
+    """Limit of tokens per minute. An estimate of the prompt counts at once, output counts while it
+    is generated."""
     is_admin: bool = False
-    """Whether it may see and control the whole queue."""
+    """Whether the key may read and control the whole queue."""
     scopes: tuple[str, ...] | None = None
-    """The scopes (`SCOPES`) that it may call; None: all."""
+    """The scopes (`SCOPES`) that the key may call; None for all."""
     models: tuple[str, ...] | None = None
-    """The names of the models that it may use; None: all."""
+    """The names of the models that the key may use; None for all."""
     expires_at: int = Field(0, ge=0)
-    """When the key expires, in Unix milliseconds; 0: never."""
+    """Time at which the key expires, in Unix milliseconds; 0: never."""
     created_at: int = 0
-    """When the key was created, in Unix milliseconds of the server."""
+    """Time at which the key was created, in Unix milliseconds of the server."""
     hint: str = ""
-    """The key's last characters, to distinguish keys."""
+    """The key's last characters, by which people distinguish keys."""
     last_used_at: int = 0
-    """When the key was last used, in Unix milliseconds, exact to a minute; 0: never."""
+    """Time of the key's last use in Unix milliseconds, exact to a minute; 0 if it was never
+    used."""
 
     @classmethod
     def build(cls, **fields: Any) -> Self:
-        """Make a key. Raises ConfigurationError that names the wrong field."""
+        """Returns a key with these fields. Raises ConfigurationError that names the wrong field."""
         try:
             return cls(**fields)
         except ValidationError as error:
@@ -80,21 +83,22 @@ class ApiKey(BaseModel):
 
     @property
     def is_free(self) -> bool:
-        """Whether its requests may name any tenant: administrators without a tenant may."""
+        """Whether the key's requests may name any tenant. Only administrators without a tenant
+        may."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)
 
     @property
     def reach(self) -> tuple[str, ...]:
-        """The tenants whose files and batches the key sees: the key's tenant.
+        """The tenants whose files and batches the key may read: its tenant.
 
-        Administrators without a tenant also see those of the tenant without a name (''), such as
-        files from before the first key.
+        Administrators without a tenant may also read those of the tenant without a name (''), such
+        as files from before the first key.
         """
         own = self.tenant or ""
         return (own, "") if own and self.is_free else (own,)
 
     def is_over(self, now_ms: float) -> bool:
-        """Whether the key has expired."""
+        """Returns whether the key has expired at `now_ms`."""
         return 0 < self.expires_at <= now_ms
 
 
@@ -106,10 +110,10 @@ def hash_of(secret: str) -> str:
 def create_api_key(
     keys: Keys, /, key: ApiKey, weight: float | None = None
 ) -> Operation[tuple[str, ApiKey]]:
-    """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
+    """Creates a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
-    `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if two
-    keys that should be separate would see each other's files, and for an unknown scope.
+    `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is taken,
+    if the key would share files with a key that should be separate, or if a scope is unknown.
     """
     _check_scopes(key)
     if key.name == LOCAL_NAME:
@@ -129,7 +133,7 @@ def create_api_key(
 
 
 def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
-    """The gateway's keys, sorted by name."""
+    """Reads the gateway's keys, sorted by name."""
     stored, used = yield [
         Call("", ["HGETALL", keys.api_keys], text_map),
         Call("", ["HGETALL", keys.api_keys_used], text_map, dict),
@@ -144,7 +148,7 @@ def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
 
 
 def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
-    """Make a key invalid from now on. Raises RequestNotFoundError."""
+    """Makes a key invalid at once. Raises RequestNotFoundError."""
     stored = yield Call("", ["HGETALL", keys.api_keys], text_map)
     named = {hashed: key for hashed, key in _read_all(keys, stored) if key.name == name}
     if not named:
@@ -155,7 +159,7 @@ def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
 
 
 def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:
-    """Read the rights of a key; None if there is no such key."""
+    """Reads the rights of a key; None if no such key exists."""
     return Call(
         "",
         ["HGET", keys.api_keys, hash_of(secret)],
@@ -165,17 +169,17 @@ def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:
 
 
 def note_use(keys: Keys, secret: str, now_ms: int) -> Call[int]:
-    """Write down when a key was used."""
+    """Records the time at which a key was used."""
     return Call("", ["HSET", keys.api_keys_used, hash_of(secret), now_ms], int)
 
 
 def count(keys: Keys) -> Call[int]:
-    """Returns the number of keys."""
+    """Reads the number of keys."""
     return Call("", ["HLEN", keys.api_keys], int)
 
 
 def _read_all(keys: Keys, stored: dict[str, str]) -> list[tuple[str, ApiKey]]:
-    """Returns the hash and the API key of each stored entry."""
+    """Returns the pairs (hash, API key) of all stored entries."""
     return readable(keys.api_keys, stored.items(), lambda entry: (entry[0], _read(entry[1])))
 
 
@@ -184,7 +188,7 @@ def _read(value: str | bytes) -> ApiKey:
 
 
 def _of_a_tenant(key: ApiKey) -> ApiKey:
-    """Returns the key, with its name as tenant if it was created without one."""
+    """Returns the key. If it was created without a tenant, its tenant is its name."""
     is_own = key.tenant is None
     tenant = key.name if is_own else key.tenant
     return key.model_copy(update={"tenant": tenant, "is_own_tenant": is_own})

@@ -18,17 +18,18 @@ from promptq.shared.queue.call import Operation
 from promptq.shared.queue.statistics import WINDOW_SECONDS, Work, measure_work
 
 _MOST_BUSY = 0.8
-"""Share of the workers' speed to use. At 1, a backlog would never become shorter."""
+"""The share of the workers' full speed that is planned for. At 1, a backlog would never become
+shorter."""
 _MOST_FULL = 0.5
-"""The highest share of places to use while the workers' speed is unknown."""
+"""The largest share of slots to use while the workers' speed is unknown."""
 _START_SECONDS = 10.0
-"""Seconds that a new worker takes to start. It cannot help a request whose deadline is earlier."""
+"""Seconds that a new worker needs to start. It cannot help a request whose deadline is earlier."""
 _HALF_DONE = 0.5
-"""The part of a running request that is still to be generated, on average."""
+"""The share of a running request's tokens that is still to be generated, on average."""
 
 
 class Reason(StrEnum):
-    """The reason for a number of workers."""
+    """Why a number of workers is wanted, with a description in words."""
 
     IDLE = "idle", "nothing waits, runs or is due soon"
     SOME_WORK = "some_work", "one worker is enough"
@@ -49,7 +50,8 @@ class Reason(StrEnum):
 
 
 class Scaling(BaseModel):
-    """The wanted number of workers. Times are seconds of one worker's work; None: not measured."""
+    """The wanted number of workers, with its reason. Times are seconds of one worker's work; None:
+    not measured."""
 
     queue: str
     desired: int = Field(description="Number of workers that there should be.")
@@ -81,22 +83,23 @@ class Scaling(BaseModel):
 
 
 def scaling(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[Scaling]:
-    """Returns the workers that the queue needs so that no request waits longer than the target."""
+    """Computes the number of workers that the queue needs so that no request waits longer than
+    `target_seconds`."""
     work: Work = yield measure_work(keys)
     return scaling_of(keys.queue, work, target_seconds)
 
 
 def scalings(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[list[Scaling]]:
-    """Returns the scaling of all readable queues of the server."""
+    """Computes the scaling of each readable queue of the server."""
     scalings: list[Scaling] = []
     for view in (yield from views_of_queues(keys)):
-        with suppress(ResponseError):  # spoilt since it was looked at
+        with suppress(ResponseError):  # its record was overwritten meanwhile
             scalings += [(yield from scaling(Keys(view.queue), target_seconds))]
     return scalings
 
 
 def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -> Scaling:
-    """Returns the scaling for measured work. Raises ConfigurationError for a wrong target."""
+    """Returns the scaling for a measured load. Raises ConfigurationError for a wrong target."""
     if not 0 < target_seconds < math.inf:
         raise ConfigurationError(f"target: {target_seconds} is not a number of seconds above 0")
     wanted = _wanted(work, target_seconds)
@@ -126,8 +129,8 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
 
 
 def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
-    """Returns how many workers each reason requires. If numbers are equal, the caller takes the
-    first reason."""
+    """Returns the number of workers that each reason requires. Of equal numbers, the caller uses
+    the first reason."""
     num_waiting = 0 if work.is_paused else work.num_waiting
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):
@@ -135,8 +138,8 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
     elif work.tokens_requested > 0:
         wanted[Reason.RECENT] = min(1, work.num_workers)
     is_late = num_waiting > 0 and work.oldest_ms > 1000 * target_seconds
-    # Requests that find a free place do not wait. Workers hold some for which they have no place
-    # yet, and a place may be of no use to a large request.
+    # Requests that find a free slot do not wait. Workers hold some requests for which they have no
+    # slot yet, and a large request may not fit even into a free slot.
     num_free = 0 if is_late else work.num_slots - work.num_active
     each = work.seconds_of_answer
     if work.num_slots:
@@ -164,9 +167,9 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
 
 
 def _for_deadlines(work: Work, each: float) -> int:
-    """Returns how many workers are needed so that all requests meet their deadlines.
+    """Returns the number of workers that are needed so that all requests meet their deadlines.
 
-    Assumes that requests run in the order of their deadlines, and take `each` seconds.
+    Assumes that requests run in the order of their deadlines, and that each takes `each` seconds.
     """
     most = 0
     for nth, ms in enumerate(work.deadlines_ms, 1):

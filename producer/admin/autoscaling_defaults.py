@@ -1,6 +1,7 @@
-"""Default times of autoscaling, in a file that loads nothing: commands read them at each start."""
+"""Default times of autoscaling. Commands read them at each start, so this module imports
+nothing."""
 
 TARGET_SECONDS = 30.0
-"""How long a request should wait at most."""
+"""The longest time in seconds that a request should wait."""
 HOLD_SECONDS = 60.0
-"""How long fewer workers must suffice before one of the workers ends."""
+"""Seconds for which fewer workers must suffice before one of the workers is stopped."""

@@ -1,4 +1,4 @@
-"""Dead letters: requests that are no longer tried because they crash their workers."""
+"""Dead letters: requests that no worker tries again, because they crash their workers."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from promptq.shared.queue.call import Operation
 from promptq.shared.queue.spoilt import readable
 
 _RECORDS = 100
-"""The most dead letters in one round trip, because each may be large."""
+"""The most dead letters that one round trip reads, because each may be large."""
 
 
 class DeadLetter(BaseModel):
-    """A request that is no longer tried, because it crashed its workers."""
+    """A request that no worker tries again, because it crashed its workers."""
 
     request_id: str
     buried_at: int
-    """When it became a dead letter, in Unix milliseconds of the server."""
+    """Time at which the request became a dead letter, in Unix milliseconds of the server."""
     crashes: int
     attempts: int
     message: str
-    """Why it is no longer tried."""
+    """Why no worker tries the request again."""
     payload: str
-    """The payload as it was enqueued, JSON."""
+    """The payload as it was enqueued, in JSON."""
     num_tokens: int
-    """Number of tokens that it had emitted."""
+    """Number of tokens that the request had emitted."""
     history: list[EndedAttempt]
     """The last attempts, oldest first."""
 
 
 def dead_letter(keys: Keys, /, request_id: str) -> Operation[DeadLetter]:
-    """One dead letter. Raises RequestNotFoundError."""
+    """Reads one dead letter. Raises RequestNotFoundError."""
     record = yield lookups.record(keys, check_request_id(request_id))
     letter = _dead_letter(request_id, record)
     if letter is None:
@@ -43,7 +43,7 @@ def dead_letter(keys: Keys, /, request_id: str) -> Operation[DeadLetter]:
 
 
 def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]:
-    """Returns the dead letters, the latest first."""
+    """Reads the dead letters, the latest first."""
     ids = yield lookups.dead_ids(keys, limit)
     dead = []
     for start in range(0, len(ids), _RECORDS):
@@ -57,8 +57,8 @@ def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]
 
 
 def _dead_letter(request_id: str, record: dict[str, str]) -> DeadLetter | None:
-    """Returns the dead letter that a record describes. Returns None if the record is no dead
-    letter, for example if it was purged after its id was read."""
+    """Returns the dead letter in a record; None if the record is not a dead letter, for example
+    because it was purged meanwhile."""
     if record.get("state") != "dead":
         return None
     last = json_object(record.get("last_event"))

@@ -1,4 +1,4 @@
-"""A queue and its workers, for people: an overview, and one worker's batch."""
+"""Views of a queue and its workers for people: an overview, and the batch of one worker."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ class Overview(QueueStats):
     """State of a queue and its workers, with the latest statistics."""
 
     priorities: dict[int, int]
-    """Waiting requests by priority, lowest number first; an estimate if many wait."""
+    """Number of waiting requests by priority, lowest number first; estimates if many wait."""
     running: int
-    """Requests in the workers' batches."""
+    """Number of requests in the workers' batches."""
     tokens_per_second: float
-    """The sum over all workers, from their last heartbeats."""
+    """Sum over all workers, from their last heartbeats."""
     scaling: Scaling
     """The number of workers that the queue should have."""
     latest: Sample | None
-    """The last sample of the statistics; None if there was none for an hour."""
+    """The last sample of the statistics; None if there was no sample in the last hour."""
 
 
 class WorkerView(BaseModel):
-    """A worker and its batch: running requests by slot, then those that wait in its engine."""
+    """A worker and its sequences: the running ones by slot, then those that wait in its engine."""
 
     stats: WorkerStats
     told_at: int
-    """When the worker last reported its batch, in Unix milliseconds of the server; 0: not yet."""
+    """Time of the worker's last report about its batch, in Unix milliseconds of the server; 0: not
+    yet."""
     slots: list[SlotStats]
 
 
 def overview(keys: Keys, /) -> Operation[Overview]:
-    """Returns the state of the queue and its workers, with the latest statistics."""
+    """Reads the state of the queue and its workers, with the latest statistics."""
     now = yield from stats(keys)
     priorities, latest, work = yield [
         queue_statistics.priorities(keys),
@@ -58,7 +59,7 @@ def overview(keys: Keys, /) -> Operation[Overview]:
 
 
 def worker(keys: Keys, /, worker_id: str) -> Operation[WorkerView]:
-    """Returns a worker and its current batch. Raises RequestNotFoundError for one that is gone."""
+    """Reads a worker and its current batch. Raises RequestNotFoundError if the worker is gone."""
     for _ in range(3):  # a heartbeat may come between the two calls
         stats, (told_at, slots) = yield [
             lookups.worker_stats(keys, worker_id),

@@ -1,4 +1,4 @@
-"""Controls a queue: resume, drain workers, and change priorities."""
+"""Operations that control a queue: resume it, drain workers, and change priorities."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from promptq.shared.queue.call import Operation
 
 
 def resume(keys: Keys, /) -> Operation[None]:
-    """Hand out requests again after `pause`."""
+    """Ends a pause, so that the queue hands out requests again."""
     yield [scripts.set_paused(keys, False), scripts.wake_workers(keys)]
 
 
 def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
-    """Make all workers, or one, claim no more, finish running requests and exit. Returns the
+    """Makes one worker, or all, stop claiming, finish their running requests and exit. Returns the
     workers' ids."""
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
-    channels = (keys.drain, keys.control)  # earlier releases listen to the second
+    channels = (keys.drain, keys.control)  # workers of earlier releases listen to `control`
     yield [scripts.drain(channel, worker_id) for channel in channels]
     return [each for each in alive if worker_id is None or each == worker_id]
 
 
 def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[PriorityStatus]:
-    """Move a waiting request to the place that it would have if enqueued with this priority.
+    """Moves a waiting request to the place that it would have if it had been enqueued with this
+    priority.
 
-    Returns a status: a request that a worker holds does not change. Raises InvalidRequestError.
+    Returns a status. A request that a worker holds keeps its priority. Raises InvalidRequestError.
     """
     check_request_id(request_id)
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
@@ -55,6 +56,10 @@ def _with_priority(payload: bytes, priority: int) -> str:
         fields = json.loads(payload)
         changed = json.dumps({**fields, "priority": priority}, ensure_ascii=False)
         changed.encode()
-    except (ValueError, TypeError, RecursionError) as error:  # no worker could read it either
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+    ) as error:  # no worker could read the payload either
         raise InvalidRequestError(f"payload: is no JSON object: {error}", field="payload") from None
     return changed

@@ -12,7 +12,7 @@ from promptq.shared.queue.maxmemory_policy import maxmemory_warning
 
 
 class QueueStats(BaseModel):
-    """The number of requests in each state, and the heartbeats of workers that are alive."""
+    """The number of requests in each state, and the heartbeats of live workers."""
 
     queue: str
     model: str = ""
@@ -20,20 +20,21 @@ class QueueStats(BaseModel):
     waiting: int
     delayed: int
     active: int
-    """Requests that a worker holds: they run, or are prepared to run."""
+    """Number of requests that workers hold: they run, or are prepared to run."""
     dead: int
-    """Dead letters: requests that are no longer tried after crashes of their workers."""
+    """Number of dead letters: requests that no worker tries again, because they crashed their
+    workers."""
     workers: list[WorkerStats]
     has_standby: bool = False
-    """Whether a worker has loaded the model, or will load it in its turn."""
+    """Whether a worker has loaded the model, or will load it when the queue's turn comes."""
     now_ms: int = 0
-    """The server's time; heartbeats use the same clock."""
+    """The server's time in Unix milliseconds. Heartbeats use the same clock."""
     server_warning: str = ""
-    """A warning if the server may delete requests, otherwise empty."""
+    """A warning if the server may delete requests; otherwise empty."""
 
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:
-    """Returns statistics of the queue and its workers."""
+    """Reads statistics of the queue and its workers."""
     (model, standby_until), (earlier_model, paused), *numbers, server_warning = yield [
         Call("", ["HMGET", keys.model, "model", "standby_until"], list, lambda: [None] * 2),
         Call("", ["HMGET", keys.config, "model", "paused"], list, lambda: [None] * 2),
@@ -47,7 +48,7 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
     workers = yield [lookups.worker_stats(keys, worker_id) for worker_id in worker_ids]
     return QueueStats(
         queue=keys.queue,
-        # Earlier releases write it into `config`.
+        # Workers of earlier releases write the model into `config`.
         model=(model or earlier_model or b"").decode(errors="replace"),
         paused=paused == b"1",
         waiting=waiting,

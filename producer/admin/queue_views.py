@@ -1,4 +1,4 @@
-"""A queue in a few numbers, and which queues of a server serve which model."""
+"""The state of queues in a few numbers, and which queues of a server serve which model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from promptq.shared.queue.call import Call, Operation
 _REPORTED = ("model", "tool_call_style")
 _OF_MODEL = (*_REPORTED, "fingerprint")
 MOST_QUEUES = 256
-"""The most queues that are read. A longer list of names at the server is a mistake or an attack."""
+"""The most queues that are read. If a server names more, this is a mistake or an attack."""
 _LONGEST_NAME = 200
 _MOST_NAMED = 20
-"""The most models that an error names."""
+"""The most models that an error message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """A queue's state. `model` is empty until a worker reports it, and remains when no worker is
-    left."""
+    """State of a queue. `model` is empty until a worker has reported it. It remains after the last
+    worker has left."""
 
     queue: str
     model: str
@@ -34,13 +34,14 @@ class QueueView:
     num_workers: int
     num_waiting: int
     num_active: int
-    """Requests that workers hold."""
+    """Number of requests that workers hold."""
     num_delayed: int
     is_paused: bool
     has_standby: bool
-    """Whether a worker has loaded the model, or will load it in its turn."""
+    """Whether a worker has loaded the model, or will load it when the queue's turn comes."""
     max_model_len: int | None
-    """The longest prompt and output together that each worker takes; None without a worker."""
+    """The most tokens of prompt and output together that every worker accepts; None without a
+    worker."""
 
     @property
     def has_worker(self) -> bool:
@@ -48,12 +49,14 @@ class QueueView:
 
     @property
     def hands_out(self) -> bool:
-        """Whether any worker claims the queue's requests."""
+        """Whether workers claim the queue's requests now."""
         return self.has_worker and not self.is_paused
 
     def load(self, num_sent: int = 0) -> tuple[bool, float]:
-        """Returns a key for sorting queues of one model: the queue with less work has a lower key.
-        `num_sent` requests are on their way to the queue."""
+        """Returns a sort key among queues of one model: a queue with less work has a lower key.
+
+        `num_sent` is the number of requests that are on their way to the queue.
+        """
         num_requests = self.num_waiting + self.num_active + num_sent
         return not self.hands_out, num_requests / max(1, self.num_workers)
 
@@ -68,7 +71,7 @@ class ServedModel:
 
 
 def queue_view(keys: Keys, /) -> Operation[QueueView]:
-    """Returns the current state of the queue."""
+    """Reads the current state of the queue."""
     (*current, standby_until), earlier, now_ms, waiting, active, delayed = yield [
         Call("", ["HMGET", keys.model, *_REPORTED, "standby_until"], list, lambda: [None] * 3),
         Call("", ["HMGET", keys.config, *_REPORTED, "paused"], list, lambda: [None] * 3),
@@ -84,7 +87,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
             Call("", ["HGET", keys.worker(worker), "max_model_len"], _length, lambda: None)
             for worker in workers
         ]
-    # Workers of earlier releases write it into `config`.
+    # Workers of earlier releases write the model into `config`.
     *earlier, paused = earlier
     model, style = current if current[0] is not None else earlier
     return QueueView(
@@ -102,7 +105,8 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
 
 
 def models(keys: Keys, /) -> Operation[list[ServedModel]]:
-    """The models of all queues of the server, by name. A queue without a model is left out."""
+    """Reads the models of all queues of the server, sorted by name. A queue without a model is left
+    out."""
     models: dict[str, ServedModel] = {}
     for view in (yield from views_of_queues(keys)):
         if view.model:
@@ -114,9 +118,9 @@ def models(keys: Keys, /) -> Operation[list[ServedModel]]:
 
 
 def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
-    """Returns the queue that serves a model, by its name or an alias.
+    """Reads which queue serves a model, by the model's name or an alias.
 
-    If several serve it, returns the one with the fewest requests for each worker. Raises
+    If several queues do, returns the one with the fewest requests for each worker. Raises
     ModelNotServedError.
     """
     aliases = yield from _aliases()
@@ -129,7 +133,7 @@ def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
 
 
 def queue_of_request(keys: Keys, /, request_id: str) -> Operation[str]:
-    """Returns the queue that knows the request; this client's queue if no queue knows it."""
+    """Reads which queue knows the request. Returns this client's queue if none does."""
     if (yield from _has(keys, request_id)):
         return keys.queue
     for name in (yield from _others(keys)):
@@ -145,7 +149,7 @@ def _has(keys: Keys, request_id: str) -> Operation[bool]:
 
 
 def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
-    """Give a model the alias `alias`. Raises ConfigurationError."""
+    """Sets an alias of a model. Raises ConfigurationError."""
     if not 0 < len(alias) <= _LONGEST_NAME or not alias.isprintable():
         raise ConfigurationError(
             f"alias: {alias[:80]!r} is not 1 to {_LONGEST_NAME} printable characters"
@@ -159,7 +163,7 @@ def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
 
 
 def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
-    """Forget an alias of a model, or a model that no worker serves. Returns its queues.
+    """Deletes an alias, or a model that no worker serves. Returns the names of the model's queues.
 
     Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
     """
@@ -192,7 +196,7 @@ def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
 
 
 def not_served(model: str, served: Iterable[str]) -> str:
-    """Returns the message for a model that no queue serves."""
+    """Returns the error message for a model that no queue serves."""
     names = sorted(filter(None, served))
     if not names:
         return f"model: no queue serves {model[:200]!r}, or any other model yet"
@@ -203,7 +207,7 @@ def not_served(model: str, served: Iterable[str]) -> str:
 
 
 def views_of_queues(keys: Keys, /) -> Operation[list[QueueView]]:
-    """Returns the server's readable queues, sorted by name."""
+    """Reads the state of the server's readable queues, sorted by name."""
     views: list[QueueView] = []
     for name in sorted([keys.queue, *(yield from _others(keys))]):
         try:
@@ -215,7 +219,7 @@ def views_of_queues(keys: Keys, /) -> Operation[list[QueueView]]:
 
 
 def _others(keys: Keys) -> Operation[list[str]]:
-    """The names of the server's other queues."""
+    """Reads the names of the server's other queues."""
     names: list[str] = []
     with suppress(ResponseError):  # such as a role of one queue, or another shard
         names = yield lookups.queue_names()
@@ -230,6 +234,6 @@ def _aliases() -> Operation[dict[str, str]]:
 
 
 def _length(value: bytes | None) -> int | None:
-    with suppress(ValueError):  # a stranger wrote it
+    with suppress(ValueError):  # any program may have written it
         return int(value) if value is not None else None
     return None

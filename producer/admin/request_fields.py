@@ -1,4 +1,4 @@
-"""Reads fields of a request's hash, into which a stranger may have written anything."""
+"""Reads fields of a request's hash. Any program may have written them, so their form is checked."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from promptq.shared.runtime.turns import Work
 
 
 class EndedAttempt(BaseModel):
-    """One attempt that did not finish its request. Times are Unix milliseconds of the server."""
+    """One attempt that ended without finishing its request. Times are Unix milliseconds of the
+    server."""
 
     attempt: int = 0
     worker: str = ""
     claimed_at: int = 0
     ended_at: int = 0
     how: str = ""
-    """`crashed`, `crashed alone`, `given back`, or `its claim was lost`."""
+    """How the attempt ended: `crashed`, `crashed alone`, `given back`, or `its claim was lost`."""
 
 
 def whole(text: str | None) -> int:
-    """A whole number; 0 for anything else."""
+    """Returns the whole number in a text; 0 if the text is not one."""
     text = text or ""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
 
 
 def json_object(text: str | bytes | None) -> dict[str, Any]:
-    """A JSON object; an empty one for anything else."""
+    """Returns the JSON object in a text; an empty one if the text is not one."""
     value = _parsed(text)
     return value if isinstance(value, dict) else {}
 
 
 def object_in_parts(text: str | None) -> Work[dict[str, Any]]:
-    """Parses a text that may be large, in slices; {} if it is no JSON object."""
+    """Parses a JSON object that may be large, in slices; the result is {} if the text is not
+    one."""
     try:
         return (yield from object_in(text or "", {}))
     except (ValueError, RecursionError):
@@ -44,7 +46,7 @@ def object_in_parts(text: str | None) -> Work[dict[str, Any]]:
 
 
 def ended_attempts(text: str | None) -> list[EndedAttempt]:
-    """The attempts in the field `history`, the oldest first."""
+    """Returns the attempts in the field `history`, oldest first."""
     items = _parsed(text)
     return readable(
         "history", items if isinstance(items, list) else [], EndedAttempt.model_validate

@@ -1,4 +1,4 @@
-"""One request's life: its moments in order of time."""
+"""The timeline of one request: its moments in order of time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _FIELDS = (
     *("requeued_from", "forked_from", "enqueued_at", "claimed_at", "first_token_at"),
     *("finished_at", "finish_reason", "last_event"),
 )
-"""All fields except the result, which is large."""
+"""All fields of a request's hash except the result, which is large."""
 
 
 class Happened(StrEnum):
-    """Kinds of moments of a request. Moments at the same time are in this order."""
+    """Kinds of moments. Moments at the same time are sorted in this order."""
 
     ENQUEUED = "enqueued"
     CLAIMED = "claimed"
@@ -56,21 +56,22 @@ _RANKS = {what: rank for rank, what in enumerate(Happened)}
 
 
 class Moment(BaseModel):
-    """One thing that happened. It has `attempt` and `worker` if it belongs to an attempt."""
+    """One moment of a request. `attempt` and `worker` are set if the moment belongs to an
+    attempt."""
 
     at: int
-    """Unix milliseconds of the server."""
+    """Time in Unix milliseconds of the server."""
     what: Happened
     attempt: int = 0
     worker: str = ""
     detail: str = ""
-    """How the attempt ended early, or the finish reason at the end."""
+    """How the attempt ended early, or at the end, the finish reason."""
 
 
 class Timeline(BaseModel):
     """A request as its hash describes it, and its moments in order.
 
-    Only the beginning and the end of earlier attempts are known.
+    Of earlier attempts, only the beginning and the end are known.
     """
 
     request_id: str
@@ -81,15 +82,16 @@ class Timeline(BaseModel):
     attempts: int = 0
     crashes: int = 0
     requeued_from: str = ""
-    """The id of the dead letter that was run again as this request."""
+    """The id of the dead letter that was enqueued again as this request; empty if there is none."""
     forked_from: str = ""
-    """The id of the request whose output it continues."""
+    """The id of the request whose output this request continues; empty if this request is no
+    fork."""
     forked_at: int | None = None
-    """The number of tokens of the source's output that the fork begins with."""
+    """Number of tokens of the source's output with which the fork begins."""
     worker: str = ""
-    """The worker that holds it, or held it last."""
+    """The worker that holds the request, or that held it last."""
     slot: SlotStats | None = None
-    """Its slot in that worker's batch, if it has one."""
+    """The request's slot in this worker's batch; None if it has none."""
     finish_reason: str = ""
     usage: Usage | None = None
     stats: Stats | None = None
@@ -98,7 +100,7 @@ class Timeline(BaseModel):
 
 
 def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
-    """Returns a request's moments in order of time. Raises RequestNotFoundError."""
+    """Reads a request's moments in order of time. Raises RequestNotFoundError."""
     record: dict[str, str] = yield lookups.fields(keys, check_request_id(request_id), _FIELDS)
     if not record:
         raise RequestNotFoundError(f"request {request_id!r} is unknown, or ended long ago")
@@ -182,7 +184,7 @@ def _of_this_attempt(
 def _state(record: dict[str, str]) -> RequestState:
     with suppress(ValueError):
         return RequestState(record.get("state", ""))
-    return RequestState.WAITING  # plain clients leave it out
+    return RequestState.WAITING  # plain clients set no state
 
 
 def _priority(record: dict[str, str]) -> int:

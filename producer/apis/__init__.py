@@ -1,1 +1,2 @@
-"""One folder or file for each part of the HTTP API: reads calls, writes answers, has a `router`."""
+"""The HTTP API. Each folder or file is one part: it reads calls, writes answers, and has a
+`router`."""

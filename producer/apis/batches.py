@@ -1,4 +1,4 @@
-"""Batches, as in the OpenAI API. These routes only record them; `promptq jobs` runs them."""
+"""Batches, as in the OpenAI API. These routes only record batches; `promptq jobs` runs them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ router = APIRouter(
 
 
 class Expiry(BaseModel):
-    """When answers are deleted, counted from their creation."""
+    """Time after which the files of answers are deleted, counted from their creation."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)
 
 
 def _check_number(metadata: Any) -> Any:
-    """Checks the number of entries before pydantic, which would report each wrong entry."""
+    """Checks the number of entries of `metadata` before pydantic does, which would report each
+    wrong entry."""
     if isinstance(metadata, dict) and len(metadata) > _MOST_METADATA:
         raise ValueError(f"{len(metadata)} are more than the {_MOST_METADATA} allowed")
     return metadata
@@ -66,7 +67,7 @@ class NewBatch(BaseModel):
 
 
 def batches_of(gateway: ThisGateway) -> Batches:
-    """The batches of the gateway's queue."""
+    """Returns the batches of the gateway's queue."""
     return Batches(gateway.queue)
 
 
@@ -90,7 +91,9 @@ async def create(
         raise wrong_field("input_file_id", str(error)) from None
     if stored.purpose != "batch":
         raise wrong_field("input_file_id", f"the file's purpose is {stored.purpose!r}, not 'batch'")
-    await asyncio.to_thread(gateway.file_quotas.check, stored.tenant)  # its answers are files too
+    await asyncio.to_thread(
+        gateway.file_quotas.check, stored.tenant
+    )  # the answers become a file, too
     record = new_batch(
         new.endpoint,
         stored.id,
@@ -111,7 +114,7 @@ async def list_batches(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: str | None = None,
 ) -> dict[str, object]:
-    """Batches of the caller's tenant, the newest first."""
+    """List batches of the caller's tenant, the newest first."""
     try:
         records, has_more = await batches.page(caller.reach, limit, after)
     except BatchMissingError as error:
@@ -127,5 +130,5 @@ async def retrieve(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> 
 
 @router.post("/v1/batches/{batch_id}/cancel", responses=described(409))
 async def cancel(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> dict[str, object]:
-    """End a batch. Lines that are answered by then go to the output file."""
+    """Cancel a batch. Answers so far go to the output file."""
     return (await batches.cancel(batch_id, caller.reach)).to_api()

@@ -1,7 +1,7 @@
-"""The process that `CallReader` starts. It reads calls one by one, until its input ends.
+"""The process that `CallReader` starts. It reads calls one after the other, until its input ends.
 
-Run as `python -m promptq.producer.apis.call_reader_process`. Its arguments are
-the level and the format of its log.
+Run as `python -m promptq.producer.apis.call_reader_process`. Its arguments are the level and the
+format of its log.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from promptq.producer.calls.call_reader import LENGTH_BYTES, OUT_OF_MEMORY, answ
 from promptq.shared.runtime.logs import configure_logs
 
 _MOST_BYTES = 2 << 30
-"""The memory limit. The worst well-formed body of 8 MB takes half of it."""
+"""The limit of the process's memory. The worst well-formed body of 8 MB takes half of it."""
 _NICENESS = 15
 
 
 def main() -> None:
-    """Answer calls with bounded memory, and give way to the gateway's streams."""
+    """Answers calls with limited memory, and at a lower priority than the gateway's streams."""
     # Signals to all processes of a terminal or service are for the gateway: this process ends when
     # its input ends.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _answer_one(query: dict[str, Any], parts: list[bytes], outgoing: BinaryIO) -> None:
-    """Answer a query. SIGPROF ends the process if that takes too much CPU time."""
+    """Answers one query. SIGPROF ends the process if this takes too much CPU time."""
     signal.setitimer(signal.ITIMER_PROF, query["cpu_seconds"])
     reply, payloads = answer(READERS, query, parts)
     outgoing.write(head(reply, [len(payload) for payload in payloads]))

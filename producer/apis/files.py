@@ -1,4 +1,4 @@
-"""Files, as in the OpenAI API: uploads, lists, describes, downloads and deletes them."""
+"""Files, as in the OpenAI API: routes that upload, list, describe, download and delete them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.turns import Work
 
 FORM_BYTES = 1 << 16
-"""The most bytes of a form without its file. They do not count towards the file's size."""
+"""The most bytes of an upload form without its file. These bytes do not count towards the file's
+size."""
 
 router = APIRouter(
     tags=["files"],
@@ -39,7 +40,7 @@ router = APIRouter(
 _MOST_FIELDS = 16
 _FIELD_BYTES = 1024
 _CHARSETS = ("utf-8", "ascii", "iso8859-1")
-"""The supported charsets, by the names of Python's codecs. Python's other codecs fail, or do not
+"""The supported charsets, by the names of Python's codecs. Other codecs of Python fail, or do not
 decode to text."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
@@ -63,7 +64,7 @@ _BODY = {"content": {"multipart/form-data": {"schema": _FORM}}, "required": True
 
 
 def file_store(gateway: ThisGateway) -> FileStore:
-    """The files of this gateway."""
+    """Returns the files of this gateway."""
     return gateway.file_quotas.store
 
 
@@ -80,7 +81,7 @@ async def upload(
     declared = max(0, whole(request.headers.get("content-length")) - FORM_BYTES)
     beginning = asyncio.to_thread(gateway.file_quotas.begin, caller.tenant or "", declared)
     with await beginning as upload, gateway.uploads.hold(caller.party) as hold:
-        # The file goes to the disk while it comes.
+        # The file is written to the disk while it arrives.
         pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=FORM_BYTES, what="file")
         parser = MultiPartParser(
             _checked(request.headers),
@@ -102,7 +103,7 @@ async def upload(
 async def _counted(
     pieces: AsyncIterator[bytes], upload: Upload, counted: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the pieces of a body. Raises FileQuotaError once they exceed the tenant's quota."""
+    """Yields the pieces of a body. Raises FileQuotaError when they exceed the tenant's quota."""
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)
@@ -114,7 +115,7 @@ async def _counted(
 
 
 async def _add(upload: Upload, form: FormData) -> StoredFile:
-    """Keeps the file of a form. Raises InvalidRequestError, FileQuotaError."""
+    """Stores the file of a form. Raises InvalidRequestError, FileQuotaError."""
     file, purpose = form.get("file"), form.get("purpose")
     if not isinstance(file, UploadFile):
         raise wrong_field("file", "is missing")
@@ -173,13 +174,14 @@ async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileRes
 
 @router.delete("/v1/files/{file_id}")
 async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
-    """Delete a file. A batch that has begun with it continues; a batch that has not fails."""
+    """Delete a file. A batch that has begun to read the file continues; other batches with this
+    file fail."""
     await asyncio.to_thread(store.delete, file_id, *caller.reach)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
 def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
-    """OpenAI's list object."""
+    """Returns OpenAI's list object."""
     return {
         "object": "list",
         "data": objects,
@@ -190,7 +192,8 @@ def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
 
 
 def _checked(headers: Headers) -> Headers:
-    """Returns the headers. Raises ApiError 400 for another type or an unusual charset."""
+    """Returns the headers. Raises ApiError 400 if the body is no multipart form, or has an
+    unsupported charset."""
     kind, options = parse_options_header(headers.get("content-type"))
     if not kind.startswith(b"multipart/"):
         raise ApiError(

@@ -1,4 +1,4 @@
-"""The models that a gateway's queues serve, as in the OpenAI API."""
+"""Lists the models that a gateway's queues serve, as in the OpenAI API."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ router = APIRouter(
 )
 
 
-@router.get("/v1/models/", include_in_schema=False)  # else a model without a name
+@router.get("/v1/models/", include_in_schema=False)  # otherwise '' would be read as a model's name
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def list_models(gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
-    """List the models and their aliases. Queues that have no model yet are left out."""
+    """List the models and their aliases. Queues without a model are left out."""
     models = (await _models(gateway)).values()
     data = [model for model in models if _may_use(caller, str(model["root"]))]
     return {"object": "list", "data": data}
@@ -40,8 +40,8 @@ async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -
 
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, object]]:
-    """The object of each model, by name. If a model has several queues, the shortest context
-    counts."""
+    """Returns the object of each model, by the model's name. If a model has several queues, the
+    object has their shortest context length."""
     lengths: dict[str, list[int]] = {}
     for _, view in await gateway.queues.views():
         if view.model:

@@ -1,4 +1,5 @@
-"""The table of endpoints that take calls: reads a call's fields for payloads, and makes its id."""
+"""The table of endpoints that accept calls. Each entry says how to read a call and how to make its
+id."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from promptq.producer.calls.completion import new_completion_id, new_embedding_i
 
 
 def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
-    """Returns a reader for calls that continue no earlier call."""
+    """Returns a reader for an endpoint whose calls never continue an earlier call."""
     return lambda body, headers, new_id, history: read(body, headers)
 
 
 def _read_message_fork(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """The fork of a message: a chat whose answer is a message."""
+    """Returns the call for the fork of a message: a chat whose answer is a message."""
     call = read_chat(body, headers)
     if call.n > 1:
         raise wrong_field("n", "is not a field of messages")

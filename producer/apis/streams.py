@@ -1,4 +1,4 @@
-"""Streams of requests by their ids, and forks of them."""
+"""Reads, cancels and forks completions by their ids."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from promptq.shared.queue.call import carry_out_async
 from promptq.shared.runtime.logs import bind
 
 MOST_BYTES = 65_536
-"""The most bytes of a body. Reading this many takes milliseconds at worst."""
+"""The most bytes of a fork's body. Reading this many bytes takes a few milliseconds at worst."""
 
 router = APIRouter(
     tags=["streams"],
@@ -50,7 +50,8 @@ router = APIRouter(
 )
 
 _BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
-"""A completion with several answers has the first of these statuses that any answer has."""
+"""Statuses of a cancel, by precedence. A completion with several answers has the first status in
+this list that one of its answers has."""
 
 
 class ForkOptions(BaseModel):
@@ -72,7 +73,7 @@ class ForkOptions(BaseModel):
 
 
 def read_fork(body: bytes) -> ForkOptions:
-    """Returns the options. Raises InvalidRequestError naming the field that is wrong."""
+    """Returns the options. Raises InvalidRequestError that names the wrong field."""
     try:
         options = ForkOptions.model_validate(without_none(read_object(body or b"{}")))
     except ValidationError as error:
@@ -88,7 +89,8 @@ def fork_call(
     caller: Caller,
     model: str,
 ) -> tuple[Endpoint, bytes, ForkPoint]:
-    """The endpoint and body of the call that makes a fork, and the point of the source.
+    """Returns the endpoint and the body of the call that makes a fork, and the point where the fork
+    branches off.
 
     The body has the source's fields, with the changes of the options and headers. `model` is the
     model of the source's queue. Raises InvalidRequestError.
@@ -101,11 +103,11 @@ def fork_call(
     if tenant and (tenant == caller.tenant or caller.is_free):
         fields["tenant"] = tenant
     else:
-        fields.pop("tenant", None)  # an administrator may read it, and forks it as themselves
+        fields.pop("tenant", None)  # an administrator's fork has the administrator's tenant
     for name in (name for name, header in HEADERS.items() if header in headers):
         fields.pop(name, None)
     num_top = fields.get("logprobs")
-    if is_chat and num_top is not None:  # the payload's one field is two of a chat's body
+    if is_chat and num_top is not None:  # a chat has two fields for this one of the payload
         fields["logprobs"] = True
         if "logprobs" not in options.changes:
             fields["top_logprobs"] = num_top
@@ -127,11 +129,13 @@ async def read_stream(
 ) -> Response:
     """Read the stream of a completion, from its beginning or after the event `Last-Event-ID`.
 
-    The header `X-Stream-Url` of the completion is the address, including the query.
+    The completion's header `X-Stream-Url` has the address, including the query.
     """
     served, completion = await _find(gateway, caller, completion_id, request)
     if is_message_id(completion_id):
-        return messages.message_stream(gateway, served, completion)  # its events have no ids
+        return messages.message_stream(
+            gateway, served, completion
+        )  # events of messages have no ids
     if not last_event_id:
         return completions.stream_of(gateway, served, completion)
     of_completion, have = read_event_id(last_event_id)
@@ -190,9 +194,10 @@ async def fork_stream(
 async def cancel_stream(
     completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> dict[str, object]:
-    """Cancel a completion, for example one that runs without its client.
+    """Cancel a completion, for example one that continues without its client.
 
-    `status` is `cancelled`, `flagged` (its workers end it now) or `finished` (it had ended).
+    `status` is `cancelled`, `flagged` (its workers will end it) or `finished` (it had ended
+    before).
     """
     ids = all_request_ids(completion_id, request.query_params)
     bind(request_id=completion_id)

@@ -1,7 +1,7 @@
 """Converts texts to the model's tokens and back, at the endpoints of vLLM's server.
 
-The gateway has no tokenizer. So a call is a request in the queue like any other, and its worker
-answers before its engine would begin.
+The gateway has no tokenizer. So each call becomes a request in the queue, which a worker answers
+without its engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _ModelField(BaseModel):
 
 
 class Tokenize(_ModelField):
-    """A text, or a chat as the model's template renders it."""
+    """The body of /tokenize: a text, or a chat that the model's template renders."""
 
     prompt: str | None = Field(None, description="a text; give this or `messages`")
     messages: Objects | None = Field(None, min_length=1)
@@ -52,7 +52,7 @@ class Tokenize(_ModelField):
 
 
 class Detokenize(_ModelField):
-    """Token ids of the model."""
+    """The body of /detokenize: token ids of the model."""
 
     tokens: TokenIds = Field(min_length=1)
 
@@ -92,7 +92,7 @@ async def detokenize(
     gateway: ThisGateway,
     caller: ThisCaller,
 ) -> dict[str, object]:
-    """Return the text of tokens. Special tokens appear by their names."""
+    """Return the text of tokens. A special token appears as its name."""
     result, _ = await _tokens_of(request, gateway, caller, body.model, body.tokens, {})
     return {"prompt": "".join(result.prompt_texts or ())}
 
@@ -105,7 +105,8 @@ async def _tokens_of(
     prompt: str | list[int] | None,
     fields: dict[str, Any],
 ) -> tuple[Result, int | None]:
-    """Returns the tokens of a prompt or of the chat in `fields`, and the model's context length."""
+    """Returns the tokens of a prompt, or of the chat in `fields`, and the model's context length
+    (None if unknown)."""
     await admit_call(gateway, caller)
     is_chat = "messages" in fields
     call = CompletionCall(

@@ -1,1 +1,1 @@
-"""Stores batches of the HTTP API: records in Redis, files in a folder."""
+"""The storage for batches of the HTTP API: records in Redis, files in a folder."""

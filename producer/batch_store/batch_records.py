@@ -38,20 +38,21 @@ class BatchOverError(PromptqError):
 
 
 class BatchRecord(BaseModel):
-    """A batch. Times are Unix seconds. Only its runner changes fields, except `cancelling_at`."""
+    """A batch. Times are Unix seconds. All fields except `cancelling_at` are changed only by the
+    batch's runner."""
 
     id: str
     endpoint: str
     input_file_id: str
     tenant: str = ""
     caller: ApiKey = ApiKey(name="unknown")
-    """The key that created the batch, whose rights limit its lines."""
+    """The key that created the batch. Its rights limit the batch's lines."""
     queues: tuple[str, ...] = ()
-    """Further queues to which its lines may go; `*` stands for all other queues."""
+    """Further queues to which lines may go; `*` stands for all other queues."""
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     ending: Status | None = None
-    """The status after `finalizing`."""
+    """The status that follows `finalizing`."""
     created_at: int
     expires_at: int
     in_progress_at: int | None = None
@@ -76,11 +77,11 @@ class BatchRecord(BaseModel):
 
     @property
     def tenant_as_written(self) -> str:
-        """The tenant in the form in which `Batches.turns` counts it."""
+        """The tenant, in the form in which `Batches.turns` counts batches."""
         return json.dumps(self.tenant)
 
     def to_api(self) -> dict[str, object]:
-        """OpenAI's batch object."""
+        """Returns OpenAI's batch object."""
         hidden = {"tenant", "caller", "queues", "ending", "output_ttl_seconds"}
         hidden |= {"total", "completed", "failed", "errors", "usage"}
         is_cancelling = self.cancelling_at is not None and not self.is_final
@@ -113,7 +114,7 @@ def new_batch(
     output_ttl_seconds: int = BATCH_FILE_SECONDS,
     queues: Sequence[str] = (),
 ) -> BatchRecord:
-    """A new batch, which is not in Redis yet."""
+    """Returns a new batch, which is not in Redis yet."""
     now = int(time.time())
     return BatchRecord(
         id=new_batch_id(),
@@ -134,17 +135,17 @@ class TooManyBatchesError(PromptqError):
 
 
 class Batches:
-    """The batches of a queue. All methods raise redis.RedisError when the server is away."""
+    """The batches of a queue. All methods raise redis.RedisError if the server is away."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue
         self._keys = queue.keys
 
     async def add(self, record: BatchRecord, max_unfinished: int = 0) -> None:
-        """Add a batch, so that the jobs run it.
+        """Adds a batch, which `promptq jobs` will run.
 
-        Raises TooManyBatchesError if its tenant has `max_unfinished` batches that have not ended; 0
-        means no limit.
+        Raises TooManyBatchesError if the tenant already has `max_unfinished` batches that have not
+        ended; 0 means no limit.
         """
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
         await self._reset_spoilt({own: "zset", unfinished: "set"})
@@ -172,7 +173,8 @@ class Batches:
             raise _too_many(max_unfinished)
 
     async def _reset_spoilt(self, types: Mapping[str, str]) -> None:
-        """Deletes and logs keys to which a stranger gave another type, so that they begin anew."""
+        """Deletes keys of a wrong type, which other programs wrote, and logs this. The keys are
+        then created anew."""
         asking: list[Call[str]] = [Call("", ["TYPE", key], text_of) for key in types]
         for key, kind in zip(types, await self._queue.run(asking), strict=True):
             if kind not in (types[key], "none"):
@@ -180,9 +182,11 @@ class Batches:
                 await self._queue.run(_command("DEL", key))
 
     async def get(self, batch_id: str, tenants: tuple[str, ...] | None = None) -> BatchRecord:
-        """Returns a batch. With `tenants`, the batch must belong to one of these. Raises
-        BatchMissingError."""
-        if is_batch_id(batch_id):  # otherwise it might name another key
+        """Returns a batch. With `tenants`, the batch must belong to one of these tenants.
+
+        Raises BatchMissingError.
+        """
+        if is_batch_id(batch_id):  # another text might name another key
             record = await self._queue.run(self._read(batch_id))
             if record is not None and (tenants is None or record.tenant in tenants):
                 return record
@@ -195,7 +199,7 @@ class Batches:
     async def page(
         self, tenants: tuple[str, ...], limit: int, after: str | None
     ) -> tuple[list[BatchRecord], bool]:
-        """Returns up to `limit` of the tenants' batches after the id `after`, the newest first, and
+        """Returns up to `limit` of the tenants' batches after the id `after`, newest first, and
         whether there are more. Raises BatchMissingError."""
         listed: list[str] = []
         for tenant in tenants:
@@ -213,7 +217,8 @@ class Batches:
         return [record for record in records if record is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
-        """Request the end of a batch from its runner. Raises BatchMissingError, BatchOverError."""
+        """Requests the end of a batch, which its runner then carries out. Raises BatchMissingError,
+        BatchOverError."""
         record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
@@ -222,7 +227,7 @@ class Batches:
         return await self.get(batch_id, tenants)
 
     async def update(self, batch_id: str, **changes: Any) -> None:
-        """Change fields of a batch. Only its runner may do this."""
+        """Changes fields of a batch. Only the batch's runner may call this."""
         await self._queue.run(self._set(batch_id, changes))
 
     async def is_cancelling(self, batch_id: str) -> bool:
@@ -230,7 +235,8 @@ class Batches:
         return bool(await self._queue.run(call))
 
     async def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """Returns the number of batches of each tenant that wait for a process, and that run."""
+        """Returns, for each tenant, the number of batches that wait for a process, and the number
+        that run."""
         key = self._keys.unfinished_batches
         members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
         asking = list[Call[Any]]()
@@ -242,12 +248,12 @@ class Batches:
         waiting: Counter[str] = Counter()
         run: Counter[str] = Counter()
         for is_run, tenant in zip(answers[::2], answers[1::2], strict=True):
-            if isinstance(tenant, bytes):  # otherwise there is no such hash
+            if isinstance(tenant, bytes):  # None if there is no such hash
                 (run if is_run else waiting)[tenant.decode("utf-8", "replace")] += 1
         return waiting, run
 
     async def end(self, batch_id: str, status: Status, **changes: Any) -> None:
-        """Write the last status. The record is kept as long as the files."""
+        """Stores the last status. From now on, the record expires together with the files."""
         key = self._keys.batch(batch_id)
         changes |= {"status": status, f"{status}_at": int(time.time())}
         ending = [
@@ -258,7 +264,8 @@ class Batches:
         await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
-        """Remove a batch from the unfinished ones, because its record is gone or final."""
+        """Removes a batch from the list of unfinished batches, because its record is gone or
+        final."""
         await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
 
     def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:
@@ -278,7 +285,7 @@ def _command(*args: str | int) -> Call[int]:
 
 
 def _record(batch_id: str, reply: Any) -> BatchRecord | None:
-    """Returns the record; None if there is none, or a stranger wrote it."""
+    """Returns the record in a reply; None if there is none, or if it is not valid."""
     fields = text_map(reply)
     names = [name for name in BatchRecord.model_fields if name in fields]
     try:

@@ -1,9 +1,9 @@
-"""Limits each tenant's part of the folder for files, including uploads that are under way.
+"""Limits each tenant's part of the folder for files, including uploads in progress.
 
 Each check counts the files anew, because other gateways and jobs add and delete files too. An
-expired file counts until it is deleted. Each process counts only its own uploads under way. At the
-end of an upload one process at a time counts the files once more, so all gateways together keep the
-quota.
+expired file counts until it is deleted. Of uploads in progress, each process counts only its own.
+At the end of an upload the files are counted once more, by one process at a time. So all gateways
+together keep the quota.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class FileQuotaError(PromptqError):
 
 
 class FileQuotas:
-    """The quotas of a folder, the same for each tenant; 0 means no quota. Thread-safe."""
+    """The quotas of each tenant in a folder; 0 means no quota. Thread-safe."""
 
     def __init__(self, store: FileStore, max_bytes: int, max_files: int) -> None:
         self.store = store
@@ -34,11 +34,11 @@ class FileQuotas:
         self._changing = threading.Lock()
 
     def check(self, tenant: str) -> None:
-        """Raises FileQuotaError if the tenant may not add anything."""
+        """Raises FileQuotaError if the tenant has reached a quota."""
         self._check(tenant, *self.kept(tenant), more_bytes=1)
 
     def begin(self, tenant: str, num_bytes: int) -> Upload:
-        """Begin an upload of at least `num_bytes`, which count at once. Raises FileQuotaError."""
+        """Begins an upload of at least `num_bytes`, which count at once. Raises FileQuotaError."""
         upload = Upload(self, tenant, *self.kept(tenant))
         with self._changing:
             self._uploads.add(upload)
@@ -50,7 +50,7 @@ class FileQuotas:
         return upload
 
     def grow(self, upload: Upload, num_bytes: int) -> None:
-        """Count more bytes of an upload. Does not touch the disk. Raises FileQuotaError."""
+        """Counts further bytes of an upload, without reading the disk. Raises FileQuotaError."""
         with self._changing:
             others = [
                 other
@@ -68,7 +68,7 @@ class FileQuotas:
 
     @contextmanager
     def entering(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """Locks the quotas while the `with` block adds a file of `num_bytes`.
+        """Context manager that locks the quotas while its block adds a file of `num_bytes`.
 
         Raises FileQuotaError if the tenant may not add the file.
         """
@@ -98,23 +98,24 @@ class FileQuotas:
 
 @dataclass(eq=False, slots=True)
 class Upload:
-    """An upload under way. It counts until its `with` block ends; then the added file counts."""
+    """An upload in progress. It counts until its `with` block ends. After that, the added file
+    counts."""
 
     _quotas: FileQuotas
     tenant: str
     kept_files: int
     kept_bytes: int
-    """The tenant's bytes of files when the upload began."""
+    """Bytes of the tenant's files when the upload began."""
     num_bytes: int = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Count more bytes. Raises FileQuotaError."""
+        """Counts further bytes. Raises FileQuotaError."""
         self._quotas.grow(self, num_bytes)
 
     def add(
         self, source: BinaryIO, *, filename: str, purpose: str, ttl_seconds: int | None
     ) -> StoredFile:
-        """Add the uploaded file to the store. Raises FileQuotaError."""
+        """Adds the uploaded file to the store. Raises FileQuotaError."""
         return self._quotas.store.add(
             source,
             filename=filename,

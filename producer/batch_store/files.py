@@ -1,8 +1,8 @@
-"""Uploaded files and the answers of batches, kept in a folder and in no other place.
+"""Uploaded files and the answers of batches, in a folder.
 
-A file is two entries: `ID.data` is its content, and `ID.json` describes it and is written last. So
-a file is either complete or absent, and the folder can be copied, restored or put on a shared disk.
-Ids sort by time.
+A file is two entries: `ID.data` is its content; `ID.json` describes it and is written last. So a
+file is either complete or absent. There is no other record of it, so the folder can be copied,
+restored or put on a shared disk. Ids sort by time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from promptq.shared.queue.request_queue import new_request_id
 
 DAY_SECONDS = 86_400
 BATCH_FILE_SECONDS = 30 * DAY_SECONDS
-"""How long files of batches are kept, like OpenAI's."""
+"""Seconds for which files of batches are kept, as at OpenAI."""
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32,40}")
 _ABANDONED_SECONDS = DAY_SECONDS
@@ -37,7 +37,7 @@ class FileMissingError(PromptqError):
 
 
 class StoredFile(BaseModel):
-    """Describes a file. Times are Unix seconds. Only its `tenant` may see it."""
+    """Description of a file. Times are Unix seconds. Only its `tenant` may read it."""
 
     id: str
     filename: str
@@ -53,13 +53,13 @@ class StoredFile(BaseModel):
         return self.expires_at is not None and self.expires_at < time.time()
 
     def to_api(self) -> dict[str, object]:
-        """OpenAI's file object."""
+        """Returns OpenAI's file object."""
         shown = self.model_dump(exclude={"tenant"})
         return {**shown, "object": "file", "status": "processed", "status_details": None}
 
 
 class FileStore:
-    """The files in a folder. The first file creates the folder. Thread-safe."""
+    """The files in a folder, which is created with the first file. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,10 +77,10 @@ class FileStore:
         file_id: str | None = None,
         entering: Callable[[str, int], AbstractContextManager[None]] | None = None,
     ) -> StoredFile:
-        """Copy a stream, or move a file of the same disk, into the store.
+        """Copies a stream, or moves a file on the same disk, into the store.
 
         Does nothing if a file with the id exists. `entering(tenant, bytes)` returns a context
-        manager, inside of which the file is added. If it raises, nothing is added.
+        manager in which the file is added. If it raises an error, no file is added.
         """
         file_id = file_id or "file-" + new_request_id().replace("-", "")
         with suppress(FileMissingError):
@@ -123,9 +123,9 @@ class FileStore:
         return self._data(stored.id)
 
     def keep(self, file_id: str, tenant: str, path: Path) -> None:
-        """Keep a file's content at `path` as well, even if the file is deleted.
+        """Keeps a file's content at `path` as well, even after the file is deleted.
 
-        If `path` is there already, only its time is set to now. Raises FileMissingError.
+        If `path` exists, only its time is set to now. Raises FileMissingError.
         """
         if not path.exists():
             data = self.path(self.get(file_id, tenant))
@@ -157,7 +157,8 @@ class FileStore:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
-        """Returns up to `limit` of the tenants' files after the id `after`; whether more exist."""
+        """Returns up to `limit` of the tenants' files after the id `after`, and whether there are
+        more."""
         is_newest_first = order == "desc"
         files = [
             file
@@ -170,9 +171,9 @@ class FileStore:
         return files[:limit], len(files) > limit
 
     def of(self, *tenants: str) -> list[StoredFile]:
-        """Returns all files of these tenants, also expired ones that are not deleted yet.
+        """Returns all files of these tenants, including expired ones that are not deleted yet.
 
-        A description is read only once, because it never changes.
+        A description never changes, so it is read only once.
         """
         with self._looking:
             known = {}
@@ -183,7 +184,7 @@ class FileStore:
         return [file for file in known.values() if file.tenant in tenants]
 
     def sweep(self) -> int:
-        """Delete expired files and remains of uploads. Returns the number of deleted files."""
+        """Deletes expired files and remains of uploads. Returns the number of deleted files."""
         count = 0
         known = set()
         for file_id in list(self._ids()):
@@ -215,7 +216,7 @@ class FileStore:
             raise FileMissingError(f"no file {file_id!r} is known") from None
 
     def _remove(self, file_id: str) -> None:
-        self._meta(file_id).unlink(missing_ok=True)  # first, so that no file is there by half
+        self._meta(file_id).unlink(missing_ok=True)  # first, so that the file is never incomplete
         self._data(file_id).unlink(missing_ok=True)
 
     def _meta(self, file_id: str) -> Path:
@@ -227,7 +228,7 @@ class FileStore:
 
 @contextmanager
 def _nothing_left(path: Path) -> Iterator[None]:
-    """Delete the file if the `with` block fails."""
+    """Context manager that deletes the file if its block fails."""
     try:
         yield
     except BaseException:
@@ -236,7 +237,8 @@ def _nothing_left(path: Path) -> Iterator[None]:
 
 
 def _write(source: BinaryIO, path: Path) -> None:
-    """Write a file to the disk itself, so that it is complete even after a crash."""
+    """Writes a file and waits until it is on the disk, so that it is complete even after a
+    crash."""
     with path.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
         target.flush()
@@ -244,7 +246,8 @@ def _write(source: BinaryIO, path: Path) -> None:
 
 
 def _write_whole(source: BinaryIO, path: Path) -> None:
-    """Write under a temporary name first, as another process may be writing it, too."""
+    """Writes a file under a temporary name and renames it, because another process may write the
+    same file."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     try:
         _write(source, new)

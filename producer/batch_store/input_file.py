@@ -1,4 +1,4 @@
-"""The lines of a batch's input file, read in pieces and checked one by one.
+"""Reads the lines of a batch's input file piece by piece, and checks each line.
 
 A line is `{"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}`, as in the OpenAI
 Batch API.
@@ -29,12 +29,12 @@ _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 _BLOCK_BYTES = 1 << 20
 _MAX_CUSTOM_ID = 512
 _CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
-"""A custom id has no half characters, which cannot be written to a file."""
+"""Pattern of a custom id. It excludes surrogates, which cannot be written to a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch. `number` counts all lines from 1, also blank ones."""
+    """One request of a batch. `number` counts all lines from 1, including blank ones."""
 
     number: int
     custom_id: str
@@ -51,19 +51,20 @@ class BatchLine:
 
 
 def new_batch_id() -> str:
-    """An id that sorts after those of earlier batches."""
+    """Returns an id that sorts after those of earlier batches."""
     return "batch_" + new_request_id().replace("-", "")
 
 
 def is_batch_id(text: str) -> bool:
-    """Whether a text has the form of a batch's id."""
+    """Returns whether a text has the form of a batch's id."""
     return _BATCH_ID.fullmatch(text) is not None
 
 
 def request_id_of(batch_id: str, line: BatchLine) -> str:
-    """Returns the id of a line's request in the queue. All processes compute the same one.
+    """Returns the id of a line's request in the queue. Every process computes the same id.
 
-    It is a UUIDv7 of the batch's time. Its random bits are a hash of batch id and line number.
+    The id is a UUIDv7 with the batch's time. Its random bits are a hash of the batch's id and the
+    line's number.
     """
     time_and_version = uuid.UUID(batch_id.removeprefix("batch_")).int >> 76
     digest = hashlib.sha256(f"{batch_id} {line.number}".encode()).digest()
@@ -81,7 +82,7 @@ class BatchFileError(PromptqError):
 
 
 class BrokenLineError(PromptqError):
-    """A line that is not a request. `custom_id` is None if it cannot be read."""
+    """A line that is not a request. `custom_id` is None if the line has no readable one."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -90,7 +91,7 @@ class BrokenLineError(PromptqError):
 
 
 class RefusedLineError(PromptqError):
-    """A request that gets an HTTP error; `body` is the answer of the gateway."""
+    """A request that the gateway would answer with an HTTP error. `body` is this answer."""
 
     def __init__(self, line: BatchLine, request_id: str, status: int, body: dict[str, Any]) -> None:
         super().__init__(f"line {line.number} is refused with {status}")
@@ -103,7 +104,7 @@ class RefusedLineError(PromptqError):
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, line) for all lines that are not blank.
 
-    A line above MAX_LINE_BYTES is cut, but still has more bytes than that.
+    A line above MAX_LINE_BYTES is cut, but the yielded part is still longer than MAX_LINE_BYTES.
     """
     with path.open("rb") as file:
         number = 0
@@ -123,8 +124,8 @@ def _goes_on(piece: bytes) -> bool:
 def count_lines(path: Path) -> int:
     """Returns the number of a file's lines, without blank ones.
 
-    Raises BatchFileError if the file is empty, larger than 200 MiB, has over 50,000 lines or over
-    50,000 blank ones, or does not begin as UTF-8.
+    Raises BatchFileError if the file is empty, is larger than 200 MiB, has over 50,000 lines or
+    over 50,000 blank ones, or does not begin with valid UTF-8.
     """
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
@@ -159,7 +160,7 @@ def count_lines(path: Path) -> int:
 
 
 class LineReader:
-    """Reads lines as requests. Each custom id may come only once.
+    """Reads lines as requests. Each custom id may appear only once.
 
     With an `endpoint`, only lines for this URL are allowed.
     """

@@ -1,1 +1,1 @@
-"""Runs batch files, line by line, through the queue."""
+"""Runs batch files through the queue, line by line."""

@@ -1,7 +1,7 @@
 """The RQ job that runs one batch of the API, from its input file to its output files.
 
-It may be killed at any point. The next run repeats an unfinished step, and `batch_run` runs no line
-twice.
+The job may be killed at any time. The next run repeats the unfinished step, and `batch_run` runs no
+line twice.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
 _SHORTEST_TURN_SECONDS = 5.0
-"""The shortest turn of a batch that only waits for its key's rates. Otherwise many such batches
-would replace each other all the time."""
+"""The shortest time in seconds for which a batch runs that only waits for its key's rates. With
+shorter times, many such batches would constantly replace each other."""
 
 LEASE_MS = 15_000
-"""A runner that does not renew its lease for this time loses its batch to another process."""
+"""If a runner does not renew its lease for this time in milliseconds, another process may run the
+batch."""
 
 
 def run_batch_job(settings: JobsSettings, batch_id: str, stop_pipe: int | None = None) -> str:
-    """Run a batch to its end, unless another process runs it. Returns its status.
+    """Runs a batch to its end, unless another process runs it. Returns the batch's status.
 
-    When `stop_pipe` closes, the run stops where it is.
+    When `stop_pipe` closes, the run stops; another run can continue it.
     """
     return asyncio.run(_run(settings, batch_id, stop_pipe))
 
@@ -118,7 +119,7 @@ class _BatchJob:
             return await self._fail("output_missing", "the answers were deleted while it ran")
 
     async def _aside(self, call: Callable[..., T], *args: object) -> T:
-        """Call a function in a thread, and renew the lease meanwhile."""
+        """Calls a function in a thread, and renews the lease meanwhile."""
         work = asyncio.create_task(asyncio.to_thread(call, *args))
         while not (await asyncio.wait([work], timeout=LEASE_MS / 4000))[0]:
             with suppress(redis.RedisError):  # `_look` notices a lost lease
@@ -126,7 +127,8 @@ class _BatchJob:
         return work.result()
 
     async def _run_lines(self, record: BatchRecord, source: Path, total: int) -> bool:
-        """Run the lines. Returns whether the batch is over; if not, another process continues."""
+        """Runs the lines. Returns whether the batch has ended; otherwise another process continues
+        it."""
         self._log.info("batch begins", total=total)
         await self._batches.update(
             record.id,
@@ -201,10 +203,10 @@ class _BatchJob:
         return Ending.STOPPED if await self._gives_way(record, run) else None
 
     async def _gives_way(self, record: BatchRecord, run: BatchRun) -> bool:
-        """Whether the batch has had its turn and makes room for a batch of another tenant.
+        """Returns whether this batch stops for now so that a batch of another tenant can run.
 
-        A batch that only waits for its key's rates makes room for any other tenant. Other batches
-        make room for tenants with fewer running batches.
+        A batch that only waits for its key's rates stops for any other tenant. Other batches stop
+        for tenants with fewer running batches.
         """
         has_run, turn = time.monotonic() - self._began, self._settings.batch_turn_seconds
         only_waits = run.only_waits and has_run >= min(turn, _SHORTEST_TURN_SECONDS)
@@ -215,7 +217,7 @@ class _BatchJob:
         return any(only_waits or running[each] < running[own] for each in waiting if each != own)
 
     async def _finalize(self, record: BatchRecord) -> str:
-        """Make files from the written lines. Files that an earlier process made stay."""
+        """Makes files from the written lines. Files that an earlier process made stay."""
         changes: dict[str, Any] = {}
         parts = (
             ("output", record.completed, "0", "output_file_id"),
@@ -246,7 +248,9 @@ class _BatchJob:
 
     async def _end(self, status: Status, **changes: Any) -> None:
         source = self._running("input")
-        for path in source.parent.glob(f"{source.name}*"):  # also half copies of killed processes
+        for path in source.parent.glob(
+            f"{source.name}*"
+        ):  # including incomplete copies of killed processes
             path.unlink(missing_ok=True)
         await self._batches.end(self._batch_id, status, **changes)
 
@@ -255,7 +259,7 @@ class _BatchJob:
 
 
 class RunnerLease:
-    """The right to run a batch, for LEASE_MS at a time. Only one process holds it."""
+    """The right to run a batch, for LEASE_MS at a time. Only one process has it."""
 
     def __init__(self, queue: AsyncRequestQueue, batch_id: str) -> None:
         self._queue = queue
@@ -263,11 +267,11 @@ class RunnerLease:
         self._holder = secrets.token_hex(8)
 
     async def hold(self) -> bool:
-        """Take or renew the lease. Returns whether this process holds it."""
+        """Acquires or renews the lease. Returns whether this process has it."""
         return await self._set(LEASE_MS)
 
     async def let_go(self) -> None:
-        """Return the lease, if this process holds it."""
+        """Releases the lease, if this process has it."""
         await self._set(0)
 
     async def _set(self, ttl_ms: int) -> bool:

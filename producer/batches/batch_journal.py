@@ -1,8 +1,8 @@
-"""The output and the error file of a batch. They also say which lines are done.
+"""The output file and the error file of a batch, which also record which lines are done.
 
 A line is written when its request has ended, with the number of the input line in its id. After a
-crash, these files show which lines need not run again. There is no second record that could differ
-from them.
+crash, the two files show which lines need not run again. There is no second record that could
+differ from them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _LINE_ID = re.compile(rb'\{"id":"batch_req_[^"]*?_(\d+)"')
 
 
 class BatchIsRunningError(PromptqError):
-    """Another process writes this batch's files."""
+    """Another process writes the files of this batch."""
 
 
 class Journal:
-    """Appends answers and errors. As a context manager, it locks its files.
+    """Appends answers and errors to the two files. As a context manager, locks the files.
 
-    Raises BatchIsRunningError if another process has locked them. An incomplete last line, which a
-    killed process left, is cut off.
+    Raises BatchIsRunningError if another process has locked them. A last line that is incomplete,
+    because a process was killed, is cut off.
     """
 
     def __init__(self, batch_id: str, output: Path, errors: Path) -> None:
@@ -43,7 +43,7 @@ class Journal:
             self._output.close()
             raise
         self.usage = Usage()
-        """The tokens of all answers."""
+        """Token counts of all answers together."""
         completed = _numbers_in(self._output, self._count_usage)
         failed = _numbers_in(self._errors)
         self.done = completed | failed
@@ -54,14 +54,14 @@ class Journal:
     def add_answer(
         self, number: int, custom_id: str, request_id: str, body: dict[str, Any]
     ) -> None:
-        """Write the answer of a request."""
+        """Writes the answer of a request."""
         response = {"status_code": 200, "request_id": request_id, "body": body}
         self._write(self._output, number, custom_id, response, None)
         self.num_completed += 1
         self._count_usage(body)
 
     def add_refusal(self, refused: RefusedLineError) -> None:
-        """Write a request that the gateway would refuse."""
+        """Writes the error of a request that the gateway would refuse."""
         response = {
             "status_code": refused.status,
             "request_id": refused.request_id,
@@ -72,24 +72,25 @@ class Journal:
         self.num_failed += 1
 
     def add_error(self, number: int, custom_id: str | None, code: str, message: str) -> None:
-        """Write a line that did not run to its end, or not at all."""
+        """Writes the error of a line that did not run, or did not finish."""
         error = {"code": code, "message": message}
         self._write(self._errors, number, custom_id, None, error)
         self.num_failed += 1
 
     def flush(self) -> None:
-        """Pass everything to the system: from now on a killed process loses nothing."""
+        """Passes all lines to the operating system: after this, they survive if the process is
+        killed."""
         self._output.flush()
         self._errors.flush()
 
     def sync(self) -> None:
-        """Write everything to the disk: from now on a power cut loses nothing."""
+        """Writes all lines to the disk: after this, they survive a power cut."""
         self.flush()
         os.fsync(self._output.fileno())
         os.fsync(self._errors.fileno())
 
     def close(self) -> None:
-        """Write everything to the disk, and unlock the files."""
+        """Writes all lines to the disk, and unlocks the files."""
         self.sync()
         self._output.close()
         self._errors.close()
@@ -145,7 +146,8 @@ def _open_locked(path: Path) -> BinaryIO:
 def _numbers_in(
     file: BinaryIO, on_body: Callable[[dict[str, Any]], object] | None = None
 ) -> set[int]:
-    """Returns the numbers of the complete lines of a file. Anything after them is cut off.
+    """Returns the input line numbers in the complete lines of a file. An incomplete rest is cut
+    off.
 
     `on_body` is called with the body of each answer.
     """

@@ -1,9 +1,9 @@
 """Runs the lines of a batch, several at a time and each exactly once, even after a crash.
 
 The id of a line's request is made from the batch's id and the line's number. So a later process
-finds the requests of an earlier one, waiting, running or finished, and enqueues none twice. Lines
-that were written down do not run again. One call reads the results of all requests in flight,
-because nobody reads a batch's tokens one by one.
+finds the requests of an earlier process, whether they wait, run or have finished, and enqueues none
+twice. Lines with a written answer do not run again. One call reads the results of all requests in
+flight, because nobody reads the tokens of a batch one by one.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LONGEST_FULL_SECONDS = 5.0
 _KEPT_MS = 120_000
-"""How long a request is kept after its answer was written down. If all were kept longer, a large
-batch would fill the server."""
+"""Milliseconds for which a request is kept after its answer was written. If requests were kept
+longer, a large batch would fill the server."""
 _LET_GO_SECONDS = 1.0
-"""The shortest time between two writes to the disk."""
+"""The shortest time in seconds between two writes to the disk."""
 _END_SECONDS = 30.0
-"""How long cancelled requests may take to end: a dead worker holds them for a lease."""
+"""The most seconds to wait for the end of cancelled requests. A dead worker holds requests for the
+length of a lease."""
 _UNFINISHED = {
     Ending.CANCELLED: (
         "batch_cancelled",
@@ -56,7 +57,7 @@ _UNFINISHED = {
         "the request was not finished before the batch's window ended",
     ),
 }
-"""The error of a line that was not done: OpenAI's code, and a sentence."""
+"""The error of a line that is not done when the batch ends: OpenAI's code, and a sentence."""
 _SPOILT = Result(
     text="",
     token_ids=[],
@@ -64,15 +65,15 @@ _SPOILT = Result(
     usage=Usage(),
     error=ErrorInfo(type="spoilt_record", message="its record in the queue was spoilt"),
 )
-"""The result of a request whose record a stranger spoilt."""
+"""The result of a request whose record breaks the protocol."""
 
 
 class _StoppedError(Exception):
-    """The process has to stop while the server is away."""
+    """The process must stop although the server is away."""
 
 
 class BatchRun:
-    """One process's run of a batch, up to its end or until `stopped` is set."""
+    """One process's run of a batch, until the batch ends or `stopped` is set."""
 
     def __init__(
         self,
@@ -103,8 +104,8 @@ class BatchRun:
         self._let_go_at = time.monotonic()
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
-        """Run the lines that are not done. `look` is called between two rounds, and may return how
-        to end the run early.
+        """Runs the lines that are not done. Calls `look` between two rounds: it may return how to
+        end the run early.
 
         Raises redis.RedisError or RedisSideError if the server stays away. A later run continues.
         """
@@ -154,9 +155,9 @@ class BatchRun:
     async def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
     ) -> AsyncIterator[LineRequest | None]:
-        """Yields the lines to run, and None while the next line waits for its model's worker.
+        """Yields the lines to run, and None while the worker of the next line's model is loading.
 
-        Lines that are not requests are written down as errors.
+        For a line that is not a request, writes an error instead.
         """
         for number, raw in lines:
             if number in self._journal.done:
@@ -208,7 +209,8 @@ class BatchRun:
                 await self._refuse_if_too_large(item)
 
     def _first_held_back(self) -> LineRequest | None:
-        """Remove and return the first line that was held back and may be tried again."""
+        """Removes and returns the first postponed line that may be tried again; None if there is
+        none."""
         for number, item in self._held_back.items():
             if not self._is_full(item):
                 return self._held_back.pop(number)
@@ -218,11 +220,12 @@ class BatchRun:
         return time.monotonic() < self._full_until.get(item.served.name, 0.0)
 
     async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
-        """Enqueue requests that are not in the queue. Returns False if the item is held back."""
+        """Enqueues requests that are not in the queue yet. Returns False if the line was postponed,
+        because the queue is full."""
         try:
             await self._persist(partial(item.served.queue.enqueue, requests))
         except RequestExistsError:
-            pass  # an earlier process enqueued it
+            pass  # an earlier process enqueued the line
         except QueueFullError as error:
             self._hold_back(item, error.retry_after_ms / 1000)
             return False
@@ -233,8 +236,8 @@ class BatchRun:
         self._full_until[item.served.name] = time.monotonic() + min(seconds, _LONGEST_FULL_SECONDS)
 
     async def _refuse_if_too_large(self, item: LineRequest) -> None:
-        """Refuse a line that does not fit even into an empty queue. Otherwise the line would wait
-        forever."""
+        """Refuses a postponed line that does not fit even into an empty queue. Without this, the
+        line would wait forever."""
         queue = item.served.queue
         counts = [Call("", ["ZCARD", queue.keys.delayed], int), lookups.count(queue.keys)]
         if any(await self._persist(partial(queue.run, counts))):
@@ -249,13 +252,14 @@ class BatchRun:
             self._journal.add_refusal(self._gateway.too_large(item, error.limit))
 
     async def _collect(self) -> int:
-        """Write down lines that have ended. Returns their number."""
+        """Writes the answers of lines whose requests have ended. Returns the number of these
+        lines."""
         requests = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
         standings = await self._of_all(requests, _standing)
         for (item, new), (state, result) in zip(requests, standings, strict=True):
             if result is not None:
                 item.results[new.request_id] = result
-            # The server has lost it, or it has expired.
+            # The server has lost the request, or the request has expired.
             is_lost = state is None and self._ending is None
             if is_lost and not await self._enqueue(item, [new]):
                 self._in_flight.pop(item.line.number, None)
@@ -271,8 +275,8 @@ class BatchRun:
         requests: Sequence[RequestOfLine],
         call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
     ) -> list[T]:
-        """Make a call for each request. The calls of a queue are one round trip. Returns the
-        results in the order of the requests."""
+        """Makes a call for each request, with one round trip for each queue. Returns the results in
+        the order of the requests."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
         for at, (item, _) in enumerate(requests):
             by_queue.setdefault(item.served.queue, []).append(at)
@@ -284,9 +288,9 @@ class BatchRun:
         return [results[at] for at in range(len(requests))]
 
     async def _let_go(self) -> None:
-        """Make requests expire soon if their lines are written to the disk.
+        """Makes requests expire soon after their lines were written to the disk.
 
-        Dead letters stay, so that people can find out why they died. They never expire.
+        Dead letters never expire, so that people can find out why they failed.
         """
         done, self._written = self._written, []
         self._let_go_at = time.monotonic()
@@ -309,7 +313,8 @@ class BatchRun:
         return self._journal.add_answer(line.number, line.custom_id, item.request_id, answer)
 
     def _cut_short(self, reason: FinishReason) -> tuple[str, str]:
-        """Returns code and message for a request that the batch's end, or another cause, ended."""
+        """Returns the code and the message for a request that did not finish, because the batch
+        ended or for another reason."""
         if self._ending in _UNFINISHED:
             return _UNFINISHED[self._ending]
         until = self._options.expires_at
@@ -318,7 +323,7 @@ class BatchRun:
         return f"request_{reason}", f"the request was {reason}"
 
     async def _give_up(self, code: str, message: str) -> None:
-        """Cancel the lines in flight, after their answers so far were written."""
+        """Writes the answers so far, and cancels the other lines in flight."""
         # An earlier process may have enqueued these lines, too.
         while len(self._in_flight) < self._options.max_in_flight:
             if (item := await anext(self._lines, None)) is None:
@@ -335,7 +340,7 @@ class BatchRun:
             self._journal.add_error(item.line.number, item.line.custom_id, code, message)
 
     async def _cancel(self, requests: list[RequestOfLine]) -> None:
-        """Cancel requests that are in the queue, and wait for their end."""
+        """Cancels requests that are in the queue, and waits for their end."""
         left = await self._unfinished(requests)
         for item, new in left:
             await self._persist(partial(item.served.queue.cancel, new.request_id))
@@ -353,7 +358,7 @@ class BatchRun:
         ]
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a call while the server is away or refuses it. All calls here are safe to repeat.
+        """Repeats a call while the server is away or refuses it. The call must be safe to repeat.
 
         Raises errors about credentials and permissions at once.
         """
@@ -375,9 +380,9 @@ class BatchRun:
 def _standing(
     queue: AsyncRequestQueue, new: NewRequest
 ) -> Call[tuple[RequestState | None, Result | None]]:
-    """Reads the state of a request, None if it is unknown; and its result, once it has ended.
+    """Reads the state of a request (None if unknown) and, after its end, its result.
 
-    If a stranger spoilt the record, the request has failed.
+    If the record breaks the protocol, the state is failed.
     """
 
     def parse(reply: list[bytes | None]) -> tuple[RequestState | None, Result | None]:

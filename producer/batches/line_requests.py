@@ -1,4 +1,5 @@
-"""Turns a batch's line into requests, and their results into its answer, like the gateway."""
+"""Converts a batch's line into requests, and their results into the line's answer, as the gateway
+would."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ from promptq.shared.queue.scripts import Rate
 
 @dataclass(slots=True)
 class LineRequest:
-    """A line under way: its requests, and their results."""
+    """A line in progress: its requests, and their results so far."""
 
     line: BatchLine
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """Rates of its caller from which the line's cost was not taken yet."""
+    """The part of the line's cost that was not yet taken from the caller's rates."""
     served: ServedQueue
-    """The queue that serves its model."""
+    """The queue that serves the line's model."""
     results: dict[str, Result] = field(default_factory=dict)
 
     @property
@@ -55,7 +56,7 @@ class LineGateway:
         self._options = options
 
     async def of(self, line: BatchLine) -> LineRequest | None:
-        """Returns the requests of a line; None while the model's worker is loading.
+        """Returns the line with its requests; None while the worker of its model is loading.
 
         Raises RefusedLineError if the gateway would refuse the line.
         """
@@ -79,16 +80,17 @@ class LineGateway:
                 call = granted(call, caller)
                 rates = rates_of(caller, call.requests(request_id))
                 account = account_of(caller, _holder(caller))
-            # A repeated line is known by its id.
+            # The request's id identifies a repeated line, so no key is needed.
             requests = call.with_fields(idempotency_key=None).requests(request_id)
             new = [self._in_the_window(each) for each in composed(call, requests, account)]
         return LineRequest(line, request_id, new, rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
-        """Take a line's cost from its caller's rates. Returns the seconds to wait, or 0.
+        """Takes a line's cost from its caller's rates. Returns the seconds to wait, or 0 if the
+        cost was taken.
 
         As at OpenAI, an API key has separate rates for its calls and for its batches. Raises
-        RefusedLineError if a line needs more than a whole minute allows.
+        RefusedLineError if a line costs more than the limit of a whole minute.
         """
         caller = self._options.caller
         if caller is None or not item.rates:
@@ -115,7 +117,7 @@ class LineGateway:
             return await item.served.client.turns.run(answer(completion, results, style))
 
     def too_large(self, item: LineRequest, limit: str) -> RefusedLineError:
-        """Returns the error for a line that exceeds a limit of the queue on its own."""
+        """Returns the error for a line that alone exceeds a limit of the queue."""
         message = f"this line alone exceeds the queue's limit {limit}"
         refusal = ApiError(429, message, code="queue_full")
         return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
@@ -131,7 +133,7 @@ class LineGateway:
 
 
 def _holder(caller: Caller) -> str:
-    """Returns the name under which lines of a caller's batches use its rates."""
+    """Returns the name under which the rates of a caller's batches are stored."""
     return f"{caller.name}:batches"
 
 

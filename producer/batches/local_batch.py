@@ -1,4 +1,4 @@
-"""Runs a batch from one local file to another. It needs no service but the queue."""
+"""Runs a batch from a local file to a local file. Needs no service except the queue."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ from promptq.shared.settings.common import ReaperSettings, read_settings_of
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """The end of a local batch. `is_complete`: every line is in the output or the error file."""
+    """The end of a local batch. `is_complete` means that every line is in the output or the error
+    file."""
 
     is_complete: bool
     progress: BatchProgress
 
 
 def errors_beside(output: Path) -> Path:
-    """Returns the default file for lines without an answer: `out.errors.jsonl`."""
+    """Returns the default path of the file for lines without an answer, such as
+    `out.errors.jsonl`."""
     return output.with_name(f"{output.stem}.errors{output.suffix}")
 
 
@@ -52,13 +54,13 @@ def run_batch(
     fields: Mapping[str, Any] | None = None,
     on_progress: Callable[[BatchProgress], object] = lambda _: None,
 ) -> BatchOutcome:
-    """Run a file of requests in OpenAI's batch format, and write answers in that format.
+    """Runs a file of requests in OpenAI's batch format, and writes the answers in that format.
 
     Without a `queue`, each line goes to the queue of the server that serves its model. `fields` are
-    default fields of each request; its line may override them.
+    default fields of each request; a line may override them.
 
     If a signal or a crash interrupts the run, the same call continues it. Until the end of the run,
-    a file `OUTPUT.batch` beside the output names the run. After SIGINT or SIGTERM, requests in
+    a file `OUTPUT.batch` beside the output identifies the run. After SIGINT or SIGTERM, requests in
     flight stay in the queue, and the next call collects their results. If an event loop is running,
     call this function through `asyncio.to_thread`.
 
@@ -116,11 +118,11 @@ def run_batch(
 
 
 async def _never() -> Ending | None:
-    """Returns no reason to end early: only a signal ends a local batch early."""
+    """Returns None: a local batch has no reason to end early except a signal."""
 
 
 def _check_apart(source: Path, *others: Path) -> None:
-    """Raises ConfigurationError if a file is used twice, or is not a plain file."""
+    """Raises ConfigurationError if a file has two uses, or is not a plain file."""
     seen = {source.resolve()}
     for file in others:
         if file.exists() and not file.is_file():
@@ -136,7 +138,7 @@ def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
     """Returns the id of the run to which the files belong, or of a new run."""
     with source.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
-    if mark.exists() and output.exists():  # the output is there before anything is enqueued
+    if mark.exists() and output.exists():  # the output is created before any request is enqueued
         try:
             begun = json.loads(mark.read_text())
             begun_id, begun_digest = str(begun["id"]), begun["input_sha256"]

@@ -1,4 +1,4 @@
-"""Options of a batch run, its progress, and its possible ends."""
+"""Options of a batch run, its progress, and the ways in which it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from promptq.producer.admin.api_keys import ApiKey
 
 
 class Ending(StrEnum):
-    """The reason for a run's end. All but `stopped` are also the batch's last status."""
+    """Why a run ended. All values except `stopped` are also last statuses of a batch."""
 
     COMPLETED = "completed"
     CANCELLED = "cancelled"
@@ -38,28 +38,28 @@ class RunOptions:
     """Options of a batch run."""
 
     endpoint: str | None = None
-    """The URL that all lines must have; None: lines may have any URL."""
+    """The URL that all lines must have; None if lines may have any supported URL."""
     max_in_flight: int = 128
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Default fields of each request; its line may override them."""
+    """Default fields of each request; a line may override them."""
     caller: ApiKey | None = None
-    """The key that limits the fields of lines; None: no limits."""
+    """The key whose rights limit the lines; None: no limits."""
     expires_at: float | None = None
-    """When the batch's window ends, in Unix seconds. Its requests end then, too."""
+    """End of the batch's window in Unix seconds. Its requests expire at this time."""
     retry_seconds: float = 60.0
-    """How long to wait for a server that is away before its error is raised."""
+    """Seconds to wait for a server that is away before the error is raised."""
 
 
 def stop_signals(pipe: int | None = None) -> asyncio.Event:
-    """Returns an event that SIGINT and SIGTERM set, and also the end of a pipe.
+    """Returns an event that is set by SIGINT, by SIGTERM, or when the other end of `pipe` closes.
 
-    An event loop receives signals only in the main thread. A signal during a fork may be lost; the
-    end of a pipe never is.
+    An event loop receives signals only in the main thread. A signal during a fork may be lost, but
+    the end of a pipe is never lost.
     """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(RuntimeError, ValueError):  # loops in other threads hear no signals
+        with suppress(RuntimeError, ValueError):  # event loops in other threads get no signals
             loop.add_signal_handler(number, stopped.set)
     if pipe is not None:
 

@@ -1,1 +1,2 @@
-"""One call of an API, without HTTP: from its fields to payloads, from events to its answer."""
+"""One call of an API, without HTTP: from the call's fields to payloads, and from events to its
+answer."""

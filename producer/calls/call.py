@@ -1,8 +1,9 @@
-"""One call of an API, such as a chat: the fields of its body and headers as fields of payloads.
+"""Converts a call of an API, such as a chat: the fields of its body and headers become fields of a
+payload.
 
-Each API describes the fields that it adds to those of a payload, or names differently. Other fields
-of a body are fields of `promptq.shared.protocol.request.Request`, which checks them. So a new field
-of a payload works over HTTP at once, and a misspelt field is refused by name.
+Each API describes the fields that it adds to a payload's fields, or names differently. All other
+fields of a body are fields of `promptq.shared.protocol.request.Request`, which checks them. So a
+new field of a payload works over HTTP at once, and a misspelt field is refused by name.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
 
 MAX_CHOICES = 256
-"""The most answers of one call: prompts times `n`."""
+"""The most answers of one call: number of prompts times `n`."""
 
 MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
-"""Most bytes of all payloads of one call. Each answer is a request with a whole payload."""
+"""The most bytes of all payloads of one call. Each answer is one request, which has a whole
+payload."""
 
 HEADERS = {
     "priority": "X-Priority",
@@ -35,7 +37,7 @@ HEADERS = {
     "wait_for_worker": "X-Wait-For-Worker",
     "idempotency_key": "Idempotency-Key",
 }
-"""Headers that set a field of the body."""
+"""For each field of a body that a header can set, the name of the header."""
 
 _NUMBERS = {"priority", "deadline_ms"}
 _SWITCHES = {"detach", "wait_for_worker"}
@@ -49,7 +51,8 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def _known_options(options: Any) -> Any:
-    """Refuse the first unknown name. Pydantic would report each one."""
+    """Returns `stream_options` unchanged. Raises ValueError for the first unknown name; pydantic
+    would report every unknown name."""
     for name in options if isinstance(options, dict) else ():
         if name not in _STREAM_OPTIONS:
             raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")
@@ -61,7 +64,7 @@ StreamOptions = Annotated[dict[str, bool], BeforeValidator(_known_options)]
 
 IGNORED = "accepted without effect"
 ONLY_VALUE = "accepted with this value only"
-"""Descriptions of fields."""
+"""Descriptions of fields without effect, and of fields with only one supported value."""
 
 
 class BodyOptions(BaseModel):
@@ -78,7 +81,7 @@ class BodyOptions(BaseModel):
 
     @classmethod
     def renamed(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a body under our names. Raises InvalidRequestError."""
+        """Returns the fields of a body under promptq's names. Raises InvalidRequestError."""
         return fields
 
     @classmethod
@@ -93,7 +96,7 @@ class BodyOptions(BaseModel):
 
 
 class GeneratingOptions(BodyOptions):
-    """Further fields of endpoints that generate."""
+    """Further fields that endpoints with generated output accept."""
 
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     detach: bool = Field(
@@ -107,20 +110,21 @@ class GeneratingOptions(BodyOptions):
 
 
 class Extra(Protocol):
-    """Data of a call that its answer needs, but that its requests' payloads do not have."""
+    """Data that the answer of a call needs, and that the payloads of its requests do not have."""
 
     @property
     def num_bytes(self) -> int: ...
     def pack(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns a header for JSON, and parts that may be large."""
+        """Returns a header, which can be written as JSON, and parts that may be large."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """One call. `fields` are those of a payload. For a chat, `prompts` is a single None.
+    """One call. `fields` are those of a payload. `prompts` has one entry, None, if the call is a
+    chat.
 
-    A call of /v1/responses or /v1/messages is a chat that is answered in another `form`. With
-    `count`, the answer is the number of its tokens.
+    A call of /v1/responses or /v1/messages is a chat that is answered in another `form`. In the
+    forms `count` and `input_count`, the answer is the number of its tokens.
     """
 
     fields: dict[str, Any]
@@ -131,17 +135,17 @@ class CompletionCall:
     include_usage: bool = False
     echo: bool = False
     echo_only: bool = False
-    """Whether the answer shows only the prompt (`max_tokens: 0`). The engine still generates a
-    token, since that ends the prompt."""
+    """Whether the answer shows only the prompt (`max_tokens: 0`). The engine generates one token
+    even then, which the answer leaves out."""
     shows_prompt_logprobs: bool = False
     detach: bool = False
     wait_for_worker: bool = True
     body_bytes: int = 0
     encoding_format: Literal["float", "base64"] | None = None
-    """The form of vectors; None for a call that requests text."""
+    """The encoding of vectors; None if the call requests text."""
     form: Literal["", "embeddings", "response", "message", "count", "input_count"] = ""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names of a payload's fields at the endpoint; see `in_api_names`."""
+    """For names of fields in a payload, their names in the body; see `in_api_names`."""
     extra: Extra | None = None
 
     @property
@@ -154,9 +158,10 @@ class CompletionCall:
         return model
 
     def requests(self, completion_id: str) -> list[dict[str, Any]]:
-        """The fields of its requests' payloads: one for each choice, prompt by prompt.
+        """Returns the fields of the payload of each request: one request for each choice, prompt by
+        prompt.
 
-        `compose` (clients/request_builder.py) makes payloads of them.
+        `compose` (clients/request_builder.py) makes payloads from these fields.
         """
         seed, key = self.fields.get("seed"), self.fields.get("idempotency_key")
         requests = []
@@ -173,11 +178,12 @@ class CompletionCall:
 
     @property
     def num_bytes(self) -> int:
-        """Estimates the bytes of all payloads of the call from the size of its body."""
+        """Estimated bytes of all payloads of the call, from the size of its body."""
         return self.body_bytes * self.num_choices
 
     def for_answer(self) -> CompletionCall:
-        """The call with only the fields that its answer needs: few, unless it echoes texts."""
+        """Returns the call with only the fields that its answer needs: few, unless it echoes
+        texts."""
         needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
         kept: dict[str, Any] = {name: self.fields[name] for name in needed if name in self.fields}
         kept |= needed_of(self.fields)
@@ -187,19 +193,20 @@ class CompletionCall:
         return replace(self, fields=kept, prompts=prompts, extra=None)
 
     def with_fields(self, **fields: Any) -> CompletionCall:
-        """The call with these fields of its payload set."""
+        """Returns the call with these fields of its payload set."""
         return replace(self, fields={**self.fields, **fields})
 
     def with_model_of(self, aliases: Mapping[str, str]) -> CompletionCall:
-        """The call with its model's main name in place of an alias."""
+        """Returns the call with its model's main name in place of an alias."""
         name = aliases.get(self.model) if isinstance(self.model, str) else None
         return self if name is None else self.with_fields(model=name)
 
     def with_key_of(self, caller: str, tenant: str) -> CompletionCall:
-        """The call with an idempotency key for one tenant, one caller and one shape of answer.
+        """Returns the call with an idempotency key that is valid only for this tenant, this caller
+        and this form of answer.
 
-        The tenant counts, because another tenant's API key may later have the caller's name. '' is
-        a tenant, too.
+        The tenant is part of the key, because another tenant's API key may later have the caller's
+        name. '' is a tenant, too.
         """
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
@@ -225,7 +232,8 @@ def check_effort(field: str, effort: Any) -> None:
 
 
 def with_effort(effort: str, variables: Any) -> Any:
-    """Returns the template's variables with this effort, unless the call sets its own."""
+    """Returns the template's variables with this effort, unless the variables set another
+    effort."""
     if not isinstance(variables, dict):
         return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
@@ -237,7 +245,8 @@ def with_effort(effort: str, variables: Any) -> Any:
 def read_options(
     kind: type[T], body: bytes, headers: Mapping[str, str]
 ) -> tuple[T, dict[str, Any]]:
-    """The options of an endpoint in a body, and all other fields. Raises InvalidRequestError."""
+    """Returns the options of an endpoint in a body, and all other fields. Raises
+    InvalidRequestError."""
     body_fields = without_none(read_object(body))
     for name, value in _from_headers(headers).items():
         body_fields.setdefault(name, value)
@@ -258,7 +267,7 @@ def read_options(
 def check_size_of_call(
     num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int = 1, named: str = "n"
 ) -> None:
-    """Raises InvalidRequestError for a body that would become many large payloads."""
+    """Raises InvalidRequestError for a call whose payloads together would be too large."""
     total = n * num_bytes
     if num_prompts > 1:  # each prompt has its own copy of the fields
         total += n * (num_prompts - 1) * len(to_json(fields))
@@ -271,7 +280,7 @@ def check_size_of_call(
 
 
 def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
-    """The prompts of a field: one, or several. Raises InvalidRequestError."""
+    """Returns the prompts of a field that has one prompt or several. Raises InvalidRequestError."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt or not all(isinstance(each, str | list) for each in prompt):
@@ -280,8 +289,8 @@ def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
 
 
 def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
-    """The tools of these names, which a choice allows. Raises InvalidRequestError for other
-    names."""
+    """Returns the tools with these names, which a `tool_choice` allows. Raises InvalidRequestError
+    for an unknown name."""
     known = [name_of_tool(tool) for tool in tools]
     for name in names:
         if name is None or name not in known:
@@ -292,19 +301,21 @@ def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
 
 
 def name_of_tool(tool: Any) -> str | None:
-    """The name of a function tool in a chat's form, if it has one."""
+    """Returns the name of a function tool; None if `tool` is not one in the form of chats."""
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 
 
 def wrong_field(place: str, reason: str) -> InvalidRequestError:
-    """The error for a field, named by `place`: its name, or `NAME: PLACE` for a part of it."""
+    """Returns the error for a field. `place` is the field's name, or `NAME: PART` for a part of
+    it."""
     return InvalidRequestError(f"{place}: {reason}", field=place.partition(":")[0])
 
 
 def check_one_of(place: str, value: Any, known: Sequence[str], kind: str = "") -> None:
-    """Raises InvalidRequestError for an unknown value. The message begins with `kind`."""
+    """Raises InvalidRequestError unless `value` is one of `known`. The message begins with
+    `kind`."""
     if value not in known:
         shown = f"{kind} {str(value)[:80]!r}".lstrip()
         raise wrong_field(place, f"{shown} is not one of {', '.join(known)}")
@@ -313,9 +324,10 @@ def check_one_of(place: str, value: Any, known: Sequence[str], kind: str = "") -
 def refuse(
     fields: Mapping[str, Any], names: Iterable[str], instead: Mapping[str, str] = {}
 ) -> None:
-    """Raises InvalidRequestError for fields of a payload that an endpoint does not have.
+    """Raises InvalidRequestError if a call has fields of a payload that its endpoint does not
+    support.
 
-    `instead` has the endpoint's names for some of them.
+    `instead` has the endpoint's names for some of these fields.
     """
     for name in names:
         if name in fields:
@@ -324,7 +336,7 @@ def refuse(
 
 
 class HistoryNeededError(Exception):
-    """The call continues an earlier response, whose conversation must be read first."""
+    """The call continues an earlier response, so its reader needs the earlier items (`history`)."""
 
     def __init__(self, previous_response_id: str) -> None:
         super().__init__(previous_response_id)
@@ -350,7 +362,8 @@ def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body, with or without a byte order mark. Raises InvalidRequestError."""
+    """Returns the JSON object of a body, with or without a byte order mark. Raises
+    InvalidRequestError."""
     encoding = json.detect_encoding(body)
     if not encoding.startswith("utf-8"):
         raise InvalidRequestError(
@@ -366,5 +379,6 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that have a value. Some clients send null for fields that they leave out."""
+    """Returns the fields without those that are None. Some clients send null for fields that they
+    leave out."""
     return {name: value for name, value in fields.items() if value is not None}

@@ -1,9 +1,10 @@
-"""Reads calls and makes their payloads: of small bodies at once, of others in other processes.
+"""Reads calls and makes their payloads: small bodies in this process, large ones in other
+processes.
 
 Reading, checking and writing megabytes of JSON takes hundreds of milliseconds. A thread would hold
 the interpreter's lock for that time, and all streams would stop. A process holds no such lock, can
-be killed, and has bounded memory. The bound matters because an empty object, two characters of
-JSON, takes 72 bytes.
+be killed, and has limited memory. The limit matters because an empty object, two characters of
+JSON, uses 72 bytes.
 """
 
 from __future__ import annotations
@@ -33,21 +34,23 @@ from promptq.shared.protocol.request import Request as PayloadRequest
 from promptq.shared.queue.scripts import Rate
 
 _SMALL_BYTES = 65_536
-"""Bodies and payloads up to this size are small: reading them takes milliseconds at worst."""
+"""The most bytes of a small body or payload. Reading this many bytes takes a few milliseconds at
+worst."""
 _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""The most seconds of wall-clock time that a process may take. A body that takes longer may be
-harmless: perhaps the machine is too busy."""
+"""The most seconds that a process may take for a call. A call that takes longer may be harmless:
+perhaps the machine is too busy."""
 LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3
-"""The exit code of a process that ran out of memory."""
+"""Exit code of a process that ran out of memory."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
-"""Exit codes of a process that reached its limit of memory or CPU time. Code that is not Python
-aborts when it gets no memory."""
+"""Exit codes of a process that reached its limit of memory or CPU time. Native code aborts when it
+gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-"""Environment variables that locate the interpreter and this package. Others may hold passwords."""
+"""Environment variables that a process inherits: those that locate the interpreter and this
+package. Others may hold passwords."""
 
 Endpoint = Literal[
     "completions",
@@ -59,17 +62,20 @@ Endpoint = Literal[
     "message_forks",
     "counts",
 ]
-"""The kinds of calls. Counts are of a message's tokens, or of a response's input."""
+"""The kinds of calls. `counts` and `input_counts` count the tokens of a message's and of a
+response's input."""
 
 Payload = bytes | memoryview
-"""A request's payload as JSON. A large one is a `memoryview`."""
+"""A request's payload as JSON. Large payloads are `memoryview`s."""
 
 Parts = list[list[bytes]]
-"""The parts of a call that a process reads, each in pieces: the body, and perhaps the history."""
+"""The parts of a call that a process reads, each in pieces: the body and, if needed, the
+history."""
 
 
 Read = Callable[[bytes, Mapping[str, str], str, bytes | None], CompletionCall]
-"""Reads a call from a body, headers, the id of the call and perhaps the history.
+"""A function that returns the call in a body. Its other arguments are the headers, the call's id
+and the history (None if not read yet).
 
 Raises InvalidRequestError, HistoryNeededError.
 """
@@ -81,7 +87,7 @@ class Reader(NamedTuple):
     read: Read
     new_id: Callable[[], str]
     unpack: Callable[[dict[str, Any], Sequence[Payload]], Extra] | None = None
-    """Returns the `extra` of a call that another process has read and packed."""
+    """Function that returns the `extra` of a call which another process has read and packed."""
 
 
 Readers = Mapping[Endpoint, Reader]
@@ -102,8 +108,8 @@ class _Reading:
 class CallReader:
     """Reads the calls of one gateway. Its processes start when they are first needed.
 
-    Tenants take turns with large bodies: one body of a tenant is read at a time. The processes
-    write into the gateway's log.
+    Large bodies are read in tenants' turns: at most one body of each tenant at a time. The
+    processes write to the gateway's log.
     """
 
     def __init__(self, readers: Readers, log_level: str, log_format: str) -> None:
@@ -124,9 +130,9 @@ class CallReader:
     ) -> Prepared:
         """Reads a call whose body comes in pieces, and makes its payloads.
 
-        `aliases` are other names of models. `history_of` returns the items of a response and of
-        all responses before it, one a line. Raises InvalidRequestError, ApiError, and the errors of
-        `history_of`.
+        `aliases` maps aliases to names of models. `history_of` returns the items of a response and
+        of all responses before it, one on each line. Raises InvalidRequestError, ApiError, and the
+        errors of `history_of`.
         """
         reader = self._readers[endpoint]
         reading = _Reading(endpoint, reader, headers, caller, reader.new_id(), aliases)
@@ -140,7 +146,7 @@ class CallReader:
     async def shown_fields(
         self, caller: Caller, payloads: Sequence[bytes], with_prompts: bool
     ) -> list[dict[str, Any]]:
-        """Returns the `shown_fields` of payloads from the queue.
+        """Returns the `shown_fields` of each payload, which comes from the queue.
 
         Raises InvalidRequestError, ApiError.
         """
@@ -186,7 +192,7 @@ class CallReader:
     async def _reply_to(
         self, query: Mapping[str, Any], parts: Parts, caller: Caller
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Returns a process' reply, in the turn of the caller's tenant.
+        """Returns a process's reply to a query, after waiting for the turn of the caller's tenant.
 
         Raises the InvalidRequestError or ApiError in the reply, and ApiError if the process cannot
         reply.
@@ -214,7 +220,8 @@ class CallReader:
     async def _ask_one(
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Queries a process. Raises ApiError 400 if it hit its limits, else EOFError, OSError."""
+        """Sends a query to a process and returns the reply. Raises ApiError 400 if the process
+        reached its limits, otherwise EOFError or OSError."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
         try:
@@ -239,10 +246,10 @@ class CallReader:
 def answer(
     readers: Readers, query: Mapping[str, Any], parts: Sequence[bytes]
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Reads a call, or payloads from the queue, in a reading process.
+    """Reads a call, or payloads from the queue. Runs in a process of `CallReader`.
 
-    Returns the reply's header, and a list of bytes. The list has the payloads, and then the parts
-    of the call's `extra`.
+    Returns the reply's header, and a list of bytes: the payloads, then the parts of the call's
+    `extra`.
     """
     try:
         if "endpoint" not in query:
@@ -279,7 +286,7 @@ def answer(
 
 
 def head(fields: Mapping[str, Any], sizes: list[int]) -> bytes:
-    """Returns the bytes before payloads in a pipe: the length of a header, and the header."""
+    """Returns the bytes that precede payloads in a pipe: the length of a header, and the header."""
     header = json.dumps({**fields, "sizes": sizes}).encode()
     return len(header).to_bytes(LENGTH_BYTES, "big") + header
 
@@ -315,7 +322,8 @@ def _error_of(details: dict[str, Any]) -> Exception:
 
 
 async def _start(arguments: Sequence[str]) -> Process:
-    """Starts a process, which with -P imports no files of the working directory. Raises OSError."""
+    """Starts a process. The option -P keeps it from importing files of the working directory.
+    Raises OSError."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -331,7 +339,7 @@ async def _start(arguments: Sequence[str]) -> Process:
 async def _ask(
     process: Process, query: Mapping[str, Any], parts: Parts
 ) -> tuple[dict[str, Any], list[Payload]]:
-    """Sends a query and returns the reply. Raises EOFError, OSError if the process has ended."""
+    """Sends a query and returns the reply. Raises EOFError or OSError if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(head(query, [sum(map(len, part)) for part in parts]))
@@ -344,7 +352,8 @@ async def _ask(
 
 
 async def _read(stream: asyncio.StreamReader, size: int) -> Payload:
-    """Reads `size` bytes in pieces, since `readexactly` copies all at once. Raises EOFError."""
+    """Reads `size` bytes in pieces, because `readexactly` would copy all bytes at once. Raises
+    EOFError."""
     if size <= _SMALL_BYTES:
         return await stream.readexactly(size)
     buffer, length = memoryview(bytearray(size)), 0

@@ -1,4 +1,4 @@
-"""Turns a call of an API, such as a chat, into payloads for the queue, if its caller may make them.
+"""Makes the payloads of a call of an API, such as a chat, after checking its caller's rights.
 
 `compose` (clients/request_builder.py) builds and checks each payload.
 """
@@ -23,7 +23,8 @@ from promptq.shared.queue.scripts import Rate
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call whose payloads are ready: requests to enqueue, and their cost by the caller's rates.
+    """A call whose payloads are ready: the requests to enqueue, and their cost in each of the
+    caller's rates.
 
     `call` has only the fields that its answer needs.
     """
@@ -36,7 +37,7 @@ class Prepared:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held for the call until it is in the queue."""
+        """Bytes of memory that the call needs until it is in the queue."""
         num_bytes = sum(len(item.payload or b"") for item in self.new)
         return num_bytes + (0 if self.extra is None else self.extra.num_bytes)
 
@@ -44,15 +45,14 @@ class Prepared:
 def prepare(
     call: CompletionCall, caller: Caller, completion_id: str, aliases: Mapping[str, str]
 ) -> Prepared:
-    """Makes a call's payloads, if its caller may make them. Slow for a large body.
+    """Makes a call's payloads, after checking its caller's rights. Slow for a large body.
 
-    `aliases` maps aliases to names of models. Raises
-    InvalidRequestError, ApiError 403.
+    `aliases` maps aliases to names of models. Raises InvalidRequestError, ApiError 403.
     """
     call = granted(call.with_model_of(aliases), caller)
     tenant = call.fields.get("tenant") or ""
     if caller.is_own_tenant and tenant == caller.tenant:
-        tenant = ""  # as in earlier releases, whose gateways may have taken the same call
+        tenant = ""  # as in earlier releases: their gateways may have got the same call
     requests = call.with_key_of(caller.name, tenant).requests(completion_id)
     rates = rates_of(caller, requests)
     new = composed(call, requests, account_of(caller, caller.name))
@@ -62,7 +62,8 @@ def prepare(
 def composed(
     call: CompletionCall, requests: list[dict[str, Any]], account: TokenAccount | None
 ) -> list[NewRequest]:
-    """Makes requests with payloads. Raises InvalidRequestError that names the API's fields."""
+    """Returns the requests with their payloads. Raises InvalidRequestError that uses the API's
+    names of fields."""
     try:
         return compose(requests, account)
     except InvalidRequestError as error:
@@ -71,7 +72,8 @@ def composed(
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
-    """The call with its caller's tenant and priority. Raises ApiError 403 for wrong ones."""
+    """Returns the call with its caller's tenant and priority. Raises ApiError 403 if the caller may
+    not use those in the call."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     if tenant is not None:
         check_tenant(caller, tenant)
@@ -87,9 +89,9 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
 async def payloads_of(
     served: ServedQueue, caller: Caller, request_ids: Sequence[str]
 ) -> list[bytes]:
-    """Reads payloads from the queue, by the requests' ids.
+    """Reads the payloads of the requests with these ids from the queue.
 
-    Raises RequestNotFoundError for ids that are unknown or not the caller's.
+    Raises RequestNotFoundError for ids that are unknown or do not belong to the caller.
     """
     queue = served.queue
     names = [queue.keys.request(request_id) for request_id in request_ids]
@@ -102,7 +104,7 @@ async def payloads_of(
         is_theirs = caller.is_admin or text_of(tenant or b"") == (caller.tenant or "")
         if payload is None or not is_theirs:
             raise RequestNotFoundError(
-                f"no completion {request_id[:80]!r} is known; it never was, or its record has"
+                f"no completion {request_id[:80]!r} is known; it never existed, or its record has"
                 " expired"
             )
         payloads.append(payload)

@@ -1,4 +1,4 @@
-"""Checks what a caller's API key allows."""
+"""Checks a caller's rights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.calls.errors import ApiError
 
 Caller = ApiKey
-"""The caller of a call, described by the rights of the API key."""
+"""The caller of a call: the API key with its rights."""
 
 
 def check_scope(caller: Caller, scope: str) -> None:

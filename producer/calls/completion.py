@@ -1,4 +1,4 @@
-"""A completion that is being answered: its ids, its model, and how it may end."""
+"""A completion that is being answered: its ids, its model, and its possible ends."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _ECHO_ONLY = "only"
 class Completion:
     """All data from which an answer is written, except its events.
 
-    Choice `i` is request `request_ids[i]`. The `n` choices of a prompt follow each other. `echoes`
-    holds each choice's prompt if the answer repeats prompts; None for a prompt of token ids, whose
-    text comes with its first event. With `echo_only` the answer has no other text.
+    The request of choice `i` is `request_ids[i]`. The `n` choices of a prompt follow each other. If
+    the answer repeats prompts, `echoes` has the prompt of each choice, or None for a prompt of
+    token ids, whose text comes with the first event. With `echo_only`, the answer has no other
+    text.
     """
 
     id: str
@@ -49,11 +50,11 @@ class Completion:
     echoes: Sequence[str | None] = ()
     echo_only: bool = False
     encoding_format: str | None = None
-    """See CompletionCall."""
+    """Copied from the CompletionCall."""
     prefill: str = ""
-    """The beginning of the output, which the caller supplied. The answer does not repeat it."""
+    """The text from the call with which the output begins. The answer does not repeat it."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """See CompletionCall."""
+    """Copied from the CompletionCall."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -61,13 +62,13 @@ class Completion:
 
     @property
     def created(self) -> int:
-        """Creation time in Unix seconds. It is part of the id, so that all readers see the same
+        """Creation time in Unix seconds. It is read from the id, so that all readers see the same
         time."""
         return (_uuid_of(self.id).int >> 80) // 1000
 
     @property
     def url(self) -> str:
-        """The path of the stream. Its query has the options that no request stores."""
+        """The path of the stream. Its query has the options that no request's payload stores."""
         query: dict[str, int | str] = {}
         if self.num_choices > 1:
             query = {"choices": self.num_choices, "n": self.n}
@@ -84,7 +85,7 @@ class Completion:
         return f"{path}?{urlencode(query)}" if query else path
 
     def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        """The usage of all choices. Each prompt counts once."""
+        """Returns the usage of all choices, in OpenAI's form. Each prompt counts once."""
         prompts = [
             Usage.of_samples(list(usages[at : at + self.n])) for at in range(0, len(usages), self.n)
         ]
@@ -115,14 +116,15 @@ def new_message_id() -> str:
 
 
 def is_message_id(completion_id: str) -> bool:
-    """Whether the answer of this completion is a message."""
+    """Returns whether the answer of this completion is a message."""
     return completion_id.startswith(_MESSAGE)
 
 
 def check_known_id(known: str, new_id: str) -> None:
-    """Raises ApiError for an id that is not of the same kind as a new call's.
+    """Raises ApiError unless two ids are of the same kind. `known` comes from the record of an
+    idempotency key, `new_id` is the new call's.
 
-    The record of an idempotency key has the id, and a stranger may have written the record.
+    Any program with write access may have written the record.
     """
     prefix, *_ = _PREFIX.findall(new_id)
     try:
@@ -133,7 +135,7 @@ def check_known_id(known: str, new_id: str) -> None:
 
 
 def check_completion_id(completion_id: str) -> None:
-    """Raises RequestNotFoundError if a request with this id cannot be a gateway's completion."""
+    """Raises RequestNotFoundError if no completion of a gateway can have this id."""
     try:
         _uuid_of(completion_id)
     except ValueError:
@@ -141,7 +143,7 @@ def check_completion_id(completion_id: str) -> None:
 
 
 def completion_of(call: CompletionCall, completion_id: str, model: str) -> Completion:
-    """The completion for a call."""
+    """Returns the completion for a call."""
     echoes = [_text(call.prompts[index // call.n]) for index in range(call.num_choices)]
     return Completion(
         id=completion_id,
@@ -163,9 +165,10 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
 
 
 def shown_fields(payload: bytes, with_prompt: bool) -> dict[str, Any]:
-    """The fields of a payload from which `stream_completion` makes the completion.
+    """Returns the fields of a payload from which `stream_completion` makes the completion.
 
-    Only an echo needs the prompt. Slow for a large payload. Raises InvalidRequestError.
+    The prompt is needed only if the answer repeats it. Slow for a large payload. Raises
+    InvalidRequestError.
     """
     request = Request.parse(payload)
     prefix = request.output_prefix
@@ -181,9 +184,9 @@ def shown_fields(payload: bytes, with_prompt: bool) -> dict[str, Any]:
 def stream_completion(
     completion_id: str, query: Mapping[str, str], shown: Sequence[Mapping[str, Any]], model: str
 ) -> Completion:
-    """The completion whose stream has this address.
+    """Returns the completion whose stream has this id and query.
 
-    `shown` are `shown_fields` of the payloads that `needed_request_ids` names.
+    `shown` has the `shown_fields` of the payloads of `needed_request_ids`.
     """
     first, num_choices, n = shown[0], _number(query, "choices", 1), _number(query, "n", 1)
     prompts = [fields["prompt"] for fields in shown]
@@ -204,7 +207,8 @@ def stream_completion(
 
 
 def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
-    """The requests whose payloads `stream_completion` needs: the first, or with echo one a prompt.
+    """Returns the ids of the requests whose payloads `stream_completion` needs: the first request,
+    or with echo, one request of each prompt.
 
     Raises RequestNotFoundError for a wrong id, InvalidRequestError for a wrong query.
     """
@@ -213,7 +217,7 @@ def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str
 
 
 def all_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
-    """The requests of the completion whose stream has this address.
+    """Returns the ids of all requests of a completion whose stream has this id and query.
 
     Raises RequestNotFoundError for a wrong id, InvalidRequestError for a wrong query.
     """
@@ -229,13 +233,13 @@ def _uuid_of(completion_id: str) -> UUID:
 
 
 def _prefill(token_ids: Sequence[int] = (), text: str = "") -> str:
-    """The text that an answer does not repeat. Empty for a fork, whose prefix has token ids: its
-    answer repeats the prefix."""
+    """Returns the part of an output prefix that the answer does not repeat. A prefix with token ids
+    comes from a fork, whose answer repeats it: returns ''."""
     return "" if token_ids else text
 
 
 def wants_echo(query: Mapping[str, str]) -> bool:
-    """Whether the answer repeats its prompt."""
+    """Returns whether the answer repeats its prompt."""
     return query.get("echo") in ("1", _ECHO_ONLY)
 
 
@@ -251,8 +255,8 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) -> str:
-    """Returns `stop`, `length` or `tool_calls`. Requests that expired or only echo their prompt end
-    with `length`."""
+    """Returns `stop`, `length` or `tool_calls`. The reason is `length` for requests that expired or
+    that only repeat their prompt."""
     if reason is FinishReason.STOP and not echo_only:
         return "tool_calls" if num_tool_calls else "stop"
     return "length"
@@ -264,9 +268,10 @@ def failure(
     num_tokens: int,
     names: Mapping[str, str] = {},
 ) -> ApiError | None:
-    """The error for a request that ended after `num_tokens` tokens; None if it has an answer.
+    """Returns the error for a request that ended after `num_tokens` tokens; None if it has an
+    answer.
 
-    `names` are those of the endpoint; see `in_api_names`.
+    `names` has the endpoint's names of fields; see `in_api_names`.
     """
     match reason:
         case FinishReason.ERROR:
@@ -298,7 +303,8 @@ def _failed(error: ErrorInfo) -> ApiError:
 async def with_model_and_style(
     served: ServedQueue, completion: Completion
 ) -> tuple[Completion, OutputStyle | None]:
-    """Adds the queue's model to a completion that has an event. Also returns its output style."""
+    """Returns a completion that has an event with its queue's model, and the model's output
+    style."""
     if completion.model and not completion.is_chat:
         return completion, None
     model, style = await model_and_style(served, needs_style=completion.expected.with_tools)
@@ -310,13 +316,13 @@ async def with_model_and_style(
 async def model_and_style(
     served: ServedQueue, *, needs_style: bool = True
 ) -> tuple[str, OutputStyle | None]:
-    """The queue's model and its output style.
+    """Returns the queue's model and its output style.
 
     A worker writes both before it sends events, so both are known once there is an event.
     """
     with explained(served.client.url):
         view = await served.watch.look()
         lacks_style = view.output_style is None and needs_style
-        if not view.model or lacks_style:  # perhaps written just now
+        if not view.model or lacks_style:  # a worker may have written it just now
             view = await served.watch.look(now=True)
     return view.model, view.output_style

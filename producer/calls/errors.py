@@ -57,23 +57,24 @@ _TYPES_OF_MESSAGES = {
 }
 
 NOT_AGAIN = {"x-should-retry": "false"}
-"""The header that forbids a retry, which would fail too. Otherwise OpenAI's clients retry after
-408, 409, 429 and 5xx."""
+"""The header with which OpenAI's clients do not retry. Without it, they retry after 408, 409, 429
+and 5xx, even if a retry must fail."""
 _FINAL = (408, 409)
 
 _ABSENCE_LOGGED_SECONDS = 60.0
 
 
 def _word_for(status: int) -> str:
-    """Returns a code for errors that have no narrower one, such as `not_found`."""
+    """Returns a code for errors without a more specific one, such as `not_found`."""
     phrase = "invalid request" if status == 400 else HTTPStatus(status).phrase
     return phrase.lower().replace(" ", "_")
 
 
 class ApiError(Exception):
-    """An answer other than 2xx. `param` is the wrong field, `code` a word for programs.
+    """An answer with a status other than 2xx. `param` is the wrong field, `code` a word for
+    programs.
 
-    `unsupported` are fields of Anthropic's API that are not served.
+    `unsupported` are the fields of Anthropic's API in the call that promptq does not support.
     """
 
     def __init__(
@@ -95,14 +96,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """The error object."""
+        """The error object in OpenAI's form."""
         kind = _TYPES.get(self.status, "api_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property
     def messages_body(self) -> dict[str, object]:
-        """The error object of /v1/messages."""
+        """The error object in the form of /v1/messages."""
         kind = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _TYPES_OF_MESSAGES.get(self.status, kind)
         details: dict[str, object] = {"error_code": self.code}
@@ -112,7 +113,8 @@ class ApiError(Exception):
         return {"type": "error", "error": error}
 
     def named(self, names: Mapping[str, str]) -> ApiError:
-        """This error with its field renamed by `names`, from a payload's names to an endpoint's."""
+        """Returns this error with the endpoint's name of its field. `names` maps a payload's names
+        to the endpoint's."""
         message, param = in_api_names(names, str(self), self.param)
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
@@ -120,7 +122,7 @@ class ApiError(Exception):
 def in_api_names(
     names: Mapping[str, str], message: str, field: str | None
 ) -> tuple[str, str | None]:
-    """Returns an error's message and its field with the names that an endpoint has.
+    """Returns an error's message and field, with the endpoint's names of fields.
 
     A message begins with the path of a payload's field. `names` maps a payload's fields to those of
     the endpoint. A key of `names` with a dot replaces any part of the path. A key with a colon,
@@ -139,7 +141,8 @@ def in_api_names(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer for an error. If the error is not promptq's, only the log has its details."""
+    """Returns the answer for an error. If promptq did not raise the error on purpose, its details
+    appear only in the log."""
     match error:
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.field or None, code=error.error_type)
@@ -153,7 +156,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(409, str(error), code="spoilt_record")
         case BatchOverError():
             return ApiError(409, str(error), code="batch_over")
-        case FileQuotaError():  # not 429: it does not help to wait
+        case FileQuotaError():  # not 429, because waiting does not help
             return ApiError(413, str(error), param="file", code="file_quota_exceeded")
         case TooManyBatchesError():
             return ApiError(429, str(error), code="too_many_batches", headers=NOT_AGAIN)
@@ -177,7 +180,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
-    """Returns an error of redis-py as one of promptq, for the log."""
+    """Returns the promptq error for an error of redis-py, for the log. `user` is the Redis user of
+    the gateway."""
     try:
         with explained(url):
             raise error
@@ -190,7 +194,7 @@ def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
 
 
 def log_why_unavailable(error: RedisSideError | RedisError) -> None:
-    """Logs why calls get 503, but not for each call."""
+    """Logs why calls get 503, at most once in a while."""
     if isinstance(error, RedisAuthError):
         _log_refusal(str(error))
     else:
@@ -199,8 +203,8 @@ def log_why_unavailable(error: RedisSideError | RedisError) -> None:
 
 @lru_cache(maxsize=16)
 def _log_refusal(message: str) -> None:
-    """Logs each message of the server once: the server repeats it for every call."""
-    from promptq.shared.runtime.logs import get_logger  # local batches do without its package
+    """Logs each message of the server once, because the server repeats it for every call."""
+    from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
     get_logger().error(
         "the Redis server refuses a gateway's commands; give the gateway the URL of the user"
@@ -211,7 +215,8 @@ def _log_refusal(message: str) -> None:
 
 @lru_cache(maxsize=16)
 def _log_absence(message: str, turn: int) -> None:
-    """Logs a message once in each turn of `_ABSENCE_LOGGED_SECONDS`."""
+    """Logs a message. The cache makes this once for each message and `turn`, a period of
+    `_ABSENCE_LOGGED_SECONDS`."""
     from promptq.shared.runtime.logs import get_logger
 
     get_logger().warning("the Redis server cannot be used; calls get 503 meanwhile", error=message)

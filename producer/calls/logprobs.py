@@ -1,4 +1,5 @@
-"""Log-probabilities in OpenAI's two formats: for chats, and the older one for completions."""
+"""Writes log-probabilities in OpenAI's two formats: for chats, and the older one for
+completions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _FREED_AT_ONCE = 16
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
-    """Returns log-probabilities in the format of chats. Each part of the work is one token."""
+    """Returns log-probabilities in the format of chats. Each slice of the work is one token."""
     content = []
     for chosen in logprobs:
         content.append(chat_logprob(chosen))
@@ -28,13 +29,13 @@ def chat_logprob(chosen: TokenLogprob) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first token of a prompt. No token comes before, so this token has no log-probability."""
+    """The first token of a prompt. It has no log-probability, because no token comes before."""
 
     token: str
 
 
 def tokens_of_prompt(source: TokenEvent | Result) -> list[FirstToken | TokenLogprob]:
-    """The tokens of the prompt, if the event or result has them."""
+    """Returns the tokens of the prompt; empty if the event or result does not have them."""
     if not source.prompt_texts:
         return []
     first = FirstToken(source.prompt_texts[0])
@@ -44,9 +45,10 @@ def tokens_of_prompt(source: TokenEvent | Result) -> list[FirstToken | TokenLogp
 def completion_logprobs(
     logprobs: Sequence[FirstToken | TokenLogprob], offset: int
 ) -> Work[dict[str, Any]]:
-    """The format of completions; `offset` is where the text of the first token begins.
+    """Returns log-probabilities in the format of completions. `offset` is the position where the
+    text of the first token begins.
 
-    Each position has as many of the likeliest tokens as the call wants, and the chosen token.
+    Each position has the requested number of likeliest tokens, and the chosen token.
     """
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -75,8 +77,8 @@ def completion_logprobs(
 
 
 def prompt_logprobs(source: Result) -> Work[list[dict[str, Any] | None] | None]:
-    """vLLM's format: for each token of the prompt but the first, the token and the likeliest ones
-    by their ids."""
+    """Returns the prompt's log-probabilities in vLLM's format: for each token except the first,
+    that token and the likeliest tokens, by their ids."""
     if source.prompt_logprobs is None:
         return None
     tokens = []
@@ -98,7 +100,8 @@ def _ranked(token: TokenLogprob | TopLogprob, rank: int) -> dict[str, Any]:
 
 
 def free_logprobs(source: TokenEvent | Result) -> Work[None]:
-    """Empties the lists of log-probabilities in parts: freeing many objects at once takes long."""
+    """Empties the lists of log-probabilities in slices, because freeing many objects at once takes
+    long."""
     for items in (source.logprobs, source.prompt_logprobs):
         while items:
             del items[-_FREED_AT_ONCE:]
@@ -106,13 +109,13 @@ def free_logprobs(source: TokenEvent | Result) -> Work[None]:
 
 
 def text_length(logprobs: Sequence[FirstToken | TokenLogprob]) -> int:
-    """Characters of the tokens' texts."""
+    """Returns the number of characters of the tokens' texts."""
     return sum(len(_text(chosen)) for chosen in logprobs)
 
 
 def _entry(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
     text = _text(token)
-    # If it is not a whole character, its bytes are unknown.
+    # The bytes of a token without a whole character are unknown.
     encoded = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": token.logprob, "bytes": encoded}
 

@@ -1,4 +1,5 @@
-"""The queues that a gateway serves: finds the queue of a model or a request, and their states."""
+"""The queues that a gateway serves. Finds the queue of a model or a request, and reads the queues'
+states."""
 
 from __future__ import annotations
 
@@ -21,16 +22,17 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 _FRESH_SECONDS = 1.0
 _MOST_OPENED = 4 * MOST_QUEUES
-"""Queues that a gateway opens in its life. Each has a client, and stays open for old streams."""
+"""The most queues that a gateway opens in its lifetime. Each has a client, which stays open because
+old streams may need it."""
 _REFUSED_SECONDS = 60.0
-"""How long a queue that cannot be read is skipped."""
+"""Seconds for which a queue that cannot be read is skipped."""
 _AWAY_SECONDS = 1.0
-"""How long a queue is skipped after its server did not answer."""
+"""Seconds for which a queue is skipped after its server did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedQueue:
-    """A queue: a client of it, and its state as it was last read."""
+    """A queue: its client, and its state when it was last read."""
 
     client: AsyncClient
     watch: QueueWatch
@@ -45,12 +47,12 @@ class ServedQueue:
 
 
 Found = tuple[ServedQueue, QueueView]
-"""A queue as it was at most a second ago."""
+"""A queue, and its state at most a second ago."""
 
 
 @dataclass(slots=True)
 class _Directory:
-    """Names of the server's queues and aliases of models, as they were last read."""
+    """The names of the server's queues and the aliases of models, when they were last read."""
 
     names: list[str] = field(default_factory=list)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -58,14 +60,14 @@ class _Directory:
 
 
 class ServedQueues:
-    """Clients of queues, made when a queue is first seen.
+    """Clients of queues, each made when its queue is first needed.
 
-    The first of `names` is the gateway's own queue: its API keys, files and batches are there. `*`
+    The first of `names` is the gateway's own queue, which has the API keys, files and batches. `*`
     (ALL_QUEUES) stands for all other queues of the server.
 
-    Methods that call the server raise redis.RedisError if the server is away. A queue that cannot
-    be read, except the gateway's own, is skipped for a minute, or as long as its server does not
-    answer.
+    Methods that call the server raise redis.RedisError if the server is away. If a queue other than
+    the gateway's own cannot be read, it is skipped for a minute. If its server does not answer, the
+    queue is skipped until the server answers again.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class ServedQueues:
         *,
         on_unreadable: Callable[[str, str], object] = lambda _name, _why: None,
     ) -> None:
-        """Calls `on_unreadable` once for each queue that cannot be read, with the reason."""
+        """Calls `on_unreadable(queue, reason)` once for each queue that cannot be read."""
         self._open_client = open_client
         self._on_unreadable = on_unreadable
         self._names = [name for name in dict.fromkeys(names) if name != ALL_QUEUES]
@@ -85,7 +87,7 @@ class ServedQueues:
         self._reading = asyncio.Lock()
         self._refused: dict[str, float] = {}
         self._away: dict[str, RedisError] = {}
-        """Queues whose server does not answer, and its last error."""
+        """For each queue whose server does not answer, the last error."""
         self.own = self._served(self._names[0])
 
     async def aclose(self) -> None:
@@ -94,15 +96,17 @@ class ServedQueues:
 
     @property
     def opened(self) -> list[ServedQueue]:
-        """Queues that were seen so far, also while the server is away."""
+        """The queues that were used so far, even if the server is away."""
         return [*self._opened.values()]
 
     def may_serve(self, name: str) -> bool:
-        """Whether the gateway serves this queue, now or once a worker has come to the queue."""
+        """Returns whether the gateway serves this queue, or would serve it after a worker has
+        joined the queue."""
         return self._finds_others or name in self._names
 
     async def all(self, *, now: bool = False) -> list[ServedQueue]:
-        """All queues, the gateway's own first. With `now`, names and aliases are read anew."""
+        """Returns all queues, the gateway's own first. With `now`, names and aliases are read
+        anew."""
         names = [*self._names]
         if self._finds_others or now:
             names += [name for name in (await self._read(now=now)).names if name not in names]
@@ -111,7 +115,7 @@ class ServedQueues:
         return [self._served(name) for name in names if not self._is_refused(name)]
 
     async def named(self, name: str) -> ServedQueue:
-        """The queue of this name; for '' the gateway's own. Raises ApiError 404."""
+        """Returns the queue of this name; for '' the gateway's own queue. Raises ApiError 404."""
         if not name:
             return self.own
         served = await self.all()
@@ -124,9 +128,9 @@ class ServedQueues:
         )
 
     async def aliases(self) -> Mapping[str, str]:
-        """Maps aliases to names of models.
+        """Returns a mapping from aliases to names of models.
 
-        The name of a served model is never the alias of another.
+        An alias that is also the name of a served model is left out.
         """
         aliases = (await self._read()).aliases
         if not aliases:
@@ -135,8 +139,8 @@ class ServedQueues:
         return {alias: name for alias, name in aliases.items() if alias not in names}
 
     async def views(self, *, now: bool = False) -> list[Found]:
-        """The queues that this gateway may read, in a state that is at most a second old; with
-        `now`, in the current state. Later calls see the same state for a second."""
+        """Returns the queues that this gateway may read. Their states are at most a second old;
+        with `now`, they are read now."""
         served = await self.all(now=now)
         old = [queue for queue in served if now or queue.watch.is_old]
         looks = (queue.watch.look(now=now) for queue in old)
@@ -152,14 +156,14 @@ class ServedQueues:
     async def of_model(
         self, model: str | None, known_as: Callable[[Keys], str] | None = None
     ) -> Found:
-        """The queue that serves a model; without a model the gateway's own.
+        """Returns the queue that serves a model; without a model, the gateway's own queue.
 
-        If several queues serve it, returns the one with the fewest requests for each worker. But a
-        queue comes first if it has the key that `known_as` returns: this key in Redis exists once
-        the same request was sent, so nothing runs twice.
+        If several queues serve the model, returns the one with the fewest requests for each worker.
+        With `known_as`, returns instead the queue that has the key `known_as(keys)`: this key shows
+        that the queue got the same request before, so the request does not run twice.
 
-        Raises ModelNotServedError, and ModelIsLoadingError while a queue that was named has no
-        model yet.
+        Raises ModelNotServedError. Raises ModelIsLoadingError while a queue in `names` has no model
+        yet.
         """
         own = self.own, await self.own.watch.look()
         is_alone = len(self._names) == 1 and not self._finds_others
@@ -180,11 +184,11 @@ class ServedQueues:
         return max(serving, key=lambda at: (at[1].hands_out, _draw(known_as(at[0].queue.keys))))
 
     def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
-        """Returns a queue for a model that no queue serves yet.
+        """Returns the queue for a model that no queue serves yet.
 
-        This is the gateway's only queue, if it has no model: its first worker may bring this one.
-        Otherwise raises ModelIsLoadingError, ModelNotServedError, or the error of a queue that is
-        away.
+        If the gateway has only one queue, and the queue has no model, this queue is returned: its
+        first worker may serve the model. Otherwise raises ModelIsLoadingError, ModelNotServedError,
+        or the error of a queue whose server is away.
         """
         if len(views) == 1 and not views[0][1].model:
             return views[0]
@@ -210,7 +214,8 @@ class ServedQueues:
                 return queue
         self._raise_if_away()
         raise RequestNotFoundError(
-            f"no completion {request_id[:80]!r} is known; it never was, or its record has expired"
+            f"no completion {request_id[:80]!r} is known; it never existed, or its record has"
+            " expired"
         )
 
     def _served(self, name: str) -> ServedQueue:
@@ -230,7 +235,10 @@ class ServedQueues:
                     aliases = await self.own.queue.run(lookups.aliases())
                 except ResponseError as error:  # such as a role of one queue
                     self._refuse(f"{QUEUES}, {ALIASES}", error)
-                except (ConnectionError, TimeoutError):  # its node of a cluster may be away alone
+                except (
+                    ConnectionError,
+                    TimeoutError,
+                ):  # on a cluster, only this queue's node may be away
                     if not self._directory.names:
                         raise
                     names, aliases = self._directory.names, dict(self._directory.aliases)
@@ -241,9 +249,10 @@ class ServedQueues:
         return time.monotonic() < self._refused.get(name, 0.0)
 
     def _leave_out(self, queue: ServedQueue, error: BaseException) -> None:
-        """Skip a queue that cannot be read. Raises `error` for the gateway's own queue.
+        """From now on, skips a queue that cannot be read. Raises `error` if this is the gateway's
+        own queue.
 
-        On a Cluster, queues are on different nodes, and one of these may be away.
+        On a Cluster, queues are on different nodes, and one node may be away.
         """
         if queue is self.own or not isinstance(error, RedisError | SpoiltRecordError):
             raise error
@@ -254,7 +263,8 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """Raises the error of a queue that is away, since it may hold the request."""
+        """Raises the error of a queue whose server is away, because this queue may know the
+        request."""
         for name, error in self._away.items():
             if name in self._names or name in self._directory.names:
                 raise error
@@ -266,8 +276,9 @@ class ServedQueues:
 
 
 def log_unreadable(name: str, why: str) -> None:
-    """Logs that a queue cannot be read. Processes with a log use it as `on_unreadable`."""
-    from promptq.shared.runtime.logs import get_logger  # local batches do without its package
+    """Logs that a queue cannot be read. Processes with a log pass this function as
+    `on_unreadable`."""
+    from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
     get_logger().warning("a queue cannot be read, and is not served", of=name, why=why)
 
@@ -287,9 +298,10 @@ class ModelIsLoadingError(ApiError):
 
 
 def _draw(key: str) -> bytes:
-    """The rank of a queue. All gateways send the same request to the queue of the highest rank.
+    """Returns the rank of a queue. All gateways send the same request to the queue of the highest
+    rank.
 
-    Few requests move when a queue comes or goes; see
+    When a queue is added or removed, few requests change their queue; see
     https://en.wikipedia.org/wiki/Rendezvous_hashing.
     """
     return hashlib.sha256(key.encode()).digest()
@@ -300,11 +312,11 @@ async def _has(queue: ServedQueue, key: str) -> bool:
 
 
 class QueueWatch:
-    """The view of one queue; `look` reads an old one anew, or raises redis.RedisError."""
+    """Reads the state of one queue, and remembers it for about a second."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self.num_sent = 0
-        """Requests that were sent to the queue since its view was read."""
+        """Number of requests that were sent to the queue since its state was read."""
         self._queue = queue
         self._seen: QueueView | None = None
         self._seen_at = float("-inf")
@@ -312,11 +324,12 @@ class QueueWatch:
 
     @property
     def is_old(self) -> bool:
-        """Whether the next look reads the queue anew."""
+        """Whether the next `look` reads the queue anew."""
         return time.monotonic() - self._seen_at > _FRESH_SECONDS
 
     async def look(self, *, now: bool = False) -> QueueView:
-        """The queue as it was at most a second ago; with `now`, as it is now."""
+        """Returns the state of the queue, which is at most a second old; with `now`, reads it now.
+        Raises redis.RedisError."""
         async with self._looking:
             if self._seen is None or self.is_old or now:
                 self._seen = await carry_out_async(queue_view(self._queue.keys), self._queue.run)

@@ -1,4 +1,5 @@
-"""The costs of calls in requests and tokens. The caller's key has a rate for each of the two."""
+"""The costs of calls, in requests and in tokens. A caller's key has a rate (a limit per minute) for
+each."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ _MINUTE_MS = 60_000
 async def take_of_queues(
     own: AsyncRequestQueue, serving: AsyncRequestQueue, holder: str, rates: Sequence[Rate]
 ) -> RateAnswer:
-    """Takes tokens at the queue that serves a call, and requests at the gateway's own; all or none.
+    """Takes tokens from the rate at the queue that serves a call, and requests from the rate at the
+    gateway's own queue; both or none.
 
-    After a refusal, only one of the two queues says how long a later attempt has to wait.
+    After a refusal, the reply has the time to wait for only one of the two.
     """
     if serving is own:
         return await own.run(take_of_rates(holder, rates))
@@ -45,7 +47,8 @@ async def take_of_queues(
 
 
 def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
-    """Returns the message for a call that may succeed later. Names each rate that is used up."""
+    """Returns the message for a call that may succeed later. It names each rate that does not
+    suffice."""
     reasons = []
     for rate in rates:
         left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
@@ -59,7 +62,7 @@ def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -
 
 
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
-    """The costs of `requests`, as for `Client.enqueue_many`, by the caller's rates.
+    """Returns the costs of `requests` (fields as for `Client.enqueue_many`) in the caller's rates.
 
     The tokens are those of the prompt, estimated as a quarter of the payload's bytes. Output is
     charged to the account (`account_of`) while it is generated.
@@ -72,9 +75,10 @@ def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate
 
 
 def account_of(caller: Caller, holder: str) -> TokenAccount | None:
-    """The account that pays for the output of a caller's requests; None if it has no limit.
+    """Returns the account that pays for the output of a caller's requests; None if the caller has
+    no limit.
 
-    The server keeps its rates under the name `holder`.
+    `holder` is the name under which the server stores the caller's rates.
     """
     limit = caller.tokens_per_minute
     return TokenAccount(holder, limit) if limit else None
@@ -88,7 +92,7 @@ def rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
 def beyond_rates(
     caller: Caller, rates: Sequence[Rate], headers: dict[str, str] | None = None
 ) -> ApiError:
-    """The answer to a call that needs more than a whole minute allows."""
+    """Returns the error for a call that costs more than the limit of a whole minute."""
     needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
     limits = " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
     return ApiError(

@@ -1,1 +1,1 @@
-"""The clients: requests in, token streams out."""
+"""The clients: they enqueue requests and stream tokens."""

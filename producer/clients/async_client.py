@@ -70,14 +70,14 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """`promptq.Client` for asyncio, with awaitable methods that raise the same errors, and
-    `follow`.
+    """`promptq.Client` for asyncio. The methods are coroutines and raise the same errors; `follow`
+    is added.
 
-    It connects at the first call, or on entering `async with`. Any number of tasks may use it at
-    once. At most 32 calls are on their way, and further calls wait for their turn. All streams
-    together use one connection. With a redis-py client that you pass, calls take at most half of
-    its connections (`max_connections`, by default 100). If several clients share one redis-py
-    client, each may need 33 connections.
+    The client connects at the first call, or on entering `async with`. Any number of tasks may use
+    it at once. At most 32 calls run at once, and further calls wait. All streams together use one
+    connection. If you pass a redis-py client, calls use at most half of its connections
+    (`max_connections`, by default 100). If several clients share one redis-py client, each may need
+    33 connections.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class AsyncClient:
         self._silence = silence_seconds
         self._tracing = tracing
         self.turns = Turns()
-        """Shares the event loop among long work with events."""
+        """Divides the event loop's time among long work with events."""
         if isinstance(server, redis.asyncio.Redis):
             check_replies_are_bytes(server.connection_pool)
             self.url = address_of(server.connection_pool)
@@ -110,9 +110,9 @@ class AsyncClient:
 
     @property
     def queue(self) -> AsyncRequestQueue:
-        """The queue itself, for operations that the client has no method for.
+        """The queue itself, for operations without a method of the client.
 
-        A client that was made from a URL has it once it is connected, such as in `async with`.
+        A client made from a URL has its queue only after connecting, such as in `async with`.
         """
         if self._queue is None or self._model is not None:
             raise RedisUnavailableError("the client is not connected yet: enter it with async with")
@@ -131,13 +131,14 @@ class AsyncClient:
     ) -> str:
         """Enqueue a request. Returns its id: `request_id`, or by default a UUIDv7.
 
-        `prompt` is text or token ids; `messages` goes through the model's chat template; `fields`
-        are those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
-        `priority`, ...). With `delay_ms` the request waits at least that long.
+        `prompt` is text or token ids. `messages` is a chat, which the model's chat template
+        renders. `fields` are those of `promptq.shared.protocol.request.Request` (`max_tokens`,
+        `temperature`, `priority`, ...). With `delay_ms`, the request waits at least this time in
+        milliseconds.
 
-        Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply gets lost, the
-        request is sent again, and the server recognises it. If the server stays away, nobody can
-        say whether the request arrived; with an `idempotency_key` it is safe to repeat the call.
+        Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply is lost, the
+        request is sent again, and the server recognises it. If the server stays away, the request
+        may or may not have arrived. With an `idempotency_key`, you can repeat the call safely.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         [own_id] = await self.enqueue_many([request])
@@ -152,7 +153,7 @@ class AsyncClient:
         return await self.enqueue_composed(compose(requests))
 
     async def enqueue_composed(self, new: list[NewRequest]) -> list[str]:
-        """Like `enqueue_many`, for requests that `request_builder.compose` made."""
+        """Enqueues requests that `request_builder.compose` made. Otherwise like `enqueue_many`."""
         return await self._enqueue(new) if new else []
 
     async def enqueue_samples(
@@ -165,9 +166,10 @@ class AsyncClient:
         delay_ms: int = 0,
         **fields: Any,
     ) -> list[str]:
-        """Enqueue `n` requests with the same prompt, all or none.
+        """Enqueue `n` requests with the same prompt, all or none. Returns their ids, `ID:0` ...
+        `ID:n-1`.
 
-        Their ids are `ID:0` ... `ID:n-1`. If `seed` is given, their seeds are `seed + i`.
+        If `seed` is set, the seed of request `i` is `seed + i`.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         return await self.enqueue_composed(compose_samples(n, request))
@@ -182,17 +184,18 @@ class AsyncClient:
         delay_ms: int = 0,
         **changes: Any,
     ) -> str:
-        """Continue from the first `at` tokens of a request as a new one. Returns the new id.
+        """Enqueue a request that continues another request (the source) after its first `at`
+        tokens. Returns the new id.
 
-        The source, `request_id`, may run or have ended. Without `at`, the fork continues after all
-        of its tokens. The fork's output begins with these tokens and the text `append`. They and
-        the prompt cost little while the source's worker has them in its prefix cache. The id is
-        `fork_id`, or a UUIDv7. The fork has the source's payload without its seed and idempotency
-        key. `changes` are further fields, such as `temperature`. `max_tokens` counts only tokens
-        after the prefix.
+        The source, `request_id`, may still run or have ended. Without `at`, the fork continues
+        after all of the source's tokens. The fork's output begins with these tokens and the text
+        `append`. While the source's worker has them and the prompt in its prefix cache, computing
+        them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the source's payload
+        without its seed and idempotency key. `changes` are further fields, such as `temperature`.
+        `max_tokens` counts only tokens after the prefix.
 
-        Raises InvalidRequestError, also for an `at` beyond the source's tokens,
-        RequestNotFoundError if the source is unknown or has expired, and what `enqueue` raises.
+        Raises InvalidRequestError, also for an `at` beyond the source's tokens. Raises
+        RequestNotFoundError if the source is unknown or has expired, and the errors of `enqueue`.
         """
         check_changes(changes)
         source = await self._do(fork_source(await self._keys(), check_request_id(request_id)))
@@ -205,7 +208,7 @@ class AsyncClient:
     ) -> Result:
         """Wait for the request to end and return its whole result.
 
-        The result of a cancelled or expired request holds its tokens so far. Raises
+        The result of a cancelled or expired request has its tokens so far. Raises
         RequestFailedError if the request ended with an error, unless `check` is false. Raises
         TimeoutError after `timeout` seconds; the request then continues, unless you call `cancel`.
         Raises RequestNotFoundError and StreamChangedError like `stream`.
@@ -233,7 +236,8 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue samples and return the results of all; `timeout` is for all together."""
+        """Enqueue samples and return the results of all. `timeout` (seconds) is for all samples
+        together."""
         request_ids = await self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [await self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -252,11 +256,11 @@ class AsyncClient:
         """Turn a text, or several, into vectors. Texts are enqueued all or none.
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
-        tokens) or the worker's default. `dimensions` is how many numbers to keep of each vector.
-        `fields` are as in `enqueue`; fields for generation have no effect. `timeout` (seconds) is
-        for all texts together.
+        tokens) or the worker's default. `dimensions` is the number of components to keep of each
+        vector. `fields` are as in `enqueue`; fields for generation have no effect. `timeout`
+        (seconds) is for all texts together.
 
-        Raises what `enqueue` and `result` raise, and RequestFailedError for a request that ended
+        Raises the errors of `enqueue` and `result`, and RequestFailedError for a request that ended
         without a vector.
         """
         embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
@@ -276,18 +280,19 @@ class AsyncClient:
     async def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
         """Move a waiting request to the place of requests that were enqueued with this priority.
 
-        Returns a status: a request that a worker holds does not change. Raises InvalidRequestError.
+        Returns a status. A request that a worker holds keeps its priority. Raises
+        InvalidRequestError.
         """
         return await self._do(
             admin.queue_control.reprioritise(await self._keys(), request_id, priority)
         )
 
     async def state(self, request_id: str) -> RequestState | None:
-        """Returns the state of a request; None if it is unknown."""
+        """Returns the state of a request; None if the request is unknown."""
         return await self._do(lookups.state(await self._keys(), check_request_id(request_id)))
 
     async def timeline(self, request_id: str) -> admin.timeline.Timeline:
-        """Returns what happened to a request, and when. Raises RequestNotFoundError."""
+        """Returns the moments of a request in order of time. Raises RequestNotFoundError."""
         return await self._do(admin.timeline.timeline(await self._keys(), request_id))
 
     # The queue and its workers
@@ -301,90 +306,99 @@ class AsyncClient:
         return await self._do(admin.overview.overview(await self._keys()))
 
     async def worker(self, worker_id: str) -> admin.overview.WorkerView:
-        """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
+        """Returns a worker and its current batch. Raises RequestNotFoundError if the worker is
+        gone."""
         return await self._do(admin.overview.worker(await self._keys(), worker_id))
 
     async def statistics(self, since_ms: int = 0) -> list[Sample]:
-        """Samples of the queue's statistics from `since_ms` (Unix milliseconds of the server) on.
+        """Returns the samples of the queue's statistics since `since_ms` (Unix milliseconds of the
+        server).
 
-        There is one for each 5 s of the last hour. The oldest comes first.
+        There is one sample for each 5 s of the last hour, oldest first.
         """
         return await self._do(statistics.samples(await self._keys(), since_ms))
 
     async def keep_statistics(self) -> None:
-        """Take a sample if one is due. Call this every few seconds if all workers may be away."""
+        """Write a sample of the statistics if one is due. Call this every few seconds if all
+        workers may be away."""
         await self._do(statistics.sample(statistics.Contribution()))
 
     async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns the workers that the queue needs to keep waits below `target_seconds`."""
+        """Returns the number of workers that the queue needs so that no request waits longer than
+        `target_seconds`."""
         return await self._do(admin.autoscaling.scaling(await self._keys(), target_seconds))
 
     async def scalings(
         self, target_seconds: float = TARGET_SECONDS
     ) -> list[admin.autoscaling.Scaling]:
-        """Returns the scaling of all readable queues of the server."""
+        """Returns the scaling of each readable queue of the server."""
         return await self._do(admin.autoscaling.scalings(await self._keys(), target_seconds))
 
     async def pause(self) -> None:
-        """Stop handing out requests. New ones are accepted and wait; running ones finish."""
+        """Stop handing out requests. New requests are accepted and wait, running requests
+        finish."""
         await self._do(scripts.set_paused(await self._keys(), True))
 
     async def resume(self) -> None:
-        """Hand out requests again after `pause`."""
+        """End a pause, so that requests are handed out again."""
         await self._do(admin.queue_control.resume(await self._keys()))
 
     async def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make all workers, or one, claim no more, finish their requests and exit. Returns the
-        workers' ids."""
+        """Make one worker, or all, stop claiming, finish their running requests and exit. Returns
+        the workers' ids."""
         return await self._do(admin.queue_control.drain(await self._keys(), worker_id))
 
     # Dead letters
 
     async def dead_ids(self, limit: int = 100) -> list[str]:
-        """Ids of dead letters, the latest first."""
+        """Returns the ids of dead letters, the latest first."""
         return await self._do(lookups.dead_ids(await self._keys(), limit))
 
     async def dead_letters(self, limit: int = 100) -> list[admin.dead_letters.DeadLetter]:
-        """Requests that were given up because they crash their workers, the latest first."""
+        """Returns the dead letters, the latest first: requests that no worker tries again, because
+        they crash their workers."""
         return await self._do(admin.dead_letters.dead_letters(await self._keys(), limit))
 
     async def dead_letter(self, request_id: str) -> admin.dead_letters.DeadLetter:
-        """One dead letter. Raises RequestNotFoundError."""
+        """Returns one dead letter. Raises RequestNotFoundError."""
         return await self._do(admin.dead_letters.dead_letter(await self._keys(), request_id))
 
     async def requeue(self, request_id: str) -> str:
-        """Run a dead letter again; return the new request's id. Raises RequestNotFoundError."""
+        """Enqueue a dead letter again, and return the new request's id. Raises
+        RequestNotFoundError."""
         return await self._do(request_queue.requeue(request_id))
 
     async def purge(self, request_ids: Sequence[str]) -> int:
-        """Delete dead letters; return the number of deleted ones."""
+        """Delete dead letters, and return the number of deleted ones."""
         statuses = await self._do(scripts.purge(request_ids)) if request_ids else []
         return statuses.count("purged")
 
     # Models and their queues
 
     async def models(self) -> list[admin.queue_views.ServedModel]:
-        """The models of all queues of the server, by name. A queue without a model is left out."""
+        """Returns the models of all queues of the server, sorted by name. A queue without a model
+        is left out."""
         return await self._do(admin.queue_views.models(await self._keys()))
 
     async def queue_of_model(self, model: str) -> str:
-        """Returns the queue that serves a model, by its name or an alias.
+        """Returns the queue that serves a model, by the model's name or an alias.
 
-        If several serve it, returns the one with the fewest requests for each worker. Raises
+        If several queues do, returns the one with the fewest requests for each worker. Raises
         ModelNotServedError.
         """
         return await self._do(admin.queue_views.queue_of_model(await self._keys(), model))
 
     async def queue_of_request(self, request_id: str) -> str:
-        """Returns the queue that knows the request; this client's queue if no queue knows it."""
+        """Returns the queue that knows the request; this client's queue if none does."""
         return await self._do(admin.queue_views.queue_of_request(await self._keys(), request_id))
 
     async def set_alias(self, alias: str, model: str) -> None:
-        """Give a model the alias `alias`. Raises ConfigurationError."""
+        """Set an alias of a model. Raises ConfigurationError."""
         await self._do(admin.queue_views.set_alias(await self._keys(), alias, model))
 
     async def forget_model(self, name: str) -> list[str]:
-        """Forget an alias of a model, or a model that no worker serves. Returns its queues.
+        """Delete an alias, or a model that no worker serves. Returns the names of the model's
+        queues.
 
         Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
         """
@@ -397,17 +411,18 @@ class AsyncClient:
     ) -> tuple[str, admin.api_keys.ApiKey]:
         """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
-        `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if
-        two keys that should be separate would see each other's files, and for an unknown scope.
+        `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is
+        taken, if the key would share files with a key that should be separate, or if a scope is
+        unknown.
         """
         return await self._do(admin.api_keys.create_api_key(await self._keys(), key, weight))
 
     async def api_keys(self) -> list[admin.api_keys.ApiKey]:
-        """The gateway's keys, sorted by name."""
+        """Returns the gateway's keys, sorted by name."""
         return await self._do(admin.api_keys.api_keys(await self._keys()))
 
     async def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
-        """Make a key invalid from now on. Raises RequestNotFoundError."""
+        """Make a key invalid at once. Raises RequestNotFoundError."""
         return await self._do(admin.api_keys.revoke_api_key(await self._keys(), name))
 
     # Streams
@@ -431,12 +446,12 @@ class AsyncClient:
         from_index: int = 0,
         timeout: float | None = None,
     ) -> None:
-        """Call `handle` with each event of a stream as soon as it arrives, up to the last one.
+        """Call `handle` with each event of a stream as soon as it arrives, including the last one.
 
-        With `stream`, each event wakes up a task. With hundreds of streams that costs more than the
-        events themselves. Here no task wakes up, and all streams of the client wait while `handle`
-        runs. For work that takes time, `handle` returns a function, which is called and awaited
-        before the stream continues. Raises what `stream` and `handle` raise.
+        With `stream`, each event wakes up a task. With hundreds of streams, this costs more than
+        the events themselves. With `follow`, no task wakes up, but all streams of the client wait
+        while `handle` runs. For work that takes time, `handle` returns a function, which is called
+        and awaited before the stream continues. Raises the errors of `stream` and of `handle`.
         """
         check_request_id(request_id)
 
@@ -449,7 +464,7 @@ class AsyncClient:
                 while type(action) is TokenEvent:  # isinstance of a pydantic class is slow
                     if (unfinished := handle(action)) is not None:
                         return unfinished
-                    if time.perf_counter() > until:  # a log has many events
+                    if time.perf_counter() > until:  # a log may have many events
                         return self.turns.give_way
                     action = advance(steps, None)
                 return action
@@ -503,7 +518,7 @@ class AsyncClient:
         return (await self._connected()).keys
 
     async def _do(self, steps: Call[T] | Operation[T]) -> T:
-        """Send a call, or carry out an operation."""
+        """Sends a call, or runs an operation. Returns the result."""
         queue = await self._connected()
         with explained(self.url):
             if isinstance(steps, Call):
@@ -516,7 +531,7 @@ class AsyncClient:
             return await heeding_cancels(queue.enqueue(traced))
 
     async def _read(self, request_id: str, timeout: float | None) -> list[TokenEvent]:
-        """Read a whole stream."""
+        """Returns all events of a stream."""
         events: list[TokenEvent] = []
         await self.follow(request_id, events.append, timeout=timeout)
         return events
@@ -526,9 +541,10 @@ class AsyncClient:
         return follow(keys, request_id, from_index, silence=self._silence, timeout=timeout)
 
     async def _carry_out(self, begin: Callable[[], GoOn[Any]]) -> AsyncGenerator[Any, None]:
-        """Carry out a stream's actions, once the client is connected and knows its queue.
+        """Carries out a stream's actions, once the client is connected and knows its queue.
 
-        Yields all other results of the function from `begin`, until it returns None.
+        `begin` returns a function that takes an answer and returns an action. Yields each result
+        that is not an action, until the function returns None.
         """
         await self._connected()
         go_on = begin()

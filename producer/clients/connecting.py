@@ -1,4 +1,4 @@
-"""Finds the server that a client talks to, and explains the errors of redis-py."""
+"""Finds a client's server, and converts errors of redis-py to promptq's errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ HOW_TO_GET_A_SERVER = (
 
 
 def server_url(url: str | None = None) -> str:
-    """Returns `url`, else the URL of the settings, else the URL of this user's `promptq up`.
+    """Returns the URL of the server: `url`, otherwise that of the settings, otherwise that of this
+    user's `promptq up`.
 
     Raises RedisUnavailableError if there is none.
     """
@@ -41,7 +42,7 @@ def server_url(url: str | None = None) -> str:
 
 
 def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
-    """Returns the error, with advice unless a server answered."""
+    """Returns the error with advice how to start a server, unless a server has answered."""
     if isinstance(error, RedisBusyError | RedisProtocolError):
         return error
     return RedisUnavailableError(f"{error}; {HOW_TO_GET_A_SERVER}")
@@ -58,7 +59,8 @@ def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str
 
 
 def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:
-    """Raises ConfigurationError for a client that decodes replies, or does not write UTF-8."""
+    """Raises ConfigurationError for a redis-py client that decodes replies, or that does not encode
+    in UTF-8."""
     options = pool.connection_kwargs
     if options.get("decode_responses"):
         raise ConfigurationError("redis: give a client that was made without decode_responses=True")
@@ -67,7 +69,7 @@ def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.Connectio
 
 
 def check_one_of(model: str | None, queue: str | None) -> None:
-    """Raises ConfigurationError for a client with both a model and a queue."""
+    """Raises ConfigurationError if both a model and a queue are named."""
     if model is not None and queue is not None:
         raise ConfigurationError(
             f"model: {model!r} finds its queue by itself; name it or the queue {queue!r}, not both"
@@ -76,7 +78,8 @@ def check_one_of(model: str | None, queue: str | None) -> None:
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turn errors of redis-py about the server into errors of ours; `url` names the server."""
+    """Context manager that converts errors of redis-py about the server to promptq's errors. `url`
+    is the server's, for messages."""
     try:
         yield
     except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError) as error:

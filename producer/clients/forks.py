@@ -1,4 +1,5 @@
-"""Forks: requests that continue from the first tokens of another one, running or finished."""
+"""Forks: requests that continue another request after its first tokens. The other request may still
+run."""
 
 from __future__ import annotations
 
@@ -20,25 +21,25 @@ from promptq.shared.runtime.turns import Work, sliced
 _NOT_COPIED = frozenset(
     {"seed", "idempotency_key", "trace_context", "prompt_logprobs", "output_prefix"}
 )
-"""Fields of the source that a fork does not get. With the source's seed, a fork would repeat the
-source's tokens."""
+"""Fields of the source's payload that a fork does not copy. With the source's seed, a fork would
+repeat the source's tokens."""
 
 FIXED = ("prompt", "messages", "tools", "chat_template_kwargs", "model", "output_prefix")
-"""Fields that a fork cannot change, because its tokens follow the same prompt."""
+"""Fields that a fork cannot change, because its tokens follow the same prompt as the source's."""
 
 
 _SKIPPED = dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_texts"), lambda item: None)
 
 
 class _Output(BaseModel):
-    """The tokens of an event or of a result."""
+    """The token ids of an event or of a result."""
 
     token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class ForkSource:
-    """The source of a fork: the enqueued payload of a request, and its tokens so far."""
+    """The source of a fork: a request's payload as it was enqueued, and its tokens so far."""
 
     request_id: str
     fields: dict[str, Any]
@@ -46,8 +47,8 @@ class ForkSource:
     token_ids: list[int]
 
     def fork(self, at: int | None, append: str) -> tuple[dict[str, Any], ForkPoint]:
-        """Returns the fields of a request that continues after `at` tokens and a text; the fork
-        point.
+        """Returns the fields of a request that continues after `at` tokens and the text `append`,
+        and the fork point.
 
         Raises InvalidRequestError that names the wrong argument.
         """
@@ -57,7 +58,7 @@ class ForkSource:
         prefix: dict[str, Any] = {"token_ids": self.token_ids[: point.position]}
         own_prefix = self.fields.get("output_prefix")
         if at is None and not self.token_ids and isinstance(own_prefix, dict):
-            prefix |= own_prefix  # the source has not begun, and will begin with this
+            prefix |= own_prefix  # the source has no output yet, and will begin with this
         if append:
             prefix["text"] = f"{prefix.get('text', '')}{append}"
         kept = {name: value for name, value in self.fields.items() if name not in _NOT_COPIED}
@@ -66,7 +67,11 @@ class ForkSource:
         return kept, point
 
     def compose_fork(self, at: int | None, append: str, changes: Mapping[str, Any]) -> NewRequest:
-        """Makes the request of a fork. `changes` are further fields. Raises InvalidRequestError."""
+        """Returns the request that continues the source after `at` tokens and the text `append`.
+        `changes` are further fields.
+
+        Raises InvalidRequestError.
+        """
         fields, point = self.fork(at, append)
         if self.tenant:
             fields["tenant"] = self.tenant
@@ -87,7 +92,7 @@ class ForkSource:
 
 
 def check_changes(changes: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError that names a field that a fork cannot change."""
+    """Raises InvalidRequestError that names the first changed field that a fork cannot change."""
     for name in FIXED:
         if name in changes:
             raise InvalidRequestError(
@@ -97,13 +102,13 @@ def check_changes(changes: Mapping[str, Any]) -> None:
 
 
 def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
-    """Read the request that a fork continues.
+    """Reads the request that a fork continues.
 
-    Raises RequestNotFoundError for one that is unknown or has expired, InvalidRequestError for one
-    that no worker could run.
+    Raises RequestNotFoundError if the request is unknown or has expired, and InvalidRequestError if
+    its payload is not valid.
     """
     fields_read = ["HMGET", keys.request(request_id), "payload", "tenant", "result"]
-    # The log first: when it is folded, the result is there before the log is gone.
+    # Read the log first: when the log is folded, the result is written before the log is deleted.
     events, (payload, tenant, result) = yield [
         lookups.log_after(keys, request_id, 0),
         Call("", fields_read, list, lambda: [None] * 3),
@@ -123,7 +128,7 @@ def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
 
 
 def _token_ids_in(outputs: list[bytes]) -> Work[list[int]]:
-    """Returns the token ids of all events, or of a result. Raises ValueError, RecursionError."""
+    """Returns the token ids in events, or in a result. Raises ValueError, RecursionError."""
     token_ids: list[int] = []
     for output in filter(None, outputs):
         fields = yield from object_in(output.decode(), _SKIPPED)

@@ -1,4 +1,5 @@
-"""Builds payloads for the queue from fields: of a client's method or a call of the HTTP API."""
+"""Builds payloads for the queue from fields. The fields come from a client's method, or from a call
+of the HTTP API."""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ Messages = list[dict[str, Any]]
 def compose(
     requests: Iterable[Mapping[str, Any]], account: TokenAccount | None = None
 ) -> list[NewRequest]:
-    """Makes requests from fields of their payloads, `request_id` and `delay_ms`.
+    """Returns requests made from fields: those of their payloads, `request_id` and `delay_ms`.
 
-    If there is an account, their output is charged to it. Raises InvalidRequestError that names the
-    first wrong field.
+    The requests' output is charged to the account, if there is one. Raises InvalidRequestError that
+    names the first wrong field.
     """
     composed = [_compose_one(dict(fields)) for fields in requests]
     return [replace(new, account=account) for new in composed] if account else composed
 
 
 def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
-    """Makes `n` requests with one prompt: ids `ID:0` ... `ID:n-1`, and seeds `seed + i`, if any.
+    """Returns `n` requests with one prompt. Their ids are `ID:0` ... `ID:n-1`, and their seeds
+    `seed + i` if a seed is set.
 
     Raises InvalidRequestError.
     """
@@ -43,7 +45,7 @@ def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
 def compose_embeddings(
     texts: Prompt | Sequence[Prompt], fields: Mapping[str, Any]
 ) -> list[NewRequest]:
-    """Makes a request for each text, with the ids `ID:0` ... `ID:n-1` if there are several.
+    """Returns a request for each text. If there are several texts, the ids are `ID:0` ... `ID:n-1`.
 
     Raises InvalidRequestError.
     """
@@ -65,8 +67,8 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
     try:
         request = Request.build(fields)
         payload = request.to_payload().encode()
-        from_json(payload)  # workers read less deeply nested JSON than can be written
-        # Half a character in a name within an object would be replaced silently.
+        from_json(payload)  # workers cannot read JSON that is nested so deeply
+        # A surrogate in the name of a member would be replaced silently.
         to_json(request.model_dump(exclude={"prompt"}, exclude_defaults=True))
     except (ValueError, RecursionError):
         raise _unfit_for_json(fields) from None
@@ -75,7 +77,8 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
 
 
 def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
-    """Returns the error for a value that is no JSON: half a character, or a list within itself."""
+    """Returns the error for a value that JSON cannot express: half of a surrogate pair, or a list
+    that contains itself."""
     for name, value in fields.items():
         try:
             from_json(to_json({name: value}))
@@ -88,7 +91,7 @@ def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields with an id. The samples' ids begin with this id."""
+    """Returns the fields with a request id, with which the ids of samples begin."""
     request_id = fields.get("request_id")
     checked_id = new_request_id() if request_id is None else check_request_id(request_id)
     return {**fields, "request_id": checked_id}
@@ -99,7 +102,7 @@ def _sample(i: int, fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(seed := fields.get("seed"), int):
         own["seed"] = seed + i
     if isinstance(key := fields.get("idempotency_key"), str):
-        own["idempotency_key"] = f"{key}:{i}"  # with one key, all would be one request
+        own["idempotency_key"] = f"{key}:{i}"  # with the same key, all would be one request
     return {**fields, **own}
 
 

@@ -1,4 +1,4 @@
-"""Results of finished requests, as clients return them."""
+"""Results of finished requests, in the form that clients return."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Samples:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all samples; the prompt counts once."""
+        """Token counts of all samples. The prompt counts once."""
         return Usage.of_samples([result.usage for result in self.results])
 
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The results of several texts that became vectors, in their order."""
+    """The vectors of several texts, in the order of the texts."""
 
     request_ids: list[str]
     results: list[Result]
@@ -41,7 +41,7 @@ class Embeddings:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all texts."""
+        """Token counts of all texts."""
         usages = [result.usage for result in self.results]
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in usages),
@@ -50,7 +50,8 @@ class Embeddings:
 
 
 def countdown(timeout: float | None) -> Callable[[], float | None]:
-    """Returns a function that returns the rest of `timeout` (seconds); None without one."""
+    """Returns a function that returns the seconds left of `timeout`, or None if `timeout` is
+    None."""
     if timeout is None:
         return lambda: None
     deadline = time.monotonic() + timeout
@@ -58,7 +59,7 @@ def countdown(timeout: float | None) -> Callable[[], float | None]:
 
 
 def checked_vector(request_id: str, result: Result) -> Result:
-    """Returns the result. Raises RequestFailedError if it has no vector."""
+    """Returns the result. Raises RequestFailedError if the result has no vector."""
     try:
         _ = result.vector
     except ValueError:
@@ -69,7 +70,8 @@ def checked_vector(request_id: str, result: Result) -> Result:
 
 
 def fold(request_id: str, events: list[TokenEvent], check: bool) -> Result:
-    """Folds a whole stream. Raises RequestFailedError for a failed request, if `check`."""
+    """Returns the result of a whole stream. With `check`, raises RequestFailedError if the request
+    failed."""
     result = Result.fold(events)
     if check and result.finish_reason is FinishReason.ERROR:
         error_type = result.error.type if result.error else "unknown"

@@ -1,9 +1,9 @@
-"""The order of one request's stream: replay, repeats, gaps, silence, lost connections.
+"""The rules for one request's stream: replay, repetitions, gaps, silence, lost connections.
 
-This module does no I/O. `follow` yields actions and receives their results, so the rules are
-written once and both clients only carry the actions out. In short: an event of the channel is used
-only if it continues what was delivered. Whenever an event may have been missed (at the start, after
-a reconnection, when `index` jumps, after some silence), the log is read.
+This module does no I/O. `follow` yields actions and receives their results, so both clients use the
+same rules and only carry out the actions. In short: an event from the channel is used only if it
+continues the delivered events. Whenever an event may be missing (at the start, after a
+reconnection, when `index` jumps, after some silence), the log is read.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ T = TypeVar("T")
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 _LARGE_BYTES = 65_536
-"""The most bytes of an event that is read at once. A larger event is read in small parts."""
+"""The most bytes of an event that is parsed at once. A larger event is parsed in slices."""
 
 SILENCE_SECONDS = 3.0
-"""After this time without an event the log is read: if the last event is lost, no gap shows it."""
+"""Seconds without an event after which the log is read. If the last event is lost, no later event
+shows the gap."""
 
 GIVE_UP_SECONDS = 60.0
-"""How long a stream tries to connect again."""
+"""Seconds for which a stream tries to reconnect."""
 
 _FIRST_BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 4.0
@@ -48,7 +49,7 @@ _MAX_BACKOFF_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Replace the stream's subscription by a new one; answered with None."""
+    """Action: replace the stream's subscription by a new one. The answer is None."""
 
     channel: str
     sharded: bool
@@ -56,43 +57,45 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Make a call; answered with its value."""
+    """Action: make a call. The answer is its value."""
 
     call: Call[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for the subscription; answered with the result of `heard`, None after `seconds`."""
+    """Action: wait for a message of the subscription. The answer is the result of `heard`, or None
+    after `seconds`."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Sleep for `seconds`; answered with None."""
+    """Action: sleep for `seconds`. The answer is None."""
 
     seconds: float
 
 
 Action = Subscribe | Ask | Wait | Sleep | TokenEvent
-"""A TokenEvent is the stream's next event for the reader; answered with None."""
+"""An action of a stream. A TokenEvent is the stream's next event, for the reader; its answer is
+None."""
 
 Steps = Generator[Action, Any, None]
 
 
 class Notice(Enum):
-    """Arrives on a subscription beside its messages."""
+    """News about a subscription. It arrives among the messages of the channel."""
 
     SUBSCRIBED = "subscribed"
-    """The server has confirmed the subscription; again after each reconnection."""
+    """The server has confirmed the subscription. Arrives again after each reconnection."""
     MISSED = "missed"
-    """Messages were dropped."""
+    """Messages were dropped, because the stream did not handle them in time."""
 
 
 def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
-    """Returns the event in a pub/sub message of redis-py, `SUBSCRIBED`, or None for a message of
-    another kind.
+    """Returns the event in a pub/sub message of redis-py, or `SUBSCRIBED`. Returns None for any
+    other message.
 
     Raises redis.ConnectionError if the server has ended the subscription by itself.
     """
@@ -106,9 +109,10 @@ def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
 
 
 def advance(steps: Steps, answer: Any) -> Action | None:
-    """Send the last action's answer, or the error that it raised. Returns the next action.
+    """Sends the answer to the last action, or raises in the stream the error that the action
+    raised. Returns the next action.
 
-    Returns None when the stream has ended.
+    Returns None if the stream has ended.
     """
     try:
         return steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
@@ -125,21 +129,22 @@ def follow(
     timeout: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Steps:
-    """Stream a request, from its first event or the one that holds token `from_index`, to its last.
+    """Streams a request to its last event, from the first event or from the event that contains
+    token `from_index`.
 
     If the request's log was folded into its result, the stream is one event with the rest. With a
-    `from_index`, that event has `index` 0 and holds everything, because a result does not show
+    `from_index`, this event has `index` 0 and contains everything, because a result does not show
     which text belongs to which token. A Redis user who may not read requests' records gets the
-    events of log and channel, and waits if there is no log.
+    events of the log and the channel, and waits if there is no log.
 
     Raises RequestNotFoundError, SpoiltRecordError, StreamChangedError, TimeoutError after `timeout`
-    seconds, and what redis-py raises when the server stays away.
+    seconds, and the errors of redis-py if the server stays away.
     """
     return _Stream(keys, request_id, from_index, silence, timeout, clock).steps()
 
 
 class _Folded(BaseModel):
-    """The content of the log, from the record's field `result`."""
+    """The content of the log, folded into the record's field `result`."""
 
     text: str
     token_ids: list[StoredTokenId]
@@ -158,7 +163,8 @@ _WITHOUT_PROMPT: _Readers = {**_READERS, "prompt_logprobs": lambda item: None}
 
 
 def _read_in_parts(kind: type[_Kind], text: bytes, readers: _Readers) -> Work[_Kind | None]:
-    """Returns None for a text of another kind: anybody may write into a record."""
+    """Parses a text in slices. Returns None if the text is not of this kind, because any program
+    may have written the record."""
     try:
         return kind.model_validate((yield from object_in(text.decode(), readers)))
     except (ValueError, RecursionError):
@@ -172,8 +178,9 @@ def _folded_in(result: bytes) -> Generator[Action, Any, _Folded | None]:
 def _event_in(
     text: bytes, readers: _Readers = _READERS
 ) -> Generator[Action, Any, TokenEvent | None]:
-    """Returns the event; None if the text is no event: anybody may publish on a channel."""
-    if len(text) > _LARGE_BYTES:  # it has the logprobs of a whole prompt
+    """Parses an event, a large one in slices. Returns None if the text is not an event, because any
+    program may publish on a channel."""
+    if len(text) > _LARGE_BYTES:  # such an event has the logprobs of a whole prompt
         return (yield from sliced(_read_in_parts(TokenEvent, text, readers), Sleep(0)))
     try:
         return TokenEvent.model_validate_json(text)
@@ -182,7 +189,7 @@ def _event_in(
 
 
 _Ending = tuple[RequestState | None, bytes | None, bytes | None]
-"""The state, the last event and the result. The last event and the result may be large."""
+"""The request's state, last event and result. The last event and the result may be large."""
 
 _NOTHING: _Ending = (None, None, None)
 _NOTHING_OF_PROMPT: dict[str, Any] = {"prompt_logprobs": None, "prompt_texts": None}
@@ -201,9 +208,9 @@ class _Stream:
         self._position = self.from_index
         self._text_from: int | None = None  # index of the first event delivered
         self._text_length = 0
-        self._token_ids = array("q")  # delivered, from `_text_from` on
-        self._may_not_read = False  # the request's record
-        self._was_cut = False  # from the server, which may have lost writes meanwhile
+        self._token_ids = array("q")  # delivered tokens, from `_text_from` on
+        self._may_not_read = False  # whether this user may not read the request's record
+        self._was_cut = False  # whether the connection was lost, and so perhaps writes
         self._ended = False
         self._deadline = None if self.timeout is None else self.clock() + self.timeout
         self._failures = 0
@@ -237,16 +244,17 @@ class _Stream:
                 if answer is Notice.SUBSCRIBED and self._token_ids:
                     self._was_cut = True
                 yield from self._catch_up()
-                self._failures = 0  # the server answered, even if it goes away again
+                self._failures = 0  # the server has answered, even if the next call fails
 
     def _continue(self, event: TokenEvent) -> Steps:
-        """Deliver an event of the log or the channel, without what was delivered before."""
+        """Delivers an event of the log or the channel, without tokens that were delivered
+        before."""
         self._check(event.index, event.token_ids)
         if not event.is_last and event.end <= self._position:
             return
         if event.index < self._position and self._text_from is not None:
             event = yield from self._beyond(event)
-        if event.is_last and self._was_cut:  # other tokens may have replaced lost ones unseen
+        if event.is_last and self._was_cut:  # unseen tokens may have replaced lost ones
             record = yield from self._read_record()
             if record is not None and record[2] is not None:
                 result = yield from _folded_in(record[2])
@@ -255,7 +263,8 @@ class _Stream:
         yield self._delivered(event)
 
     def _check(self, index: int, token_ids: list[int]) -> None:
-        """Raise StreamChangedError if these tokens, from `index` on, differ from delivered ones."""
+        """Raises StreamChangedError if these tokens, which begin at `index`, differ from delivered
+        tokens."""
         if self._text_from is None or index >= self._position:
             return
         start = max(index, self._text_from)
@@ -269,7 +278,7 @@ class _Stream:
             )
 
     def _delivered(self, event: TokenEvent) -> TokenEvent:
-        """Note that the event is delivered, and return it."""
+        """Records that an event is delivered, and returns it."""
         if self._text_from is None:
             self._text_from = event.index
         self._position = max(self._position, event.end)
@@ -282,7 +291,7 @@ class _Stream:
     def _beyond(self, event: TokenEvent) -> Generator[Action, Any, TokenEvent]:
         """Returns the event without the tokens that were delivered before.
 
-        A failover may lose a part of the log. Another worker then continues, and its events begin
+        A failover may lose a part of the log. Then another worker continues, and its events begin
         at other tokens.
         """
         text = ""
@@ -307,7 +316,7 @@ class _Stream:
         )
 
     def _catch_up(self) -> Steps:
-        """Deliver new events of the log. If there are none, deliver the record's result."""
+        """Delivers new events of the log. If there are none, delivers the record's result."""
         if (yield from self._read_log()):
             return
         record = yield from self._read_record()
@@ -315,14 +324,16 @@ class _Stream:
             return  # only the log and the channel can be read
         state, last_event, folded = record[0], None, None
         if record[1] is not None and record[2] is not None:
-            last_event = yield from _event_in(record[1], _WITHOUT_PROMPT)  # the result has it
+            last_event = yield from _event_in(
+                record[1], _WITHOUT_PROMPT
+            )  # the result has the prompt, too
             if last_event is not None and last_event.is_last:
                 folded = yield from _folded_in(record[2])
         over = folded is not None
         is_spoilt = not over and state is not None and state.is_final
         if not over and not is_spoilt and (state is not None or (yield from self._is_known())):
-            return  # it waits or runs, and there is nothing new
-        # It may have ended between the reads.
+            return  # the request waits or runs, and has no new events
+        # The request may have ended between the reads.
         if (yield from self._read_log()):
             return
         if is_spoilt:
@@ -338,7 +349,7 @@ class _Stream:
         yield self._delivered(event)
 
     def _read_log(self) -> Generator[Action, Any, bool]:
-        """Deliver events that continue the stream. Returns whether there were any."""
+        """Delivers events that continue the stream. Returns whether there were any."""
         before = self._position
         call = lookups.log_after(self.keys, self.id, before)
         for entry in (yield from self._ask(call, list[bytes]())):
@@ -349,9 +360,10 @@ class _Stream:
         return self._ended or self._position > before
 
     def _read_record(self) -> Generator[Action, Any, _Ending | None]:
-        """Returns the end in the record; None if this user may not read the record.
+        """Reads the state, last event and result in the record. Returns None if this user may not
+        read the record.
 
-        Each stream tries only once, so that the server's log of refusals stays short.
+        Each stream tries this only once, so that the server's log of refusals stays short.
         """
         if self._may_not_read:
             return None
@@ -362,9 +374,10 @@ class _Stream:
             return None
 
     def _is_known(self) -> Generator[Action, Any, bool]:
-        """Whether a record without a state belongs to a request that plain commands enqueued.
+        """Returns whether a record without a state belongs to a request that a client enqueued with
+        plain commands.
 
-        This uses plain commands, as users who only read may not run scripts.
+        Uses plain commands, because users who may only read cannot run scripts.
         """
         if (yield from self._ask(lookups.state(self.keys, self.id), None)) is not None:
             return True
@@ -378,7 +391,7 @@ class _Stream:
         return False
 
     def _rest(self, last_event: TokenEvent, result: _Folded) -> TokenEvent:
-        """The last event, with the rest of the result that was not delivered yet."""
+        """Returns the last event, with the part of the result that was not delivered yet."""
         start, text_start = self._position, self._text_length
         if self.from_index >= len(result.token_ids):
             start, text_start = len(result.token_ids), len(result.text)
@@ -386,7 +399,7 @@ class _Stream:
             start, text_start = 0, 0
         logprobs = result.logprobs and result.logprobs[start:]
         of_prompt = _NOTHING_OF_PROMPT
-        if start == 0:  # the first event had them
+        if start == 0:  # the first event had the prompt's fields
             of_prompt = {name: getattr(result, name) for name in _NOTHING_OF_PROMPT}
         return last_event.model_copy(
             update={
@@ -399,7 +412,7 @@ class _Stream:
         )
 
     def _ask(self, call: Call[T], otherwise: T) -> Generator[Action, Any, T]:
-        """Returns the call's value; `otherwise` if a stranger made the key of another type."""
+        """Returns the call's value, or `otherwise` if the key has the wrong type."""
         try:
             answer: T = yield Ask(call)
         except redis.ResponseError as error:
@@ -409,7 +422,8 @@ class _Stream:
         return answer
 
     def _patience(self) -> float:
-        """Seconds to wait for the next event. Raises TimeoutError when the stream's time is up."""
+        """Returns the seconds to wait for the next event. Raises TimeoutError if the stream's time
+        is over."""
         if self._deadline is None:
             return self.silence
         left = self._deadline - self.clock()
@@ -418,13 +432,14 @@ class _Stream:
         return min(self.silence, left)
 
     def _backoff(self) -> float:
-        """Seconds until the next try, spread so that clients do not return all at once."""
+        """Returns the seconds until the next try. They are random, so that clients do not all
+        return at once."""
         longest = min(_FIRST_BACKOFF_SECONDS * 2**self._failures, _MAX_BACKOFF_SECONDS)
         return random.uniform(longest / 2, longest)  # noqa: S311 # spreads retries
 
 
 def _ending(keys: Keys, request_id: str) -> Call[_Ending]:
-    """The state, the last event, and the result; not the payload, as it is large."""
+    """Reads the state, last event and result of a request, but not the payload, which is large."""
 
     def parse(reply: list[Any]) -> _Ending:
         state, last_event, result = reply

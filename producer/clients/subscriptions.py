@@ -1,10 +1,10 @@
-"""The channels that the streams of one asyncio client follow, through one connection.
+"""Subscribes to the channels of all streams of one asyncio client, through one connection.
 
-A separate task, the keeper, owns the connection while any stream listens. It puts messages into the
-mailboxes of the streams that follow the channel. A stream handles a message at once, unless it is
-busy. The keeper opens a lost connection again, once for all streams. Of redis-py's PubSub only the
-connection is used. PubSub opens a lost connection from whichever task notices the loss, so it is
-not safe to read in one task and subscribe from others.
+While any stream listens, a separate task, the keeper, owns the connection. The keeper puts messages
+into the mailboxes of the streams that follow the channel. A stream handles a message at once,
+unless it is busy. After a lost connection, the keeper reconnects once for all streams. Of
+redis-py's PubSub only the connection is used. PubSub reconnects in whichever task notices the loss,
+so it is not safe to read in one task and subscribe from others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from promptq.shared.errors import QueueClosedError
 from promptq.shared.runtime.tasks import end, heeding_cancels
 
 MAX_UNREAD = 256
-"""If more messages wait for a stream, they are dropped, and the stream gets `MISSED`."""
+"""The most messages that wait for a stream. If there are more, all are dropped, and the stream gets
+`MISSED`."""
 
 _MAX_RECONNECT_SECONDS = 0.1
 
 _Heard = bytes | Notice | Exception
 T = TypeVar("T")
 GoOn = Callable[[Any], T | Wait]
-"""Takes the answer to a stream's last action, and returns the next action."""
+"""Function that takes the answer to a stream's last action, and returns the next action."""
 
 _Channel = tuple[bytes, bool]  # the name, and whether it is sharded
 
@@ -43,7 +44,7 @@ _SHARDED = {b"smessage", b"ssubscribe", b"sunsubscribe"}
 
 
 class Subscriptions:
-    """The connection, its keeper, and the mailboxes that follow each channel."""
+    """The connection, its keeper, and for each channel the mailboxes that follow it."""
 
     def __init__(self, client: Any) -> None:
         self._redis = client
@@ -60,16 +61,16 @@ class Subscriptions:
         self._is_quiet = False
 
     async def aclose(self) -> None:
-        """Drop the connection. Streams that still listen raise QueueClosedError."""
+        """Closes the connection. Streams that still listen raise QueueClosedError."""
         self._closed = True
         keeper = [] if self._keeper is None else [self._keeper]
         self._fail(QueueClosedError("the client was closed"))
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Put a channel's messages into a mailbox from now on. Raises QueueClosedError.
+        """Puts a channel's messages into a mailbox from now on. Raises QueueClosedError.
 
-        The mailbox may lack messages that were sent before it got its first `SUBSCRIBED`.
+        Messages that were sent before the mailbox got its first `SUBSCRIBED` may be missing.
         """
         if self._closed:
             raise QueueClosedError("the client was closed")
@@ -81,7 +82,8 @@ class Subscriptions:
             self._keeper = asyncio.create_task(self._keep())
 
     async def leave(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Stop following a channel. When the last mailbox leaves, the connection is closed."""
+        """Stops putting a channel's messages into a mailbox. When the last mailbox leaves, the
+        connection is closed."""
         mailboxes = self._mailboxes.get(channel, [])
         if mailbox not in mailboxes:
             return  # the connection failed before
@@ -111,8 +113,8 @@ class Subscriptions:
                 self._fail(error)
 
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
-        """Read replies until the connection is lost. Raises the connection's error if no reply
-        came."""
+        """Reads replies until the connection is lost. If no reply came, raises the connection's
+        error."""
         self._requested.clear()
         self._unanswered.clear()
         self._leaving.clear()
@@ -141,7 +143,8 @@ class Subscriptions:
             await end(beside)  # before the connection is opened again
 
     async def _send_changes(self, connection: Any) -> None:
-        """Send changes in one write, one command each, so that a refusal is about one channel."""
+        """Sends new subscriptions and unsubscriptions in one write. Each is a separate command, so
+        that an error is about one channel."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -162,9 +165,10 @@ class Subscriptions:
             )
 
     async def _give_up_if_quiet(self, connection: Any) -> None:
-        """Disconnect if the server answers not even a PING: the connection may be dead.
+        """Disconnects if the server does not even answer a PING, because the connection may be
+        dead.
 
-        The streams do not notice a dead connection, because each reads missed events from the log.
+        The streams would not notice this, because each reads missed events from the log.
         """
         seconds = connection.socket_timeout
         while seconds is not None and not self._is_quiet:
@@ -178,7 +182,7 @@ class Subscriptions:
 
     def _hear(self, response: Any) -> None:
         if not isinstance(response, list) or len(response) != 3:
-            return  # a push that is not about channels
+            return  # a push message that is not about channels
         kind, name, data = response
         channel = (name, kind in _SHARDED)
         if kind in _MESSAGES:
@@ -195,9 +199,10 @@ class Subscriptions:
                 raise redis.ConnectionError("the cluster has moved the channel to another node")
 
     def _refuse(self, error: redis.ResponseError) -> None:
-        """Pass the error to the first subscription without a reply, because replies come in order.
+        """Passes the error to the first subscription without a reply, because replies come in
+        order.
 
-        While a stream waits for a refused channel, the next change subscribes to it again.
+        If a stream still waits for a refused channel, the next change subscribes to it again.
         """
         if self._unanswered:
             channel = self._unanswered.popleft()
@@ -209,7 +214,8 @@ class Subscriptions:
             mailbox.put(item)
 
     def _fail(self, error: Exception) -> None:
-        """Pass the error to all streams. The next stream starts a new keeper and connection."""
+        """Passes the error to all streams. The next stream starts a new keeper with a new
+        connection."""
         mailboxes, self._mailboxes = self._mailboxes, {}
         self._keeper = None
         self._confirmed.clear()
@@ -221,7 +227,7 @@ class Subscriptions:
 class Mailbox:
     """Messages that one stream has not handled yet. If there are too many, all are dropped.
 
-    A new mailbox follows no channel. Its user closes it.
+    A new mailbox follows no channel. Its user must close it.
     """
 
     def __init__(self, subscriptions: Subscriptions) -> None:
@@ -236,16 +242,18 @@ class Mailbox:
         self._timer: asyncio.TimerHandle | None = None
 
     async def subscribe(self, name: str, sharded: bool) -> None:
-        """Follow this channel instead of the one before. `SUBSCRIBED` or an error follows."""
+        """Follows this channel instead of the previous one. `SUBSCRIBED` or an error arrives
+        next."""
         await self.aclose()
         self._channel = (name.encode(), sharded)
         self._subscriptions.join(self._channel, self)
 
     async def listen(self, seconds: float, go_on: GoOn[T]) -> T:
-        """Call `go_on` with each message while it returns a `Wait`. Returns its other result.
+        """Calls `go_on` with each message while it returns a `Wait`, and returns its first other
+        result.
 
-        The keeper calls `go_on`, so the listening task does not wake up before the end. `go_on`
-        gets an error when the connection is lost, and None when nothing came in time.
+        The keeper calls `go_on`, so the listening task wakes up only at the end. `go_on` gets an
+        error if the connection is lost, and None if no message came in time.
         """
         while self._unread:
             todo = go_on(self._unread.popleft())
@@ -271,7 +279,7 @@ class Mailbox:
         self._unread.append(own)
 
     async def aclose(self) -> None:
-        """Stop following."""
+        """Stops following the channel."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await self._subscriptions.leave(channel, self)
@@ -284,16 +292,18 @@ class Mailbox:
         try:
             todo = self._go_on(item)
         except (Exception, asyncio.CancelledError) as error:
-            todo = error  # it is raised in the listening task, not here
+            todo = error  # raised in the listening task, not here
         if isinstance(todo, Wait):
             self._set_timer(todo.seconds)
         elif not self._todo.done():  # `go_on` may have cancelled the listening task
             self._todo.set_result(todo)
 
     def _set_timer(self, seconds: float) -> None:
-        """Set the deadline. A timer that fires earlier stays, and sets itself anew when it fires.
+        """Sets the deadline. If the current timer fires earlier, it stays, and sets a new timer
+        when it fires.
 
-        Nearly every wait ends long before its deadline, and a timer for each would double its cost.
+        Nearly every wait ends long before its deadline, and setting a timer for each wait would
+        double its cost.
         """
         self._deadline = self._loop.time() + seconds
         if self._timer is not None:
@@ -312,12 +322,13 @@ class Mailbox:
 
 
 async def _send(connection: Any, commands: Sequence[tuple[str | bytes, ...]]) -> None:
-    """Send commands, but not on a lost connection: only the keeper may open it again."""
+    """Sends commands, unless the connection is lost: only the keeper may reconnect."""
     if commands and connection.is_connected:
         packed = connection.pack_commands(commands)
         await heeding_cancels(connection.send_packed_command(packed, check_health=False))
 
 
 async def _unlogged(response: Any) -> Any:
-    """Replaces redis-py's handler, which formats each message for a log that nobody reads."""
+    """Returns the response. Replaces redis-py's handler, which formats each message for a log that
+    nobody reads."""
     return response

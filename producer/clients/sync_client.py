@@ -1,4 +1,4 @@
-"""The synchronous client: enqueue, stream, result, cancel."""
+"""The synchronous client: it enqueues requests, streams tokens and returns results."""
 
 from __future__ import annotations
 
@@ -67,25 +67,26 @@ T = TypeVar("T")
 class Client:
     """Puts requests into a queue and reads their streams.
 
-    Thread-safe: any number of threads may use one client. A thread that reads a stream keeps a
-    connection, and each call takes another one while it lasts. A redis-py client that you pass must
-    allow as many connections (its `max_connections`, by default 100).
+    Thread-safe: any number of threads may use one client. A thread that reads a stream uses one
+    connection, and each call uses another one until it returns. If you pass a redis-py client, it
+    must allow this number of connections (its `max_connections`, by default 100).
 
-    `server` is a URL or a redis-py client, which you close yourself. By default it is the server
-    of PROMPTQ_REDIS_URL, or of the `promptq up` that runs on this machine. Use the client as a
-    context manager, or call `close`. With `tracing` (see `promptq.shared.runtime.tracing`) each
-    request gets a span, the parent of its worker's spans.
+    `server` is a URL or a redis-py client, which you close yourself. By default it is the server of
+    PROMPTQ_REDIS_URL, or of the `promptq up` that runs on this machine. Use the client as a context
+    manager, or call `close`. With `tracing` (see `promptq.shared.runtime.tracing`) each request
+    gets a span, the parent of its worker's spans.
 
-    Instead of a `queue` you may name a `model`: the client then uses the queue that serves it, or,
-    of several, the one with the fewest requests for each worker. Only the queue that a request was
-    sent to knows the request (`client.queue.keys.queue`).
+    Instead of a `queue` you may name a `model`. Then the client uses the queue that serves the
+    model; of several queues, the one with the fewest requests for each worker. Only the queue that
+    got a request knows the request (`client.queue.keys.queue`).
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError,
-    ModelNotServedError. Every method raises the first three too when the server goes away.
+    ModelNotServedError. Every method may raise the first three errors too, when the server goes
+    away.
     """
 
     queue: RequestQueue
-    """The queue itself, for operations that the client has no method for."""
+    """The queue itself, for operations without a method of the client."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Client:
         if isinstance(server, redis.Redis):
             check_replies_are_bytes(server.connection_pool)
             self.url = address_of(server.connection_pool)
-            self._redis: Any = server  # its command methods are untyped
+            self._redis: Any = server  # redis-py's command methods are untyped
         else:
             self.url = server_url(server)
             try:
@@ -131,13 +132,14 @@ class Client:
     ) -> str:
         """Enqueue a request. Returns its id: `request_id`, or by default a UUIDv7.
 
-        `prompt` is text or token ids; `messages` goes through the model's chat template; `fields`
-        are those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
-        `priority`, ...). With `delay_ms` the request waits at least that long.
+        `prompt` is text or token ids. `messages` is a chat, which the model's chat template
+        renders. `fields` are those of `promptq.shared.protocol.request.Request` (`max_tokens`,
+        `temperature`, `priority`, ...). With `delay_ms`, the request waits at least this time in
+        milliseconds.
 
-        Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply gets lost, the
-        request is sent again, and the server recognises it. If the server stays away, nobody can
-        say whether the request arrived; with an `idempotency_key` it is safe to repeat the call.
+        Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply is lost, the
+        request is sent again, and the server recognises it. If the server stays away, the request
+        may or may not have arrived. With an `idempotency_key`, you can repeat the call safely.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         [own_id] = self.enqueue_many([request])
@@ -152,7 +154,7 @@ class Client:
         return self.enqueue_composed(compose(requests))
 
     def enqueue_composed(self, new: list[NewRequest]) -> list[str]:
-        """Like `enqueue_many`, for requests that `request_builder.compose` made."""
+        """Enqueues requests that `request_builder.compose` made. Otherwise like `enqueue_many`."""
         return self._enqueue(new) if new else []
 
     def enqueue_samples(
@@ -165,9 +167,10 @@ class Client:
         delay_ms: int = 0,
         **fields: Any,
     ) -> list[str]:
-        """Enqueue `n` requests with the same prompt, all or none.
+        """Enqueue `n` requests with the same prompt, all or none. Returns their ids, `ID:0` ...
+        `ID:n-1`.
 
-        Their ids are `ID:0` ... `ID:n-1`. If `seed` is given, their seeds are `seed + i`.
+        If `seed` is set, the seed of request `i` is `seed + i`.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         return self.enqueue_composed(compose_samples(n, request))
@@ -182,17 +185,18 @@ class Client:
         delay_ms: int = 0,
         **changes: Any,
     ) -> str:
-        """Continue from the first `at` tokens of a request as a new one. Returns the new id.
+        """Enqueue a request that continues another request (the source) after its first `at`
+        tokens. Returns the new id.
 
-        The source, `request_id`, may run or have ended. Without `at`, the fork continues after all
-        of its tokens. The fork's output begins with these tokens and the text `append`. They and
-        the prompt cost little while the source's worker has them in its prefix cache. The id is
-        `fork_id`, or a UUIDv7. The fork has the source's payload without its seed and idempotency
-        key. `changes` are further fields, such as `temperature`. `max_tokens` counts only tokens
-        after the prefix.
+        The source, `request_id`, may still run or have ended. Without `at`, the fork continues
+        after all of the source's tokens. The fork's output begins with these tokens and the text
+        `append`. While the source's worker has them and the prompt in its prefix cache, computing
+        them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the source's payload
+        without its seed and idempotency key. `changes` are further fields, such as `temperature`.
+        `max_tokens` counts only tokens after the prefix.
 
-        Raises InvalidRequestError, also for an `at` beyond the source's tokens,
-        RequestNotFoundError if the source is unknown or has expired, and what `enqueue` raises.
+        Raises InvalidRequestError, also for an `at` beyond the source's tokens. Raises
+        RequestNotFoundError if the source is unknown or has expired, and the errors of `enqueue`.
         """
         check_changes(changes)
         source = self._do(fork_source(self._keys(), check_request_id(request_id)))
@@ -205,7 +209,7 @@ class Client:
     ) -> Result:
         """Wait for the request to end and return its whole result.
 
-        The result of a cancelled or expired request holds its tokens so far. Raises
+        The result of a cancelled or expired request has its tokens so far. Raises
         RequestFailedError if the request ended with an error, unless `check` is false. Raises
         TimeoutError after `timeout` seconds; the request then continues, unless you call `cancel`.
         Raises RequestNotFoundError and StreamChangedError like `stream`.
@@ -233,7 +237,8 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue samples and return the results of all; `timeout` is for all together."""
+        """Enqueue samples and return the results of all. `timeout` (seconds) is for all samples
+        together."""
         request_ids = self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -252,11 +257,11 @@ class Client:
         """Turn a text, or several, into vectors. Texts are enqueued all or none.
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
-        tokens) or the worker's default. `dimensions` is how many numbers to keep of each vector.
-        `fields` are as in `enqueue`; fields for generation have no effect. `timeout` (seconds) is
-        for all texts together.
+        tokens) or the worker's default. `dimensions` is the number of components to keep of each
+        vector. `fields` are as in `enqueue`; fields for generation have no effect. `timeout`
+        (seconds) is for all texts together.
 
-        Raises what `enqueue` and `result` raise, and RequestFailedError for a request that ended
+        Raises the errors of `enqueue` and `result`, and RequestFailedError for a request that ended
         without a vector.
         """
         embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
@@ -276,16 +281,17 @@ class Client:
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
         """Move a waiting request to the place of requests that were enqueued with this priority.
 
-        Returns a status: a request that a worker holds does not change. Raises InvalidRequestError.
+        Returns a status. A request that a worker holds keeps its priority. Raises
+        InvalidRequestError.
         """
         return self._do(admin.queue_control.reprioritise(self._keys(), request_id, priority))
 
     def state(self, request_id: str) -> RequestState | None:
-        """Returns the state of a request; None if it is unknown."""
+        """Returns the state of a request; None if the request is unknown."""
         return self._do(lookups.state(self._keys(), check_request_id(request_id)))
 
     def timeline(self, request_id: str) -> admin.timeline.Timeline:
-        """Returns what happened to a request, and when. Raises RequestNotFoundError."""
+        """Returns the moments of a request in order of time. Raises RequestNotFoundError."""
         return self._do(admin.timeline.timeline(self._keys(), request_id))
 
     # The queue and its workers
@@ -299,88 +305,97 @@ class Client:
         return self._do(admin.overview.overview(self._keys()))
 
     def worker(self, worker_id: str) -> admin.overview.WorkerView:
-        """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
+        """Returns a worker and its current batch. Raises RequestNotFoundError if the worker is
+        gone."""
         return self._do(admin.overview.worker(self._keys(), worker_id))
 
     def statistics(self, since_ms: int = 0) -> list[Sample]:
-        """Samples of the queue's statistics from `since_ms` (Unix milliseconds of the server) on.
+        """Returns the samples of the queue's statistics since `since_ms` (Unix milliseconds of the
+        server).
 
-        There is one for each 5 s of the last hour. The oldest comes first.
+        There is one sample for each 5 s of the last hour, oldest first.
         """
         return self._do(statistics.samples(self._keys(), since_ms))
 
     def keep_statistics(self) -> None:
-        """Take a sample if one is due. Call this every few seconds if all workers may be away."""
+        """Write a sample of the statistics if one is due. Call this every few seconds if all
+        workers may be away."""
         self._do(statistics.sample(statistics.Contribution()))
 
     def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns the workers that the queue needs to keep waits below `target_seconds`."""
+        """Returns the number of workers that the queue needs so that no request waits longer than
+        `target_seconds`."""
         return self._do(admin.autoscaling.scaling(self._keys(), target_seconds))
 
     def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[admin.autoscaling.Scaling]:
-        """Returns the scaling of all readable queues of the server."""
+        """Returns the scaling of each readable queue of the server."""
         return self._do(admin.autoscaling.scalings(self._keys(), target_seconds))
 
     def pause(self) -> None:
-        """Stop handing out requests. New ones are accepted and wait; running ones finish."""
+        """Stop handing out requests. New requests are accepted and wait, running requests
+        finish."""
         self._do(scripts.set_paused(self._keys(), True))
 
     def resume(self) -> None:
-        """Hand out requests again after `pause`."""
+        """End a pause, so that requests are handed out again."""
         self._do(admin.queue_control.resume(self._keys()))
 
     def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make all workers, or one, claim no more, finish their requests and exit. Returns the
-        workers' ids."""
+        """Make one worker, or all, stop claiming, finish their running requests and exit. Returns
+        the workers' ids."""
         return self._do(admin.queue_control.drain(self._keys(), worker_id))
 
     # Dead letters
 
     def dead_ids(self, limit: int = 100) -> list[str]:
-        """Ids of dead letters, the latest first."""
+        """Returns the ids of dead letters, the latest first."""
         return self._do(lookups.dead_ids(self._keys(), limit))
 
     def dead_letters(self, limit: int = 100) -> list[admin.dead_letters.DeadLetter]:
-        """Requests that were given up because they crash their workers, the latest first."""
+        """Returns the dead letters, the latest first: requests that no worker tries again, because
+        they crash their workers."""
         return self._do(admin.dead_letters.dead_letters(self._keys(), limit))
 
     def dead_letter(self, request_id: str) -> admin.dead_letters.DeadLetter:
-        """One dead letter. Raises RequestNotFoundError."""
+        """Returns one dead letter. Raises RequestNotFoundError."""
         return self._do(admin.dead_letters.dead_letter(self._keys(), request_id))
 
     def requeue(self, request_id: str) -> str:
-        """Run a dead letter again; return the new request's id. Raises RequestNotFoundError."""
+        """Enqueue a dead letter again, and return the new request's id. Raises
+        RequestNotFoundError."""
         return self._do(request_queue.requeue(request_id))
 
     def purge(self, request_ids: Sequence[str]) -> int:
-        """Delete dead letters; return the number of deleted ones."""
+        """Delete dead letters, and return the number of deleted ones."""
         statuses = self._do(scripts.purge(request_ids)) if request_ids else []
         return statuses.count("purged")
 
     # Models and their queues
 
     def models(self) -> list[admin.queue_views.ServedModel]:
-        """The models of all queues of the server, by name. A queue without a model is left out."""
+        """Returns the models of all queues of the server, sorted by name. A queue without a model
+        is left out."""
         return self._do(admin.queue_views.models(self._keys()))
 
     def queue_of_model(self, model: str) -> str:
-        """Returns the queue that serves a model, by its name or an alias.
+        """Returns the queue that serves a model, by the model's name or an alias.
 
-        If several serve it, returns the one with the fewest requests for each worker. Raises
+        If several queues do, returns the one with the fewest requests for each worker. Raises
         ModelNotServedError.
         """
         return self._do(admin.queue_views.queue_of_model(self._keys(), model))
 
     def queue_of_request(self, request_id: str) -> str:
-        """Returns the queue that knows the request; this client's queue if no queue knows it."""
+        """Returns the queue that knows the request; this client's queue if none does."""
         return self._do(admin.queue_views.queue_of_request(self._keys(), request_id))
 
     def set_alias(self, alias: str, model: str) -> None:
-        """Give a model the alias `alias`. Raises ConfigurationError."""
+        """Set an alias of a model. Raises ConfigurationError."""
         self._do(admin.queue_views.set_alias(self._keys(), alias, model))
 
     def forget_model(self, name: str) -> list[str]:
-        """Forget an alias of a model, or a model that no worker serves. Returns its queues.
+        """Delete an alias, or a model that no worker serves. Returns the names of the model's
+        queues.
 
         Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
         """
@@ -393,17 +408,18 @@ class Client:
     ) -> tuple[str, admin.api_keys.ApiKey]:
         """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
-        `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if
-        two keys that should be separate would see each other's files, and for an unknown scope.
+        `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is
+        taken, if the key would share files with a key that should be separate, or if a scope is
+        unknown.
         """
         return self._do(admin.api_keys.create_api_key(self._keys(), key, weight))
 
     def api_keys(self) -> list[admin.api_keys.ApiKey]:
-        """The gateway's keys, sorted by name."""
+        """Returns the gateway's keys, sorted by name."""
         return self._do(admin.api_keys.api_keys(self._keys()))
 
     def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
-        """Make a key invalid from now on. Raises RequestNotFoundError."""
+        """Make a key invalid at once. Raises RequestNotFoundError."""
         return self._do(admin.api_keys.revoke_api_key(self._keys(), name))
 
     # Streams
@@ -413,12 +429,13 @@ class Client:
     ) -> Iterator[TokenEvent]:
         """Yields the events of a request, from the first to the last, each once and in order.
 
-        You may read a stream at any time, even after its end. With `from_index` the stream begins
-        with the event that holds that token. A lost connection is opened again. If the request
-        fails, its last event holds the error, which is not raised.
+        You may read a stream at any time, even after its end. With `from_index`, the stream begins
+        with the event that contains this token. After a lost connection, the stream reconnects. If
+        the request fails, its last event has the error, and no error is raised.
 
-        Raises RequestNotFoundError, TimeoutError if the end has not come after `timeout` seconds,
-        and StreamChangedError if the server lost delivered tokens and others replaced them.
+        Raises RequestNotFoundError. Raises TimeoutError if the request has not ended after
+        `timeout` seconds. Raises StreamChangedError if the server lost delivered tokens and sent
+        other tokens in their place.
         """
         keys = self.queue.keys
         check_request_id(request_id)
@@ -441,7 +458,7 @@ class Client:
         return self.queue.keys
 
     def _do(self, steps: Call[T] | Operation[T]) -> T:
-        """Send a call, or carry out an operation."""
+        """Sends a call, or runs an operation. Returns the result."""
         with explained(self.url):
             if isinstance(steps, Call):
                 return self.queue.run(steps)
@@ -455,7 +472,7 @@ class Client:
             return self.queue.enqueue(traced)
 
     def _read(self, request_id: str, timeout: float | None) -> list[TokenEvent]:
-        """Read a whole stream."""
+        """Returns all events of a stream."""
         return list(self.stream(request_id, timeout=timeout))
 
     def _carry_out(self, steps: Steps) -> Iterator[TokenEvent]:

@@ -1,4 +1,4 @@
-"""Spans of enqueueing; each request carries the context of its span to its worker."""
+"""Spans of enqueueing. Each request carries the trace context of its span to its worker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from promptq.shared.runtime.tracing import Tracing
 def enqueueing(
     tracing: Tracing | None, queue: str, new: list[NewRequest]
 ) -> Iterator[list[NewRequest]]:
-    """Yields the requests that the `with` block has to enqueue, each with a span.
+    """Yields the requests with their spans. The `with` block must enqueue these requests.
 
-    The parent of a span is the request's `trace_context`, else the caller's current span.
+    The parent of a span is the request's `trace_context`, otherwise the caller's current span.
     """
     if tracing is None:
         yield new

@@ -1,6 +1,6 @@
 """The `promptq` command with all its commands.
 
-Examples in the docstrings of commands are not indented: Typer indents those of some commands only.
+Examples in the docstrings of commands are not indented, because Typer indents only some of them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Group(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands: Any = _PANEL_OF  # only its names are used
+        self.commands: Any = _PANEL_OF  # only the names are used
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return _load(cmd_name) if cmd_name in _PANEL_OF else None
@@ -128,7 +128,7 @@ def _load(name: str) -> Any:
     panel = _PANEL_OF[name]
     with quick_imports():
         command = getattr(import_module(_PANELS[panel][name]), name)
-    gc.freeze()  # modules stay, so no collection needs to search them, also not the last one
+    gc.freeze()  # modules stay, so no collection, not even the last one, must search them
     alone = typer.Typer(rich_markup_mode="rich")
     if isinstance(command, typer.Typer):
         alone.add_typer(command, rich_help_panel=panel)

@@ -56,8 +56,8 @@ def run(
 ) -> None:
     """Run a file of requests and write the answers.
 
-    If it is interrupted, the same command continues it.
-    Lines that are not requests go to the error file, and the others run.
+    If the run is interrupted, the same command continues it.
+    Lines that are not requests go to the error file, and all other lines run.
 
     Examples:
 
@@ -131,7 +131,7 @@ def jobs(
 ) -> None:
     """Run the background work of a queue: batch files, webhooks, upkeep.
 
-    You can run several. One of them leads, and all share the work.
+    You can run several such processes. One of them leads, and all share the work.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""The client that a command makes from its options."""
+"""Creates the client that a command uses, from its options."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from promptq.shared.settings.common import read_settings
 
 
 def open_client(redis: str | None, queue: str | None, model: str | None = None) -> Client:
-    """The client for a command's `--redis`, and `--queue` or `--model`. Raises PromptqError."""
+    """Returns the client for a command's `--redis`, and `--queue` or `--model`. Raises
+    PromptqError."""
     if model is not None:
         return Client(redis, queue, model=model)
     return Client(redis, queue or read_settings().queue)
 
 
 def names_queue(queue: str | None) -> bool:
-    """Whether `--queue` or PROMPTQ_QUEUE names a queue."""
+    """Returns whether `--queue` or PROMPTQ_QUEUE names a queue."""
     return queue is not None or "queue" in read_settings().model_fields_set
 
 
 def open_client_of(redis: str | None, queue: str | None, request_id: str) -> Client:
-    """The client of `--queue`, or else of the queue that knows the request."""
+    """Returns the client of the queue in `--queue`; without it, of the queue that knows the
+    request."""
     client = open_client(redis, queue)
     if names_queue(queue):
         return client

@@ -50,7 +50,7 @@ def gateway(
     """Serve queues over HTTP, with the API of OpenAI; docs/gateway.md describes it.
 
     A call goes to the queue that serves its model. Without a worker, requests
-    wait for one. While the Redis server does not answer, calls get 503.
+    wait until one comes. While the Redis server does not answer, calls get 503.
 
     Examples:
 

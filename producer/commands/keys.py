@@ -83,7 +83,7 @@ def create(
 ) -> None:
     """Create a key and print it. It cannot be printed again.
 
-    Once there is a key, the gateway refuses calls without one.
+    After the first key was created, the gateway refuses calls without a key.
 
     Examples:
 
@@ -136,10 +136,10 @@ def revoke(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Make a key invalid from now on.
+    """Make a key invalid at once.
 
-    Open pages of the dashboard end within seconds. Completions that have begun
-    run to their end.
+    Open pages of the dashboard close within seconds. Completions that have begun
+    continue to their end.
 
     Examples:
 
@@ -154,7 +154,8 @@ def revoke(
 
 
 def _expiry(expires_in: str | None, expires_at: str | None) -> int:
-    """Returns Unix milliseconds; 0 without either option. Raises ConfigurationError."""
+    """Returns the time of expiry in Unix milliseconds; 0 if neither option is set. Raises
+    ConfigurationError."""
     if expires_in is not None and expires_at is not None:
         raise ConfigurationError("expires-in: cannot be given together with --expires-at")
     now = time.time()

@@ -22,9 +22,9 @@ models = typer.Typer(
 
 @models.command("list")
 def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
-    """List the models, a line for each queue.
+    """List the models, with one line for each queue.
 
-    `longest` is how many tokens prompt and output may have together.
+    `longest` is the most tokens that prompt and output may have together.
 
     Examples:
 
@@ -84,9 +84,9 @@ def forget(
     name: Annotated[str, typer.Argument(help="An alias, or a model without workers.")],
     redis: Redis = None,
 ) -> None:
-    """Forget an alias of a model, or a model that no worker serves.
+    """Delete an alias, or a model that no worker serves.
 
-    Its queues may then serve other models. Nothing may wait in them.
+    The model's queues may then serve other models. No request may wait in them.
 
     Examples:
 

@@ -57,9 +57,9 @@ def scaling(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Show how many workers there should be, and why; without --queue for all queues.
+    """Show how many workers a queue needs, and why; without --queue, for all queues.
 
-    Seconds are what one worker would need. `promptq supervise` and
+    Times are the seconds that one worker would need. `promptq supervise` and
     `promptq up --workers 1-4` follow these numbers.
 
     Examples:
@@ -82,7 +82,7 @@ def scaling(
 
 
 def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """Stop handing out requests. New ones are accepted and wait; running ones finish.
+    """Stop handing out requests. New requests wait, running requests finish.
 
     Examples:
 
@@ -114,7 +114,7 @@ def drain(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Make workers claim no more, finish running requests and exit, like SIGTERM.
+    """Make workers stop claiming, finish their running requests and exit, like SIGTERM.
 
     A supervisor such as `promptq up` may start them again.
     To stop the queue, pause it first.
@@ -140,7 +140,7 @@ def reprioritise(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Change the priority of a waiting request. It moves to the place of that priority.
+    """Change the priority of a waiting request, and so its place in the queue.
 
     Examples:
 
@@ -190,7 +190,7 @@ def list_dead(
 def show(
     request_id: RequestId, as_json: AsJson = False, redis: Redis = None, queue: Queue = None
 ) -> None:
-    """Show a dead letter: its payload and how each attempt at it ended.
+    """Show a dead letter: its payload, and how each attempt ended.
 
     Examples:
 

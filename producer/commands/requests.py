@@ -69,7 +69,7 @@ def submit(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Enqueue a request and print its text as it comes. Ctrl-C cancels it.
+    """Enqueue a request and print its text as it is generated. Ctrl-C cancels it.
 
     Examples:
 
@@ -130,7 +130,7 @@ def fork(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Continue from the first tokens of a request as a new one, and print its text.
+    """Continue a request after its first tokens as a new request, and print its text.
 
     The request may run or have ended. The fork repeats these tokens and continues
     with a new seed. Ctrl-C cancels the fork.
@@ -249,7 +249,7 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
 
 
 def _print_or_leave(client: Client, request_id: str, *, detach: bool, as_json: bool) -> None:
-    """Print the stream of an enqueued request, or with `detach` its id."""
+    """Prints the stream of an enqueued request; with `detach`, only its id."""
     if detach:
         write(json.dumps({"id": request_id}) if as_json else request_id)
         return

@@ -39,9 +39,8 @@ def url(
 ) -> None:
     """Print the address of the server that commands talk to, with its password.
 
-    The embedded server has a new password at each start. Other users of the
-    machine can see command lines. If the machine has other users, put the
-    password into the environment.
+    The embedded server has a new password at each start. If the machine has other
+    users, they can see command lines: pass the password in the environment.
 
     Examples:
 
@@ -49,7 +48,7 @@ def url(
     REDISCLI_AUTH="$(promptq url --password)" redis-cli -p 6399 ping
     """
     address = _for_redis_cli(_wait_for_url(redis, port, wait))
-    make_async_redis(address)  # only to refuse a wrong address, which redis-cli may not
+    make_async_redis(address)  # raises for a wrong address, which redis-cli may accept
     if not password:
         print(address)
         return
@@ -106,7 +105,8 @@ def _wait_for_url(redis: str | None, port: int | None, seconds: float) -> str:
 
 
 def _for_redis_cli(url: str) -> str:
-    """Add the user `default` to an address without one: redis-cli needs it before a password."""
+    """Returns an address with the user `default` if it has no user: redis-cli needs a user before a
+    password."""
     parts = urlsplit(url)
     if not parts.netloc.startswith(":"):
         return url

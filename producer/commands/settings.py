@@ -26,8 +26,8 @@ def settings(as_json: AsJson = False) -> None:
     """List the settings by process, with values and meanings. Each is an environment variable.
 
     A process reads the common settings and those of its kind, and ignores all
-    others. The common ones and the worker's are also options of `promptq worker`.
-    The default is shown if the value differs from it.
+    others. Common settings and settings of workers are also options of
+    `promptq worker`. If a value is not the default, the default is shown too.
 
     Examples:
 
@@ -57,7 +57,7 @@ def settings(as_json: AsJson = False) -> None:
 
 def _rows(current: Settings, process: str | None) -> list[dict[str, Any]]:
     """Returns a row for each setting that the class adds. `process` is the process that reads these
-    settings; None: all processes."""
+    settings; None for all processes."""
     kind = type(current)
     return [
         {

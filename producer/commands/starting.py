@@ -75,11 +75,11 @@ def up(
         bool, typer.Option("--log-requests", help="Log each call over HTTP.")
     ] = False,
 ) -> None:
-    """Run a server and workers in this terminal until Ctrl-C; with --port also gateway and jobs.
+    """Run a server and workers until Ctrl-C; with --port, also a gateway and jobs.
 
-    Without a Redis URL it starts an embedded server, which other promptq commands
-    of the same user find by themselves. Workers that die are started again. All
-    other options go to the workers; `promptq worker --help` lists them.
+    Without a Redis URL, this starts an embedded server, which other promptq
+    commands of the same user find by themselves. Workers that die are restarted.
+    All other options go to the workers; `promptq worker --help` lists them.
 
     Examples:
 
@@ -152,12 +152,13 @@ def supervise(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Start and end workers on this machine by the load of a queue.
+    """Start and stop workers on this machine according to the load of a queue.
 
     The command after -- is started for each worker. The command gets the address
-    and the queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE, and has to become the
-    worker's process, not its parent. A worker that is no longer needed finishes
-    its requests. `promptq scaling` prints how many workers are wanted, and why.
+    and the queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE. It must become the
+    worker's process, not the parent of this process. A worker that is no longer
+    needed finishes its requests. `promptq scaling` prints how many workers are
+    wanted, and why.
 
     Examples:
 

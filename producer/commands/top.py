@@ -31,7 +31,8 @@ _HOUR_MS = 3_600_000
 
 
 class LastHour:
-    """Samples of the queue's statistics in the last hour. Each call reads only new ones."""
+    """The samples of the queue's statistics in the last hour. Each reading fetches only new
+    samples."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -53,8 +54,8 @@ def top(
 ) -> None:
     """Watch a queue and its workers, updated every second. q or Ctrl-C exits.
 
-    If the server has several queues, they are listed above, and Tab shows the
-    next one.
+    If the server has several queues, the screen begins with a list of them. Tab
+    shows the next queue.
 
     Examples:
 
@@ -73,9 +74,9 @@ def top(
 
 
 class _Screen:
-    """The queues, if there are several, and the overview of one of them.
+    """The screen: the queues, if there are several, and the overview of one of them.
 
-    Its clients stay open until `stack` closes. With `--queue`, only that queue is shown.
+    Its clients stay open until `stack` closes. With `--queue`, the screen shows only that queue.
     """
 
     def __init__(self, stack: ExitStack, redis: str | None, queue: str | None) -> None:
@@ -89,13 +90,14 @@ class _Screen:
         self._was_chosen = False
 
     def show_next(self) -> None:
-        """Show the next queue. The first one follows the last one."""
+        """Switches to the next queue. After the last queue comes the first."""
         self._was_chosen = True
         at = self._names.index(self._shown) + 1 if self._shown in self._names else 0
         self._shown = self._names[at % len(self._names)]
 
     def look(self, width: int, hint: str = "") -> Any:
-        """Returns the current screen; `hint` says how to see another queue."""
+        """Reads the queues and returns the screen. `hint` is a line about how to switch to another
+        queue."""
         from rich.console import Group
 
         from promptq.producer.commands.screens.overview_screen import overview_screen, queues_list
@@ -114,12 +116,12 @@ class _Screen:
         return Group(queues_list(views, self._shown, hint), screen) if len(views) > 1 else screen
 
     def _queues(self) -> list[QueueView]:
-        """Returns the queues that have a model."""
+        """Reads the queues that have a model."""
         return [view for model in self._first.models() for view in model.queues]
 
 
 def _watch(console: Console, screen: _Screen) -> None:
-    """Show the screen until the user exits. Raises errors of the first look."""
+    """Shows the screen until the user exits. Raises errors of the first reading."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -148,10 +150,10 @@ def _watch(console: Console, screen: _Screen) -> None:
 
 
 class _Interrupts:
-    """Inside its block, Ctrl-C raises KeyboardInterrupt only inside `raised`, and only once.
+    """Context manager in which Ctrl-C raises KeyboardInterrupt only inside `raised`, and only once.
 
-    An earlier Ctrl-C is raised when `raised` begins. So each frame is drawn whole, the terminal is
-    always restored, and no library's finalizer swallows a Ctrl-C.
+    An earlier Ctrl-C is raised when `raised` begins. So each frame is drawn completely, the
+    terminal is always restored, and no library's finalizer swallows a Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -183,7 +185,7 @@ class _Interrupts:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
-    """Yields a function that waits some seconds for keys, and returns them without echo."""
+    """Yields a function that waits some seconds for keys, and returns them. Keys are not echoed."""
     keyboard = [sys.stdin] if sys.stdin.isatty() else []
 
     def wait(seconds: float) -> bytes:

@@ -37,8 +37,8 @@ def secret(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) 
 
     If two secrets are valid, the newest comes first.
 
-    Run it as the same user and with the same settings as `promptq jobs`: it reads
-    the folder for files.
+    Run this command as the same user and with the same settings as
+    `promptq jobs`, because it reads the folder for files.
 
     Examples:
 
@@ -50,10 +50,10 @@ def secret(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) 
 
 @webhooks.command()
 def rotate(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) -> None:
-    """Make and print a tenant's next secret. For one day the previous secret signs, too.
+    """Create and print a tenant's next secret. For one day, the previous one signs, too.
 
-    Give the new secret to the receivers within that day. A second call on that
-    day ends the oldest secret at once.
+    Give the new secret to the receivers within this day. A second rotation on the
+    same day ends the oldest secret at once.
 
     Examples:
 

@@ -1,5 +1,6 @@
-"""The HTTP side: OpenAI-compatible APIs and a dashboard, one more producer on the queue.
+"""The HTTP gateway: OpenAI-compatible APIs and a dashboard. For the queue, the gateway is one more
+producer.
 
-Nothing here talks to a worker. Requests go through `AsyncClient`, and pages show what any client
-may read from the queue's keys.
+The gateway never talks to a worker. Requests go through `AsyncClient`, and pages show what any
+client may read from the queue's keys.
 """

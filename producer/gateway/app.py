@@ -1,4 +1,4 @@
-"""Puts a gateway together."""
+"""Assembles a gateway from its routes and its state."""
 
 from __future__ import annotations
 
@@ -62,16 +62,17 @@ _ANSWER_SECONDS = 5.0
 _UPLOADS_OF_TENANT = 4
 _UPLOADS = 16
 """The number of uploads of the largest size that may run at once. Until an upload is complete, it
-takes room on the disk twice."""
+uses its size on the disk twice."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
     """Returns the ASGI application of one gateway.
 
-    Raises RedisUnavailableError without a server's URL, and ConfigurationError for a wrong one.
+    Raises RedisUnavailableError if no server's URL is set, and ConfigurationError for a wrong
+    setting.
     """
     url = server_url(settings.redis_url)
-    # Only to refuse a wrong URL or name before anything starts.
+    # Raises for a wrong URL or name before any process starts.
     make_async_redis(url)
     for name in settings.served_queues:
         if name != ALL_QUEUES:
@@ -129,7 +130,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         title="promptq",
         description="A queue for language models, with the API of OpenAI.",
         lifespan=lifespan,
-        openapi_url=None,  # docs.router has it, and the page made from it
+        openapi_url=None,  # docs.router serves it, and a page made from it
     )
     app.state.stopping = asyncio.Event()
     app.state.descriptions, app.state.scrapes = {}, metrics.Scrapes()
@@ -148,13 +149,15 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 async def _look_at_server(gateway: Gateway) -> None:
-    """Check the server at the start. Logs why calls will get 503, and whether the server evicts
+    """Checks the server at the start. Logs why calls will get 503, and whether the server evicts
     keys."""
     try:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
         async with gateway.queue.redis.pubsub() as channel:
             await channel.subscribe(gateway.keys.events("any"))
-            await channel.get_message(timeout=_ANSWER_SECONDS)  # raises a refusal
+            await channel.get_message(
+                timeout=_ANSWER_SECONDS
+            )  # raises an error if the server refused the subscription
     except RedisError as error:
         explained = redis_side_error(error, gateway.client.url, gateway.redis_user)
         log_why_unavailable(explained)
@@ -166,8 +169,8 @@ async def _look_at_server(gateway: Gateway) -> None:
 
 
 def _make_routes(app: FastAPI) -> None:
-    """Make FastAPI build the routes of included routers now. Otherwise it builds them at the first
-    call, which then waits."""
+    """Makes FastAPI build the routes of included routers now. Otherwise the first call would have
+    to wait for this."""
     call = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
     for route in app.routes:
         route.matches(call)

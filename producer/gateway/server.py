@@ -1,4 +1,4 @@
-"""Serves a gateway as a process, until a stop signal."""
+"""Runs a gateway as a process, until a stop signal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OBJECTS_BEFORE_COLLECTION = 50_000
 
 
 def run_gateway(settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises PromptqError if it cannot start."""
+    """Runs the gateway until SIGTERM or SIGINT. Raises PromptqError if it cannot start."""
     require("promptq gateway", "gateway")
     with quick_imports():
         import uvicorn
@@ -33,7 +33,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     from promptq.shared.server.connection import without_password
 
     configure_logs(settings.log_level, settings.log_format)
-    # The ready line says that it has started.
+    # The line `ready` reports the start already.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     allow_many_connections()
     app = create_app(settings)
@@ -43,7 +43,7 @@ def run_gateway(settings: GatewaySettings) -> None:
         loop="uvloop",
         http=bounded_protocol(settings.http_max_connections),
         lifespan="on",
-        ws="none",  # otherwise an installed WebSocket library would take connections over
+        ws="none",  # otherwise an installed WebSocket library would take over
         log_config=None,
         access_log=False,
         server_header=False,
@@ -104,9 +104,9 @@ def _names(settings: GatewaySettings) -> str:
 
 
 def _spare_the_collector() -> None:
-    """Exclude lasting objects from garbage collection, as workers do.
+    """Excludes lasting objects from garbage collection, as workers do.
 
-    A full collection pauses all streams, and each stream is a few hundred objects.
+    A full collection pauses all streams, and each stream has a few hundred objects.
     """
     gc.collect()
     gc.freeze()
@@ -114,6 +114,6 @@ def _spare_the_collector() -> None:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files, usually 1,024: each stream is an open file."""
+    """Raises the limit of open files, usually 1,024, because each stream uses one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,1 +1,1 @@
-"""HTTP for all APIs: keys, limits, bodies, errors, streams, measurements."""
+"""HTTP functions that all APIs use: keys, limits, bodies, errors, streams, measurements."""

@@ -1,4 +1,4 @@
-"""The caller of a request, by its API key."""
+"""Identifies the caller of an HTTP request by its API key."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ _FORWARDED = (
     "via",
     "cf-connecting-ip",
 )
-"""Headers that proxies add. A proxy that adds none of them looks like a client."""
+"""Headers that proxies add. A proxy that adds none of them cannot be distinguished from a
+client."""
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
 _OWN_PAGES = ("same-origin", "none")
-"""`Sec-Fetch-Site` of requests by a page of this gateway, and of addresses that people typed."""
+"""Values of `Sec-Fetch-Site` for requests by a page of this gateway, and for addresses that people
+typed."""
 
 
 async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
-    """Returns the caller, by the key of the call. While no key exists, this machine is an admin.
+    """Returns the caller, by the key of the call. While no key exists, callers on this machine are
+    administrators.
 
     Raises ApiError 401.
     """
@@ -60,9 +63,10 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
 
 
 def _secret_of(request: Request) -> str:
-    """The key of a call, as OpenAI's, Anthropic's or Azure's clients send keys; '' without a key.
+    """Returns the key of a call, in the headers of OpenAI's, Anthropic's or Azure's clients; '' if
+    there is none.
 
-    A page of another site cannot send any of these headers without a preflight request (CORS).
+    A page of another site can send none of these headers without a preflight request (CORS).
     """
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and secret.strip():
@@ -71,7 +75,8 @@ def _secret_of(request: Request) -> str:
 
 
 async def admin_of(caller: ThisCaller) -> Caller:
-    """Returns a caller that may see and control the whole queue. Raises ApiError 403 for others."""
+    """Returns a caller that may read and control the whole queue. Raises ApiError 403 for other
+    callers."""
     if not caller.is_admin:
         raise ApiError(
             403, f"the key {caller.name!r} may not do this: it needs one made with --admin"
@@ -80,13 +85,14 @@ async def admin_of(caller: ThisCaller) -> Caller:
 
 
 ThisCaller = Annotated[Caller, Depends(caller_of)]
-"""A route's parameter of this type is its caller. A route without it is open to anybody."""
+"""Type of a route's parameter that gets the caller. A route without this parameter needs no key."""
 
 ThisAdmin = Annotated[Caller, Depends(admin_of)]
 
 
 def needs(scope: str) -> Any:
-    """A dependency for routers whose calls need a key with this scope. Raises ApiError 403."""
+    """Returns a dependency for routers. It raises ApiError 403 for calls whose key does not have
+    this scope."""
 
     async def check(caller: ThisCaller) -> None:
         check_scope(caller, scope)
@@ -100,8 +106,8 @@ def _unauthorised(message: str) -> ApiError:
 
 
 def is_of_own_page(request: Request) -> bool:
-    """Whether the headers name no other origin than this gateway. Another server of this machine is
-    another origin."""
+    """Returns whether the headers name no origin other than this gateway. Another server on this
+    machine is another origin."""
     site = request.headers.get("sec-fetch-site", "none")
     own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
     origins = request.headers.getlist("origin")
@@ -109,7 +115,8 @@ def is_of_own_page(request: Request) -> bool:
 
 
 def _is_from_this_machine(request: Request) -> bool:
-    """Whether nothing shows another machine, a proxy, or a page of another site in a browser."""
+    """Returns whether the request comes from this machine: no sign of another machine, a proxy, or
+    another site's page in a browser."""
     if any(name in request.headers for name in _FORWARDED):
         return False
     if request.client is not None and not _is_loopback(request.client.host):
@@ -119,7 +126,8 @@ def _is_from_this_machine(request: Request) -> bool:
 
 
 def _names_this_machine(host: str) -> bool:
-    """Whether a Host header names this machine. False for rebound and malformed names."""
+    """Returns whether a Host header names this machine. False for malformed names, and for other
+    names that resolve to this machine (DNS rebinding)."""
     match = _HOST.fullmatch(host)
     name = (match[1] or match[2]).lower() if match else ""
     return name == "localhost" or _is_loopback(name)

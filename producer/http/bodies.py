@@ -1,6 +1,6 @@
 """Reads the body of an HTTP request up to a limit.
 
-connection_limits.py drops a body that is not read, such as that of a caller without a key.
+If a body is not read, such as that of a caller without a key, connection_limits.py drops it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.content_codings import codings_of, decoded
 
 FREE_BYTES = 65_536
-"""The bytes of each body that do not count."""
+"""The first bytes of each body, up to this number, do not count towards the budget."""
 
 _RETRY_AFTER = {"Retry-After": "1"}
 
 
 class TooLargeError(ApiError):
-    """Status 413, which is sent at once."""
+    """Error 413. The answer is sent before the rest of the body has come."""
 
     def __init__(self, what: str, most: int) -> None:
         super().__init__(
@@ -33,18 +33,18 @@ class TooLargeError(ApiError):
 
 
 async def read_body(request: Request, most: int, hold: Hold) -> bytes:
-    """Returns the body, up to `most` bytes. Raises what `body_pieces` raises."""
+    """Returns the body, which may have `most` bytes. Raises the errors of `body_pieces`."""
     return b"".join([piece async for piece in body_pieces(request, most, hold)])
 
 
 async def body_pieces(
     request: Request, most: int, hold: Hold, *, most_beside: int = 0, what: str = "body"
 ) -> AsyncGenerator[bytes, None]:
-    """The decoded pieces of a body as they come: at most `most` bytes for `what`, and
-    `most_beside` more.
+    """Yields the decoded pieces of a body as they arrive: at most `most` bytes for `what`, and
+    `most_beside` bytes for the rest.
 
     Raises TooLargeError as soon as there are more bytes, ApiError 400 and 415 for a body that
-    cannot be decoded, and what `hold` raises.
+    cannot be decoded, and the errors of `hold`.
     """
     codings = codings_of(request.headers.getlist("content-encoding"))
     declared = request.headers.get("content-length", "")
@@ -68,7 +68,7 @@ async def body_pieces(
 
 
 class BodyBudget:
-    """Limits the bytes of bodies in memory, for each tenant and in all."""
+    """Limits the bytes of bodies in memory, for each tenant and for all together."""
 
     def __init__(self, most_of_tenant: int, most_in_all: int) -> None:
         self._most_of_tenant = most_of_tenant
@@ -78,7 +78,7 @@ class BodyBudget:
 
     @contextmanager
     def hold(self, tenant: str) -> Iterator[Hold]:
-        """Yields a hold on the budget, which the end of the `with` block releases."""
+        """Yields a hold: a part of the budget that is returned when the `with` block ends."""
         hold = Hold(self, tenant)
         try:
             yield hold
@@ -86,8 +86,8 @@ class BodyBudget:
             hold.release()
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Take bytes from the budget. Raises ApiError 429 if the tenant would hold too many bytes,
-        503 if all tenants together would."""
+        """Takes bytes from the budget. Raises ApiError 429 if the tenant would exceed its limit,
+        503 if all tenants together would exceed theirs."""
         wanted = self._of_tenants[tenant] + num_bytes
         if wanted > self._most_of_tenant:
             raise ApiError(
@@ -115,7 +115,7 @@ class BodyBudget:
 
 
 class Hold:
-    """The part of the budget that one request uses."""
+    """The bytes of the budget that one request uses."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
@@ -124,11 +124,12 @@ class Hold:
         self._num_taken = 0
 
     def add(self, num_bytes: int) -> None:
-        """Hold `num_bytes` more. Raises ApiError like `BodyBudget.take`."""
+        """Takes `num_bytes` more. Raises ApiError like `BodyBudget.take`."""
         self.grow_to(self._num_bytes + num_bytes)
 
     def grow_to(self, num_bytes: int) -> None:
-        """Hold at least `num_bytes` in all. Raises ApiError like `BodyBudget.take`."""
+        """Takes bytes until the hold has `num_bytes` in all. Raises ApiError like
+        `BodyBudget.take`."""
         more = max(0, num_bytes - FREE_BYTES) - self._num_taken
         if more > 0:
             self._budget.take(self._tenant, more)
@@ -136,7 +137,7 @@ class Hold:
         self._num_bytes = max(self._num_bytes, num_bytes)
 
     def release(self) -> None:
-        """Releases all bytes of the request. May be called again."""
+        """Returns all bytes of the request to the budget. Further calls do nothing."""
         if self._num_taken:
             self._budget.give_back(self._tenant, self._num_taken)
         self._num_bytes = self._num_taken = 0

@@ -1,4 +1,4 @@
-"""Uvicorn's HTTP/1.1, with bounds on what it keeps and how long it waits."""
+"""Uvicorn's HTTP/1.1 protocol, with limits on its memory and its waiting times."""
 
 from __future__ import annotations
 
@@ -19,45 +19,50 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
 MAX_HEAD_BYTES = 65_536
-"""The most bytes of a request's line and headers. One read may bring a few more."""
+"""The most bytes of a request's line and headers. One read from the socket may exceed this a
+little."""
 
 PIECES = "promptq.pieces"
-"""The ASGI extension whose `write(piece)` sends a part of the body after the head was sent.
+"""Name of an ASGI extension. Its `write(piece)` sends a part of the body after the head was sent.
 
-`write` is direct, while `send` goes through every layer of the application. `write` returns an
-`Unfinished` function if the client reads slowly.
+`write` is direct, while `send` goes through every layer of the application. If the client reads
+slowly, `write` returns an `Unfinished` function.
 """
 
 Unfinished = Callable[[], Awaitable[None]] | None
-"""A function to call and await before more is written, or None."""
+"""A function that must be called and awaited before more is written; None if more can be written at
+once."""
 
 _SILENCE_SECONDS = 60.0
 _HEAD_SECONDS = 20.0
-"""The longest time from a request's first byte to the end of its head."""
+"""The most seconds from a request's first byte to the end of its head."""
 _WINDOW_SECONDS = 15.0
-"""The time in which a body must bring `_WINDOW_BYTES` more, or end. The time begins anew with each
-such progress. If it grew with the bytes, a client could send much at first and then be silent for
-long."""
+"""Seconds in which a body must bring `_WINDOW_BYTES` more, or end. Then the time begins anew. It
+does not grow with the bytes: otherwise a client could send much at first and then be silent for a
+long time."""
 _WINDOW_BYTES = 65_536
-"""The first bytes, up to this number, may take `_SILENCE_SECONDS`. Most bodies have no more."""
+"""The first bytes of a body, up to this number, may take `_SILENCE_SECONDS`. Most bodies have no
+more bytes."""
 _MOST_DROPPED_BYTES = 1 << 28
 _DROPPED_BYTES_A_SECOND = 8 << 20
 _DROP_SECONDS = 30.0
-"""The longest time for which the body of an answered request is dropped. Most clients send all of a
-body before they read the answer. If the connection is closed before, it is reset, and the answer
-may be lost."""
+"""The most seconds for which the rest of an answered request's body is read and dropped. Most
+clients send the whole body before they read the answer. If the connection were closed earlier, it
+would be reset, and the answer might be lost."""
 _UNREAD_SECONDS = 600.0
-"""How long a client may read nothing of an answer. A slow one reads a little now and then."""
+"""Seconds after which a client that reads nothing of an answer is disconnected. A slow client reads
+a little now and then."""
 _MOST_SMALL_PIECES = 4096
 _PIECE_BYTES = 16
-"""The least mean size of further pieces of a body. Each piece costs a call, however small."""
+"""The smallest mean size of pieces after the first `_MOST_SMALL_PIECES`. Each piece costs a
+function call, however small it is."""
 _LENGTHS = (b"content-length", b"transfer-encoding")
 _MOST_PIPELINED = 16
-"""The most requests of a connection that may wait behind another one. Uvicorn would keep all
+"""The most requests of a connection that may wait behind another one. Uvicorn would store all
 requests that a client sends ahead."""
 _LOOK_SECONDS = 2.0
 _RESERVED_CONNECTIONS = 64
-"""Connections above the limit, for probes that check whether the gateway is alive."""
+"""Connections beyond the limit, for probes that check whether the gateway is alive."""
 
 _FULL = ApiError(
     503,
@@ -68,11 +73,12 @@ _FULL = ApiError(
 
 
 class _StayingParser(httptools.HttpRequestParser):
-    """Ignores offers to change to another protocol. Java's client offers HTTP/2 in this way.
+    """A parser that ignores requests to change to another protocol. Java's client, for example,
+    offers HTTP/2.
 
-    httptools stops behind the head of such a request, and uvicorn would drop the body. So another
-    parser takes the place of the first. The new parser gets a second head, which has only the
-    body's length. `continues` is set while the new parser reads this head.
+    After the head of such a request, httptools stops, and uvicorn would drop the body. So a new
+    parser replaces the first one. The new parser gets another head, which has only the body's
+    length. `continues` is set while the new parser reads this head.
     """
 
     def __init__(self, protocol: BoundedProtocol) -> None:
@@ -98,11 +104,11 @@ class _StayingParser(httptools.HttpRequestParser):
 class BoundedProtocol(HttpToolsProtocol):
     """Closes a connection whose head does not end, or whose request comes too slowly.
 
-    Before the API key is checked, uvicorn would keep a head of any size, and wait for the rest of a
-    request for ever. The size of a head is measured by bytes without progress: the bytes since the
-    last end of a head, piece of a body or end of a message. So endless trailers count too. If a
-    request is answered before all of its body has come, the rest is read and dropped for some
-    seconds.
+    Uvicorn would store a head of any size, and wait for ever for the rest of a request, even before
+    the API key is checked. A head's size is measured as the number of bytes since the last
+    progress: the end of a head, a piece of a body or the end of a message. So endless trailers
+    count too. If a request is answered before its whole body has come, the rest is read and dropped
+    for some seconds.
     """
 
     parser: _StayingParser
@@ -113,9 +119,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_connections = max_connections
         self._num_pending = 0
         self._in_head = True
-        self._in_request = True  # a new connection must send one
+        self._in_request = True  # a new connection must send a request
         self._num_body_bytes = 0  # in this window
-        self._has_come_on = False  # whether the bytes of a window have come
+        self._has_come_on = False  # whether the bytes of a window have arrived
         self._num_dropped_bytes = 0
         self._num_pieces = self._num_bytes = 0  # of a body
         self._closes_behind_request = False
@@ -125,7 +131,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_unsent = 0
         self._timer = self.loop.call_later(_look_seconds(), self._look)
 
-    # uvicorn's class asks for a Transport too, where asyncio's gives any.
+    # Like uvicorn's class, this requires a Transport, where asyncio's protocol accepts any kind.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._max_connections is None:
@@ -180,7 +186,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
-            self.cycle.waiting_for_100_continue = False  # it would take that for the answer
+            self.cycle.waiting_for_100_continue = (
+                False  # a client would read `100 Continue` as the answer
+            )
         if not self.cycle.keep_alive:
             self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
@@ -216,12 +224,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._progressed()
         for cycle in self._unanswered:
             if cycle.response_complete:
-                cycle.body = bytearray()  # drops what was not read of it
+                cycle.body = bytearray()  # drops the unread part
         super().on_response_complete()
 
     @property
     def _is_dropping(self) -> bool:
-        """Whether the client still sends the body of a request that was already answered."""
+        """Whether the client still sends the body of a request that was answered already."""
         in_body = self._in_request and not self._in_head
         return in_body and self.cycle is not None and self.cycle.response_complete
 
@@ -230,14 +238,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def close_behind_request(self) -> None:
-        """Close the connection once all of the request has come, or at once if it has."""
+        """Closes the connection as soon as the whole request has arrived."""
         if self._in_request:
             self._closes_behind_request = True
         else:
             self.transport.close()
 
     def _progressed(self) -> None:
-        """Note that a phase has ended: a head, a request or an answer."""
+        """Records that a phase has ended: a head, a request or an answer."""
         self._num_pending = self._num_dropped_bytes = 0
         self._has_come_on = False
         self._begin_window()
@@ -248,7 +256,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._began_at = self.loop.time()
 
     def _look(self) -> None:
-        """Check the times now and then, because a timer for each piece would cost more."""
+        """Checks the waiting times now and then, because a timer for each piece would cost more."""
         now = self.loop.time()
         if self.flow.read_paused:
             self._our_seconds += now - max(self._looked_at, self._began_at)
@@ -257,7 +265,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not num_unsent or num_unsent < self._num_unsent:
             self._taken_at = now
         self._num_unsent = num_unsent
-        is_closing = self.transport.is_closing()  # it closes when all is sent
+        is_closing = self.transport.is_closing()  # a closing transport still sends the rest
         if now - self._taken_at > (_SILENCE_SECONDS if is_closing else _UNREAD_SECONDS):
             self.transport.abort()
             return
@@ -266,7 +274,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(_look_seconds(), self._look)
 
     def _most_seconds(self) -> float:
-        """How long the current phase of the connection may take."""
+        """Returns the most seconds that the current phase of the connection may take."""
         has_cycle = self.cycle is not None
         if self._in_request:
             if self._in_head:
@@ -278,13 +286,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_protocol(max_connections: int) -> type[BoundedProtocol]:
-    """The protocol that uvicorn makes for each connection of a gateway with this limit."""
+    """Returns the protocol class that uvicorn uses for each connection of a gateway with this
+    limit."""
     making = partial(BoundedProtocol, max_connections=max_connections)
     return cast(type[BoundedProtocol], making)
 
 
 class _ClosedBehindRequest:
-    """The transport of a connection that closes after its answer, once all of the request came."""
+    """Transport that, when closed, first waits until the whole request has come."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol
@@ -313,8 +322,9 @@ def _for_probes_only(app: ASGI3Application) -> ASGI3Application:
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """The `send` of a cycle for a client of HTTP/1.0, which knows no chunks: the end of the
-    connection ends a body whose length is not known at first."""
+    """Returns the `send` function of a cycle for a client of HTTP/1.0, which does not support
+    chunks. If the body's length is not known in advance, the end of the connection ends the body.
+    """
     send, has_length = cycle.send, True
 
     async def sending(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""Decodes bodies that clients have compressed, piece by piece and never beyond a limit."""
+"""Decodes compressed bodies piece by piece, and never beyond a limit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ _PIECE_BYTES = 65_536
 _MOST_CODINGS = 4
 _MOST_SMALL_MEMBERS = 64
 _MEMBER_BYTES = 4096
-"""The least mean size of further members (gzip) or frames (zstd), as each has its own cost."""
+"""The smallest mean size of further members (gzip) or frames (zstd), because each has a fixed
+cost."""
 _MOST_WINDOW_LOG = 23
-"""Frames with a larger window than 8 MiB are refused, as RFC 9659 requires."""
+"""Base-2 logarithm of the largest window of a frame, 8 MiB. Frames with a larger window are
+refused, as RFC 9659 requires."""
 
 
 class _Decoder(Protocol):
-    """One member of a compressed body, in the manner of `lzma.LZMADecompressor`."""
+    """Decoder of one member of a compressed body, with the interface of `lzma.LZMADecompressor`."""
 
     @property
     def eof(self) -> bool: ...
@@ -57,12 +59,13 @@ _SERVED = "gzip, deflate, zstd"
 
 
 def _decoder_of(coding: str, begin: bytes) -> tuple[_Decoder, type[Exception]]:
-    """Returns a decoder for a member with this beginning, and its error for wrong data."""
+    """Returns a decoder for a member that begins with these bytes, and the exception that it raises
+    for wrong data."""
     if coding == "zstd":
         if sys.version_info >= (3, 14):
             from compression import zstd
         else:
-            from backports import zstd  # here, as few clients use it
+            from backports import zstd  # imported here, because few clients use it
         window = zstd.DecompressionParameter.window_log_max
         return zstd.ZstdDecompressor(options={window: _MOST_WINDOW_LOG}), zstd.ZstdError
     if coding != "deflate":
@@ -72,9 +75,10 @@ def _decoder_of(coding: str, begin: bytes) -> tuple[_Decoder, type[Exception]]:
 
 
 def codings_of(headers: Sequence[str]) -> list[str]:
-    """The codings of a body with these headers `Content-Encoding`, in the order of decoding.
+    """Returns the codings of a body in the order of decoding. `headers` are its `Content-Encoding`
+    headers.
 
-    Raises ApiError 415 for a coding that is not served.
+    Raises ApiError 415 for an unsupported coding.
     """
     codings = [coding.strip().lower() for coding in ",".join(headers).split(",")]
     codings = [coding for coding in codings if coding not in ("", "identity")]
@@ -92,9 +96,9 @@ def codings_of(headers: Sequence[str]) -> list[str]:
 
 
 async def decoded(pieces: AsyncIterable[bytes], coding: str) -> AsyncGenerator[bytes, None]:
-    """The decoded pieces. Between two pieces the event loop has its turn.
+    """Yields the decoded pieces. The event loop runs between two pieces.
 
-    Raises ApiError 400 for a body that is not in this coding or does not end.
+    Raises ApiError 400 for a body that is not in this coding or is incomplete.
     """
     decoder: _Decoder | None = None
     wrong_data: type[Exception] = zlib.error

@@ -1,4 +1,4 @@
-"""Notices that a client leaves before its answer is complete."""
+"""Detects that a client disconnects before its answer is complete."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from promptq.producer.http.state import Gateway
 
 
 class Answer(Protocol):
-    """An answer that its client waits for."""
+    """An answer whose client is still connected."""
 
     @property
     def request_ids(self) -> list[str]: ...
     @property
     def detach(self) -> bool:
-        """Whether the requests continue when the client leaves."""
+        """Whether the requests continue after the client has disconnected."""
 
 
 @asynccontextmanager
@@ -33,11 +33,12 @@ async def cancelled_if_client_leaves(
     *,
     errors: tuple[type[Exception], ...] = (),
 ) -> AsyncIterator[asyncio.Event]:
-    """Interrupts the `with` block when the client leaves, and raises ClientLeftError.
+    """Context manager that interrupts its block if the client disconnects, and then raises
+    ClientLeftError.
 
-    In that case the requests of the answer are cancelled, unless `answer.detach` is set. They are
-    also cancelled if the block raises one of `errors`. Yields an event: set it when the whole
-    answer is sent. A client that leaves after that interrupts nothing.
+    In that case, the requests of the answer are cancelled, unless `answer.detach` is set. They are
+    also cancelled if the block raises one of `errors`. Yields an event, which the block must set
+    when the whole answer is sent. After that, a disconnection interrupts nothing.
     """
     is_sent, has_left = asyncio.Event(), False
     working = asyncio.current_task()

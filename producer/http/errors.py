@@ -1,4 +1,4 @@
-"""Answers errors of all routes, and describes them in the OpenAPI document."""
+"""Converts errors of all routes to answers, and describes them in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MEANINGS = {
     401: "there is no API key (`Authorization: Bearer KEY`, `X-Api-Key: KEY` or `Api-Key: KEY`), or"
     " it is not known",
     403: "more than the API key allows",
-    404: "no model, stream, file or batch of this id, or it is another tenant's",
+    404: "no model, stream, file or batch has this id, or it belongs to another tenant",
     408: "`deadline_ms` passed before the answer began",
-    409: "it was cancelled, is over, or its record in Redis was spoilt",
+    409: "it was cancelled or has ended, or its record in Redis breaks the protocol",
     413: "the body is too large",
     429: "a limit of the queue or of the API key is reached; `Retry-After` says how long to wait",
     500: "the worker failed with the request",
@@ -35,7 +35,7 @@ _MEANINGS = {
 }
 
 _CLIENT_LEFT = 499
-"""The status that nginx logs for a client that closed its connection. Nobody reads it."""
+"""Status for the log, used by nginx too: the client closed its connection. No client reads it."""
 
 _LONGEST_PATH = 100
 _PREFIX = "/v1"
@@ -56,7 +56,7 @@ class ErrorObject(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of each error's answer, for the API's description."""
+    """The body of an error's answer, for the API's description."""
 
     error: ErrorObject
 
@@ -72,7 +72,7 @@ class MessagesErrorObject(BaseModel):
 
 
 class MessagesErrorAnswer(BaseModel):
-    """The body of each error's answer of /v1/messages."""
+    """The body of an error's answer of /v1/messages, for the API's description."""
 
     type: Literal["error"]
     error: MessagesErrorObject
@@ -81,23 +81,23 @@ class MessagesErrorAnswer(BaseModel):
 def described(
     *statuses: int, model: type[BaseModel] = ErrorAnswer
 ) -> dict[int | str, dict[str, Any]]:
-    """The errors of an endpoint or a router, for the API's description."""
+    """Returns the errors of an endpoint or a router, for the API's description."""
     answers: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": _MEANINGS[status]} for status in statuses
     }
-    # Without this entry FastAPI describes its own error 422, which our clients never get.
+    # Without this entry, FastAPI describes its error 422, which clients of promptq never get.
     return {**answers, "default": {"model": model, "description": "any other error"}}
 
 
 def response_of(error: ApiError, path: str) -> JSONResponse:
-    """The answer to a call of this path."""
+    """Returns the answer for an error, in the form that belongs to this path."""
     is_of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
     body = error.messages_body if is_of_messages else error.body
     return JSONResponse(body, error.status, error.headers)
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Answers all errors of all routes in the form of their API."""
+    """Makes the application answer all errors in the form that belongs to the route."""
 
     def answered(request: Request, error: ApiError) -> JSONResponse:
         return response_of(error, request.scope["path"])
@@ -106,7 +106,7 @@ def add_handlers(app: FastAPI) -> None:
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
         return answered(request, error)
 
-    @app.exception_handler(ClientDisconnect)  # it left while its body was read
+    @app.exception_handler(ClientDisconnect)  # the client left while its body was read
     @app.exception_handler(ClientLeftError)
     async def _client_left(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_LEFT)
@@ -147,7 +147,8 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:
-    """Returns the message for an unknown path: the likeliest path, and all paths under /v1."""
+    """Returns the message for an unknown path. It names the most similar path, and all paths under
+    /v1."""
     served = [*app.openapi()["paths"]]
     # Often the base URL of a client has no /v1, or has it twice.
     meant = [each for each in (_PREFIX + path, path.removeprefix(_PREFIX)) if each in served]
@@ -161,7 +162,7 @@ def unknown_path(app: FastAPI, method: str, path: str) -> str:
 
 
 def allowed_methods(app: FastAPI, scope: Scope) -> str:
-    """Returns the methods with which the path of a call is served."""
+    """Returns the methods that the path of a call supports, for the header `Allow`."""
     calls = {method: {**scope, "method": method} for method in _METHODS}
     return ", ".join(
         method
@@ -171,6 +172,7 @@ def allowed_methods(app: FastAPI, scope: Scope) -> str:
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
-    """Returns an error that names the methods of a path."""
+    """Returns the error for a method that a path does not support. It names the supported
+    methods."""
     message = f"{method} {path[:_LONGEST_PATH]} is not served; this path takes {allowed}"
     return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})

@@ -1,6 +1,7 @@
-"""Bodies that a pydantic model describes. They are read after the caller is known.
+"""Reads bodies that a pydantic model describes, after the caller is known.
 
-FastAPI would read a body of any size before the caller is known, and report all of its errors.
+FastAPI would read a body of any size before the caller is known, and would report all of its
+errors.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from promptq.producer.http.bodies import read_body
 from promptq.producer.http.state import ThisGateway
 
 _MOST_BYTES = 262_144
-"""A body of this size is quick to read on the event loop, whatever is in it."""
+"""The most bytes of a body. A body of this size can be parsed quickly on the event loop, whatever
+its content is."""
 _MOST_FIELDS = 100
-"""The most fields of a body. With more fields, pydantic's report of unknown ones would be long."""
+"""The most fields of a body. With more fields, pydantic's report of unknown fields would be
+long."""
 
 
 def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
-    """A dependency that gives a route its body, as JSON of this model or type.
+    """Returns a dependency that parses the body of a route as JSON of this model or type.
 
-    Raises ApiError, InvalidRequestError, RequestValidationError.
+    The dependency raises ApiError, InvalidRequestError, RequestValidationError.
     """
     adapter = TypeAdapter(kind)
 
@@ -46,7 +49,8 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
 
 
 def described_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Describes a route's body for FastAPI's `openapi_extra`, without references."""
+    """Returns the description of a route's body for FastAPI's `openapi_extra`, without
+    references."""
     schema = kind.model_json_schema()
     inner = schema.pop("$defs", {})
 

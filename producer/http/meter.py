@@ -1,4 +1,4 @@
-"""Measures, logs and traces calls."""
+"""Measures, logs and traces HTTP requests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from promptq.shared.runtime.metrics import Histogram, Reading
 from promptq.shared.runtime.tracing import Tracing
 
 _UNKNOWN = "unknown"
-"""The label for paths without a route and for unknown methods, so that strangers cannot create
-time series."""
+"""Label for paths without a route and for unknown methods. With their real names, any client could
+create new time series."""
 POLLED = frozenset({"/healthz", "/health", "/readyz", "/metrics", "/scaling"})
-"""Paths that monitoring calls all the time, which would fill logs and traces."""
+"""Paths that monitoring calls all the time. They are left out of logs and traces."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 _HEADERS = (b"traceparent", b"tracestate")
 
 
 class HttpMeter:
-    """Counts the answers of a gateway."""
+    """Counts the answers of a gateway, and measures their durations."""
 
     def __init__(self) -> None:
         self._answered: Counter[tuple[str, str, str]] = Counter()
@@ -80,7 +80,8 @@ class _Measured:
             handler: Any = getattr(scope.get("route"), "path", _UNKNOWN)
             method = scope["method"] if scope["method"] in _METHODS else _UNKNOWN
             self._meter.end(handler, method, status, seconds)
-            # With the `request_id` that the route has bound, but without the query, maybe a secret.
+            # The line has the `request_id` that the route has bound, but not the query, which may
+            # be a secret.
             path, ms = scope["path"], round(seconds * 1000, 1)
             is_shown = self._logs and path not in POLLED
             log: Any = get_logger().info if is_shown else get_logger().debug
@@ -88,7 +89,7 @@ class _Measured:
 
 
 def measure_http(app: FastAPI, *, logs: bool = True) -> FastAPI:
-    """Count the HTTP requests of `app`, and log them. Call it before the app starts."""
+    """Counts the HTTP requests of `app`, and logs them. Call this before the app starts."""
     app.state.http_meter = HttpMeter()
     app.add_middleware(_Measured, meter=app.state.http_meter, logs=logs)
     return app
@@ -137,7 +138,8 @@ class _Traced:
 
 
 def trace_http(app: FastAPI, tracing: Tracing | None) -> FastAPI:
-    """Trace the HTTP requests of `app`, unless `tracing` is None. Call it before the start."""
+    """Traces the HTTP requests of `app`, unless `tracing` is None. Call this before the app
+    starts."""
     if tracing is not None:
         app.add_middleware(_Traced, tracing=tracing)
     return app

@@ -1,4 +1,4 @@
-"""Describes the headers and the body of an endpoint."""
+"""Describes the headers and the body of an endpoint in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def operation(
     hidden: Set[str],
     descriptions: Mapping[str, str] = {},
 ) -> dict[str, Any]:
-    """The headers and the body of an endpoint, for FastAPI's `openapi_extra`.
+    """Returns the headers and the body of an endpoint, for FastAPI's `openapi_extra`.
 
     `hidden` are fields of a payload that the endpoint does not have or names differently.
-    `descriptions` replace those of fields.
+    `descriptions` replace the descriptions of fields.
     """
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]

@@ -1,4 +1,4 @@
-"""Takes from a caller's rates before a call is read, and reports them in headers."""
+"""Applies a caller's rate limits before a call is read, and reports the limits in headers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from promptq.shared.queue.scripts import Rate
 
 
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
-    """Takes one request from the caller's rate, before the body of a call is read."""
+    """Takes one request from the caller's rate, before the body of a call is read. Returns the
+    headers that report the rates."""
     return await take(gateway, gateway.queues.own, caller, rate_of_requests(caller, 1))
 
 
@@ -37,7 +38,8 @@ COUNTED_READ: dict[str, Any] = {
     "dependencies": [Depends(count_read)],
     "responses": described(429),
 }
-"""Options of a route whose answer may be large: each read takes one request from a rate."""
+"""Options of a route whose answer may be large: each read takes one request from the caller's
+rate."""
 
 
 async def take(
@@ -48,13 +50,12 @@ async def take(
     *,
     is_last_try: bool = True,
 ) -> dict[str, str]:
-    """Takes from the caller's rates. Returns the headers that report them.
+    """Takes the amounts from the caller's rates. Returns the headers that report the rates.
 
-    Requests are counted at the gateway's own queue, since a call is counted before its body says
-    which model it is for. Tokens are counted at the queue that serves the call: its workers charge
-    the output there.
+    Requests are counted at the gateway's own queue, because a call is counted before its body names
+    a model. Tokens are counted at the queue that serves the call, where workers charge the output.
 
-    Raises ApiError 429. With `is_last_try`, a caller that comes back too early gets this error
+    Raises ApiError 429. With `is_last_try`, a caller that calls again too early gets this error
     after a delay.
     """
     if not rates:

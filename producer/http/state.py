@@ -1,4 +1,4 @@
-"""Holds what all routes of one gateway share, from its start to its end."""
+"""The state that all routes of one gateway share, from its start to its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from promptq.shared.runtime.logs import get_logger
 _EVERY_SECONDS = 60.0
 
 _MOST_SECONDS = 1.0
-"""The longest delay of an answer. Meanwhile only its connection is held."""
+"""The most seconds by which an answer is delayed. Meanwhile the call uses only its connection."""
 
 _TRY_SECONDS = 60.0
 _PAUSE_SECONDS = 0.5
@@ -37,14 +37,15 @@ _LAST_SECONDS = 2.0
 
 
 class KeyUses:
-    """Records when keys are used."""
+    """Records the last use of each key."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue
         self._noted: dict[str, float] = {}
 
     async def note(self, secret: str) -> None:
-        """Record the use of a known key, at most once a minute. Does nothing without the server."""
+        """Records the use of a known key, at most once a minute. Does nothing if the server is
+        away."""
         hashed, now = api_keys.hash_of(secret), time.monotonic()
         if now - self._noted.get(hashed, -math.inf) < _EVERY_SECONDS:
             return
@@ -55,13 +56,13 @@ class KeyUses:
 
 
 class Refusals:
-    """When each key that exceeded its rate may call this gateway again."""
+    """For each key that exceeded its rate, the time from which it may call this gateway again."""
 
     def __init__(self) -> None:
         self._may_come_at: dict[str, float] = {}
 
     async def refuse(self, name: str, wait_ms: int) -> int:
-        """Wait if this key comes back too early. Returns the rest of `wait_ms`."""
+        """Waits if this key calls again too early. Returns the part of `wait_ms` that is left."""
         now = time.monotonic()
         early = self._may_come_at.get(name, 0.0) - now
         self._may_come_at[name] = now + wait_ms / 1000
@@ -74,7 +75,7 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """One gateway process: its settings, the queues that it serves, and what it keeps in memory."""
+    """One gateway process: its settings, the queues that it serves, and its state in memory."""
 
     settings: GatewaySettings
     queues: ServedQueues
@@ -85,7 +86,7 @@ class Gateway:
     bodies: BodyBudget
     """The budget for bodies in memory."""
     uploads: BodyBudget
-    """The budget for uploads on their way to the disk."""
+    """The budget for uploads that are not on the disk yet."""
     file_quotas: FileQuotas
     key_uses: KeyUses
     refusals: Refusals
@@ -106,29 +107,29 @@ class Gateway:
 
 
 def gateway_of(request: Request) -> Gateway:
-    """The gateway that serves an HTTP request."""
+    """Returns the gateway that serves an HTTP request."""
     return cast(Gateway, request.app.state.gateway)
 
 
 ThisGateway = Annotated[Gateway, Depends(gateway_of)]
-"""A route's parameter of this type is its gateway."""
+"""Type of a route's parameter that gets the gateway."""
 
 
 class BackgroundCancels:
-    """Cancels requests in tasks, which try for a minute while the server is away."""
+    """Cancels requests in background tasks, which try for a minute while the server is away."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger()
 
     def cancel(self, client: AsyncClient, request_ids: Sequence[str]) -> None:
-        """Cancel these requests of a client's queue soon."""
+        """Cancels these requests of a client's queue in the background."""
         task = asyncio.create_task(self._cancel(client, list(request_ids)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def aclose(self) -> None:
-        """Give the cancels that are under way a little time to finish."""
+        """Waits a short time for the cancels in progress."""
         tasks: Iterable[asyncio.Task[None]] = self._tasks.copy()
         if tasks:
             await asyncio.wait(tasks, timeout=_LAST_SECONDS)

@@ -1,7 +1,7 @@
 """An answer as server-sent events, from the first chunk or from where a client stopped reading.
 
-This process keeps nothing that is needed to resume a stream. All of it is in the queue's records,
-in the address of the stream and in the ids of its events.
+To resume a stream, a gateway needs no state of its process: the queue's records, the address of the
+stream and the ids of its events are enough.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 
 _COMMENT = b": waiting\n"
 """A comment that keeps the connection open. No blank line follows, because OpenAI's client would
-take a blank line for the end of an event."""
+read a blank line as the end of an event."""
 
 
 class Frames(Protocol):
-    """Makes the frames (server-sent events) of an answer from the events of its requests."""
+    """Writes the frames (server-sent events) of an answer from the events of its requests."""
 
     async def begin(self) -> None:
-        """Write the frames that come before all output. There are none by default."""
+        """Writes the frames that come before all output. By default there are none."""
         return
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
-        """Write an event of the request at `place`. Raises ApiError for one that failed."""
+        """Writes an event of the request at `place`. Raises ApiError if the request has failed."""
 
     async def finish(self) -> None:
-        """Write the frames that come after the last event of all requests; none by default."""
+        """Writes the frames that come after the last event of all requests. By default there are
+        none."""
         return
 
     def error(self, error: ApiError) -> bytes:
-        """The last frame of an answer that breaks off."""
+        """Returns the last frame of an answer that breaks off."""
 
 
 class Streamed(Answer, Protocol):
@@ -60,11 +61,11 @@ class Streamed(Answer, Protocol):
     def id(self) -> str: ...
     @property
     def url(self) -> str:
-        """The path at which it can be read again, or ''."""
+        """The path at which the stream can be read again; '' if there is none."""
 
 
 class EventStream(Response):
-    """Streams an answer with the frames that `begin` returns.
+    """Streams an answer. `begin` returns the writer of its frames.
 
     A new stream waits some time for the first token before it sends its status, so that the status
     can still report an error.
@@ -108,12 +109,12 @@ class EventStream(Response):
                 frames = self._begin(out)
                 try:
                     await self._stream(frames, request_ids)
-                except Exception as error:  # whatever it is, the client must hear of it
+                except Exception as error:  # the client must get every error
                     if not isinstance(error, ApiError | PromptqError | RedisError):
                         get_logger().exception("a stream failed", request_ids=request_ids)
                     shown = error if isinstance(error, ApiError) else as_api_error(error)
-                    # If one answer failed, nobody reads the others. But if the gateway failed, such
-                    # as with a server that is away, the client may come back for all of them.
+                    # If one answer failed, nobody reads the others. But if the gateway failed, for
+                    # example because the server is away, the client may resume all of them.
                     if shown is error and len(request_ids) > 1:
                         self._gateway.cancels.cancel(self._served.client, request_ids)
                     if not out.has_begun:
@@ -123,7 +124,7 @@ class EventStream(Response):
                 await out.end()
         except ClientLeftError:
             if not out.has_begun:
-                raise  # so that it is counted as a client that left
+                raise  # so that the meter counts a client that left
         finally:
             out.close()
 
@@ -141,12 +142,13 @@ class EventStream(Response):
 
 
 def frame_bytes(frames: str) -> bytes:
-    """Returns frames as bytes. Escapes characters that some clients take for the end of a line."""
+    """Returns frames as bytes. Escapes characters that some clients read as the end of a line."""
     return one_line(frames).encode()
 
 
 class FramesInTurns(StreamingResponse):
-    """The frames of an answer that is over. They are made as fast as their client reads."""
+    """The frames of an answer that has ended. Each frame is made only when the client can receive
+    it."""
 
     def __init__(self, turns: Turns, frames: Iterator[str]) -> None:
         async def parts() -> AsyncIterator[bytes]:
@@ -163,7 +165,7 @@ class FramesInTurns(StreamingResponse):
 
 
 class Out:
-    """Writes to the client: a status, frames, and `keepalive` after some time without frames."""
+    """Writes to the client: the status, frames, and `keepalive` after some time without frames."""
 
     def __init__(
         self,
@@ -188,11 +190,11 @@ class Out:
         self._is_over = False
 
     def begin_after(self, seconds: float) -> None:
-        """Send the status after `seconds`, unless something is written before."""
+        """Sends the status after `seconds`, unless a frame is written before."""
         self._timer = self._loop.call_later(seconds, self._ring)
 
     def write(self, frame: bytes) -> Unfinished:
-        """Write a frame after all earlier frames."""
+        """Writes a frame after all earlier frames."""
         self._wrote_at = self._loop.time()
         if self._is_open and self._write_piece is not None:
             return self._write_piece(frame)
@@ -200,7 +202,7 @@ class Out:
         return self._send_unsent
 
     async def write_all(self, frame: bytes) -> None:
-        """Write a frame, and wait until it is written."""
+        """Writes a frame, and waits until it is written."""
         if (finish := self.write(frame)) is not None:
             await finish()
 
@@ -209,7 +211,7 @@ class Out:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Stops writing. Later timers write nothing."""
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -226,8 +228,8 @@ class Out:
             self._is_open = True
 
     def _ring(self) -> None:
-        """Check now and then whether a `keepalive` is due: a timer for each token would cost
-        more."""
+        """Checks now and then whether a `keepalive` is due, because a timer for each token would
+        cost more."""
         left = self._keepalive_seconds - (self._loop.time() - self._wrote_at)
         if left <= 0 or not self.has_begun:
             self._keeping = asyncio.create_task(self._keep_alive())

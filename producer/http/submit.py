@@ -34,7 +34,7 @@ History = Callable[[str, Caller, Growing], Awaitable[bytes]]
 
 
 def with_headers(headers: Mapping[str, str], response: Response) -> Response:
-    """Returns the answer, with more headers."""
+    """Returns the answer with further headers."""
     response.headers.update(headers)
     return response
 
@@ -42,7 +42,8 @@ def with_headers(headers: Mapping[str, str], response: Response) -> Response:
 async def begin(
     gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold | None = None
 ) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
-    """Enqueues a call. Returns the queue, the completion, and headers that report the rates."""
+    """Enqueues a call. Returns the queue, the completion, and headers that report the rate
+    limits."""
     call = prepared.call
     served, view = await place_of(gateway, caller, prepared)
     enqueued, rates = await enqueue(gateway, served, caller, prepared, hold)
@@ -54,7 +55,7 @@ async def begin(
 
 
 async def place_of(gateway: Gateway, caller: Caller, prepared: Prepared) -> Found:
-    """The queue for a call. Raises ApiError, ModelNotServedError."""
+    """Returns the queue for a call, and its state. Raises ApiError, ModelNotServedError."""
     call = prepared.call
     if call.model:
         check_model(caller, call.model)
@@ -79,10 +80,10 @@ async def enqueue(
     prepared: Prepared,
     hold: Hold | None = None,
 ) -> tuple[list[str], Mapping[str, str]]:
-    """Enqueues a call. Returns the ids, and headers that report the caller's rates.
+    """Enqueues a call. Returns the requests' ids, and headers that report the rate limits.
 
-    Frees the payloads, and releases the hold on them. Raises ApiError 429, and what the client
-    raises.
+    Frees the payloads, and returns their bytes to the budget. Raises ApiError 429, and the errors
+    of the client.
     """
     rates = await _take_rest(gateway, served, caller, prepared)
     served.watch.num_sent += len(prepared.new)
@@ -104,8 +105,8 @@ async def _take_rest(
     if all(rate.amount <= rate.limit for rate in prepared.rates):
         with suppress(ApiError):
             return await take(gateway, served, caller, rest, is_last_try=False)
-    # The next attempt needs all of it, so the caller waits for all of it. What was taken before
-    # stays taken, as a body was read for it.
+    # The next attempt needs all of the cost, so the caller waits until all of it is available. The
+    # request that `admit_call` took is not returned, because a body was read for it.
     return await take(gateway, served, caller, prepared.rates)
 
 
@@ -116,7 +117,7 @@ async def prompt_tokens(
     prepared: Prepared,
     hold: Hold | None = None,
 ) -> tuple[Result, int | None]:
-    """Returns the prompt's tokens, as a worker reads it, and the model's context length.
+    """Returns the tokens of the prompt, as a worker tokenised it, and the model's context length.
 
     Raises ApiError, PromptqError.
     """
@@ -126,7 +127,7 @@ async def prompt_tokens(
     error = failure(result.finish_reason, result.error, num_tokens=0, names=prepared.call.names)
     if error is not None:
         raise error
-    if result.prompt_texts is None:  # a stranger wrote into the queue
+    if result.prompt_texts is None:  # another program wrote into the queue
         message = "the queue's record of this request has no tokens"
         raise ApiError(409, message, code="spoilt_record")
     return result, (await served.watch.look()).max_model_len
@@ -144,9 +145,9 @@ async def read_call(
 ) -> AsyncIterator[tuple[Prepared, Hold]]:
     """Counts a call against the caller's rate, reads the call, and yields its payloads.
 
-    Also yields the hold on the memory of the call's body. The hold ends with the `with` block.
-    `check` runs before the body is read. `history` returns the items of a response that the call
-    continues. It calls its last argument with the size of these items.
+    Also yields the hold on the memory of the call's body, which ends with the `with` block. `check`
+    runs before the body is read. `history` returns the items of the response that the call
+    continues. It also calls its last argument with the number of their bytes.
     """
     await admit_call(gateway, caller)
     if check is not None:

@@ -1,5 +1,5 @@
-"""Background work beside the queue: batch files, webhooks, upkeep.
+"""The background work of a queue: batch files, webhooks, upkeep.
 
-It is one more producer: a batch sends its lines to workers through the queue, like any client.
-RQ runs the jobs (`promptq jobs`). The code that runs a batch does not need RQ.
+For the queue, a batch is one more producer: it sends its lines to workers as requests. RQ runs the
+jobs (`promptq jobs`). The code that runs a batch does not depend on RQ.
 """

@@ -1,7 +1,7 @@
-"""Enqueues in RQ the batches that no process runs, when a worker is free. Tenants take turns.
+"""Enqueues batches in RQ that no process runs, when a worker is free. Tenants take turns.
 
-Strangers may write to the queue, too. An entry that is not a batch is deleted with a line in the
-log, so that it does not block later entries.
+Other programs may write to the queue, too. An entry that is not a batch is deleted with a line in
+the log, so that it does not block later entries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _MAX_TENANTS = 10_000
 
 
 class Dispatcher:
-    """One of several dispatchers. Only the leader works. If it dies, another one leads."""
+    """One of several dispatchers. Only the leader works. If the leader dies, another dispatcher
+    leads."""
 
     def __init__(
         self,
@@ -52,17 +53,18 @@ class Dispatcher:
         self._log = get_logger(queue=settings.queue)
         self._clock = clock
         self._starting: dict[str, float] = {}
-        """The time at which each starting batch was first seen: a worker has got it, but its run
-        has no lease yet."""
+        """For each starting batch, the time at which it was first seen. A batch is starting while a
+        worker has it but its run has no lease yet."""
         self._served: dict[bytes, None] = {}
-        """Tenants that had a turn, as their batches name them; the longest ago first."""
+        """Tenants whose batches were started, in the form of the batches' records. The tenant that
+        has waited longest comes first."""
 
     def leads(self) -> bool:
-        """Takes or renews the lead for some seconds. Returns whether this process leads."""
+        """Acquires or renews the lead for some seconds. Returns whether this process leads."""
         return self._lead_for(_LEADER_MS)
 
     def step_down(self) -> None:
-        """Let another process lead at once."""
+        """Releases the lead, so that another process can lead at once."""
         self._lead_for(0)
 
     def _lead_for(self, ttl_ms: int) -> bool:
@@ -70,7 +72,8 @@ class Dispatcher:
         return self._queue.run(scripts.hold(self._keys, key, self._holder, ttl_ms))
 
     def hand_out_batches(self) -> int:
-        """Enqueue new batches, and batches whose process died, one for each free worker."""
+        """Enqueues new batches, and batches whose process died, one for each free worker. Returns
+        their number."""
         unfinished = self._unfinished_batches()
         if not unfinished:
             self._starting.clear()
@@ -82,7 +85,7 @@ class Dispatcher:
         num_free = num_workers(self._batches) - len(in_rq | run | starting)
         if not ids or num_free <= 0:
             return 0
-        # Read again at last: a batch without a process may just have ended.
+        # Read the list once more: a batch without a process may just have ended.
         chosen = self._in_turn(ids & self._unfinished_batches(), num_free)
         for batch_id in chosen:
             with alone(f"batch {batch_id}"):
@@ -90,7 +93,8 @@ class Dispatcher:
         return len(chosen)
 
     def _in_turn(self, ids: set[str], count: int) -> list[str]:
-        """Choose `count` batches, each the oldest of the tenant whose turn is longest ago."""
+        """Returns `count` batches: in tenants' turns, the oldest batch of the tenant that has
+        waited longest."""
         waiting: dict[bytes, list[str]] = {}
         listed = sorted(ids)
         keys = [self._keys.batch(batch_id) for batch_id in listed]
@@ -126,16 +130,17 @@ class Dispatcher:
         return batch_ids
 
     def _run_of(self, ids: set[str]) -> set[str]:
-        """Returns the batches that a process runs."""
+        """Returns those of the batches that a process runs."""
         listed = sorted(ids)
         keys = [self._keys.batch_runner(batch_id) for batch_id in listed]
         is_run = self._queue.run([Call("", ["EXISTS", key], bool) for key in keys])
         return set(compress(listed, is_run))
 
     def _find_starting(self, ids: set[str]) -> set[str]:
-        """Returns batches that a worker has just got, so that their runs have no lease yet.
+        """Returns those of the batches that a worker has just got, so that their runs have no lease
+        yet.
 
-        A run without a lease after `LEASE_MS` counts as lost, whatever RQ knows of its worker.
+        A run without a lease after `LEASE_MS` counts as lost, even if RQ still knows its worker.
         """
         now = self._clock()
         since: dict[str, float] = {}

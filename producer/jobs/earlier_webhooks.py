@@ -1,4 +1,4 @@
-"""Takes over webhooks that releases before 0.3 enqueued in RQ into the queue's Redis."""
+"""Moves webhooks that releases before 0.3 enqueued in RQ to the queue's Redis."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from promptq.shared.runtime.logs import get_logger
 
 _JOB_ID = re.compile(rb"msg_[0-9a-f]{32}")
 _MAX_BYTES = 16 * 1024 * 1024
-"""The limit for a job, packed and unpacked. Such a job holds the whole message."""
+"""The most bytes of a job, packed and unpacked. A job of these releases contains the whole
+message."""
 _PAGE = 500
 
 
 def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
-    """Take over webhooks that wait in RQ for their first or next attempt. Returns their number.
+    """Moves webhooks that wait in RQ for their first or next attempt. Returns their number.
 
-    This reads one page of each list, and deletes all entries of the page. Only the request's id is
-    read from a job. So a stranger who writes such a job causes no more than one more call of the
-    webhook that the request names.
+    Each call reads one page of each list, and deletes all entries of the page. From a job, only the
+    request's id is read. So a forged job causes no more than one further call of the webhook that
+    the request names.
     """
     client: Any = jobs
     name = rq_queue_name(keys.queue, "webhooks")

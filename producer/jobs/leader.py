@@ -1,4 +1,5 @@
-"""The work of the leader of all `promptq jobs`: hand out batches, call webhooks, enqueue upkeep."""
+"""The work of the leader among all `promptq jobs`: starting batches, calling webhooks, enqueueing
+upkeep."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ _TICK_SECONDS = 0.25
 _BACKOFF_SECONDS = 1.0
 _END_SECONDS = 30.0
 _UPKEEP = ((REAP_SECONDS, REAP), (600, SWEEP), (60, ROLL_UP))
-"""The seconds between two runs of a job, and the job."""
+"""For each job of upkeep, the seconds between two runs."""
 
 
 def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
-    """Wait for the lead, then lead, until `is_over` returns True."""
+    """Waits until this process leads, then leads, until `is_over` returns True."""
     with (
         open_redis(server_url(settings.redis_url)) as own,
         open_jobs_redis(settings) as jobs,
@@ -81,7 +82,7 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
 
 
 def _do_each(steps: Iterable[Callable[[], object]]) -> bool:
-    """Take all steps, even if one fails. Returns whether all worked."""
+    """Calls all steps, even if one fails. Returns whether all succeeded."""
     is_well = True
     for step in steps:
         try:

@@ -1,4 +1,4 @@
-"""`promptq jobs`: a leader process, RQ workers, and a parent that restarts those that die."""
+"""`promptq jobs`: a leader process, RQ workers, and a parent that restarts processes that die."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _TICK_SECONDS = 0.25
 _BACKOFF_SECONDS = 1.0
 _END_SECONDS = 40.0
 _NOT_SERVED = os.EX_TEMPFAIL
-"""The exit code of a process that the server does not serve."""
+"""Exit code of a process that the server refuses or does not answer."""
 _SAID_AGAIN_SECONDS = 60.0
 
 Work = Callable[[JobsSettings], None]
 
 
 def run_jobs(settings: JobsSettings) -> None:
-    """Run until SIGTERM or SIGINT. Raises PromptqError if it cannot start."""
+    """Runs the jobs until SIGTERM or SIGINT. Raises PromptqError if they cannot start."""
     has_shared_secret = WebhookSecrets(settings).has_shared
     stop_requested = _stop_signal()
     url = server_url(settings.redis_url)
@@ -78,7 +78,7 @@ def run_jobs(settings: JobsSettings) -> None:
 
 
 def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis]) -> redis.Redis:
-    """Connect to a server that may be starting at the same time."""
+    """Connects to a server, and waits for it if it does not answer yet."""
     until = time.monotonic() + settings.redis_wait
     while True:
         try:
@@ -90,7 +90,8 @@ def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis])
 
 
 def _check_rights(settings: JobsSettings, url: str, try_out: Callable[[], object]) -> None:
-    """Raises RedisAuthError if the user of `url` may not run `try_out`, which needs role `jobs`."""
+    """Raises RedisAuthError if the user of `url` may not run `try_out`, a command that needs the
+    role `jobs`."""
     try:
         try_out()
     except NoPermissionError as error:
@@ -98,7 +99,7 @@ def _check_rights(settings: JobsSettings, url: str, try_out: Callable[[], object
         wrong = f"may not do what `promptq jobs` does; give it the URL of the user {role!r}"
         raise explain(error, url, f"{wrong} (promptq acl)") from None
     except redis.ResponseError:
-        pass  # a stranger changed the type of the key, which is logged later
+        pass  # the key has a wrong type, which is logged later
 
 
 def _print_ready(settings: JobsSettings) -> None:
@@ -110,7 +111,7 @@ def _print_ready(settings: JobsSettings) -> None:
 
 
 def _stop_signal() -> Callable[[], bool]:
-    """Returns a function that returns whether SIGTERM or SIGINT has come since."""
+    """Returns a function that returns whether SIGTERM or SIGINT has arrived."""
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: received.append(number))
@@ -126,19 +127,19 @@ class _Place:
 
 
 class _Processes:
-    """The child processes. They end when this process ends, however it ends.
+    """The child processes. They end when this process ends, for any reason.
 
-    This process has no thread and no connection, so it may fork at any time.
+    This process has no thread and no connection, so it can fork at any time.
     """
 
     def __init__(self, settings: JobsSettings) -> None:
         self._settings = settings
         self._said_at = -math.inf
-        """The time when a process last said why the server refuses it. New processes inherit this
-        time."""
+        """Time at which a process last logged why the server refuses it. New processes inherit this
+        time, so that they do not all log it."""
         self._reading, self._writing = os.pipe()
-        """Nothing is ever written. Only this process has the writing end. When that end closes, all
-        other processes stop, also those that RQ starts for batches."""
+        """A pipe to which nothing is ever written. Only this process has the writing end. When that
+        end closes, all other processes stop, including those that RQ starts for batches."""
         batches = _working(batch_queue, stop_pipe=self._reading)
         self._places = [
             _Place("leader", _lead),
@@ -147,7 +148,7 @@ class _Processes:
         ]
 
     def look_after(self) -> None:
-        """Start all processes, and restart those that died."""
+        """Starts all processes, and restarts those that died."""
         for place in self._places:
             if place.process is not None:
                 is_new = time.monotonic() - place.started <= _BACKOFF_SECONDS
@@ -167,7 +168,8 @@ class _Processes:
         return time.monotonic() >= self._said_at + _SAID_AGAIN_SECONDS
 
     def stop(self) -> None:
-        """End all processes. A batch stops where it is, a webhook gets the time that it needs."""
+        """Stops all processes. A batch stops at once and can be continued; a webhook call may
+        finish."""
         os.close(self._writing)
         until = time.monotonic() + _END_SECONDS
         for process in [place.process for place in self._places if place.process is not None]:
@@ -186,7 +188,7 @@ class _Processes:
 
 
 def _carry_out(work: Work, settings: JobsSettings, says_why: bool) -> None:
-    """Run the work of this process. If the server is away or refuses a command, the process ends
+    """Runs the work of a process. If the server is away or refuses a command, the process exits
     without a traceback; if `says_why`, with a warning."""
     try:
         work(settings)

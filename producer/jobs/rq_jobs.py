@@ -1,10 +1,10 @@
-"""RQ, with a table of the functions that it may run.
+"""Runs jobs in RQ, limited to a table of functions.
 
-Anybody who can write to RQ's server can write any job, but RQ sees only the jobs of promptq.
-`JobJson` reads a call only if the table has it, with valid arguments. `ListedJob` reads three
-fields of a job's record, so that RQ finds no callback, URL, dependency, retry or rate there. To RQ,
-other jobs do not exist. RQ itself provides queues, workers, processes, timeouts and the list of
-failed jobs.
+Any program that can write to RQ's server can write any job, but RQ sees only the jobs of promptq.
+`JobJson` decodes a call only if its function is in the table and its arguments are valid.
+`ListedJob` reads three fields of a job's record, so that RQ finds no callback, URL, dependency,
+retry or rate there. For RQ, other jobs do not exist. RQ itself provides queues, workers, processes,
+timeouts and the list of failed jobs.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from promptq.shared.server.connection import open_redis, without_password
 MakeQueue = Callable[[str, redis.Redis], Queue]
 
 MAX_DATA_BYTES = 4096
-"""The limit for a packed call. Ours are below 300 bytes. RQ unpacks 4 MiB at most from it."""
+"""The most bytes of a packed call. promptq's calls have less than 300 bytes. RQ unpacks at most 4
+MiB from a call of this size."""
 UPKEEP, BATCHES = "upkeep", "batches"
-"""The last words of the names of our queues in RQ."""
+"""The last part of the names of promptq's queues in RQ."""
 _NO_LIMIT = -1
 _RESULT_SECONDS = 600
 _WEEK_SECONDS = 7 * 86_400
 _BATCH_JOB = "promptq-"
 _JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
 _alone = partial(alone, stop=StopRequested)
-"""`alone` for code of RQ's worker, whose signal handler may raise StopRequested at any point."""
+"""`alone` for code in RQ's worker, whose signal handler may raise StopRequested at any time."""
 _EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
 _WORKER_KEY = re.compile(rb"rq:worker:promptq-[0-9a-f]{32}")
 _STATUSES = {status.value.encode() for status in JobStatus}
@@ -60,14 +61,14 @@ _QUEUED_OR_STARTED = {status.value.encode() for status in (JobStatus.QUEUED, Job
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A function that RQ may run. Times are seconds."""
+    """A function that RQ may run. Times are in seconds."""
 
     function: Callable[..., str]
     work: str
-    """The last word of the name of its queue in RQ."""
+    """The last part of the name of its queue in RQ."""
     timeout: int
     failure_seconds: int
-    """How long a failed job is listed."""
+    """Seconds for which a failed job stays in RQ's list."""
 
     @property
     def name(self) -> str:
@@ -84,44 +85,45 @@ _TABLE = {listed.name: listed for listed in (RUN_BATCH, REAP, SWEEP, ROLL_UP)}
 
 
 def rq_queue_name(queue: str, work: str) -> str:
-    """The name of the queue in RQ for one kind of work of our queue."""
+    """Returns the name of RQ's queue for one kind of work of a promptq queue."""
     return f"promptq-{queue}-{work}"
 
 
 @dataclass(frozen=True, slots=True)
 class JobJson:
-    """RQ's serializer: JSON. It decodes only calls of the table, for one of RQ's queues."""
+    """RQ's serializer. It uses JSON, and decodes only calls of functions in the table, for one
+    queue of RQ."""
 
     rq_queue: str
     more: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Arguments that this process adds to those of each job, such as its settings."""
+    """Further arguments that this process passes to each job, such as its settings."""
 
     def dumps(self, value: Any) -> bytes:
         return json.dumps(value).encode()
 
     def loads(self, data: bytes) -> tuple[str, None, list[Any], dict[str, Any]]:
-        """Decodes a call if its function is in the table. Raises ValueError for any other.
+        """Decodes a call if its function is in the table. Raises ValueError for any other call.
 
-        The arguments in `data` are the job's queue, and the batch's id if the job runs a batch.
+        The arguments in `data` are the promptq queue, and the batch's id if the job runs a batch.
         """
         match json.loads(data):
             case [str(name), None, [str(queue), *others], dict(kwargs)] if not kwargs:
                 pass
             case _:
-                raise ValueError("it is no call of a function with a list of arguments")
+                raise ValueError("the job is not a call of a function with a list of arguments")
         if name not in _TABLE:
             raise ValueError(
                 f"{name!r:.100} is not a job of this version: an earlier version left it, and only"
                 " that runs it (docs/operations.md, Updates), or somebody else put it there"
             )
         if self.rq_queue != rq_queue_name(queue, _TABLE[name].work):
-            raise ValueError(f"it is not for the queue {self.rq_queue}")
+            raise ValueError(f"the job is not for the queue {self.rq_queue}")
         match others:
             case [] if name != RUN_BATCH.name:
                 return name, None, [], {**self.more}
             case [str(batch_id)] if name == RUN_BATCH.name and is_batch_id(batch_id):
                 return name, None, [], {**self.more, "batch_id": batch_id}
-        raise ValueError(f"{name} has other arguments than a job of ours")
+        raise ValueError(f"{name} has other arguments than a job of promptq")
 
 
 class ListedJob(Job):
@@ -134,7 +136,7 @@ class ListedJob(Job):
 
     @classmethod
     def fetch(cls, id: str, connection: Any = None, serializer: Any = None) -> Job:
-        """Reads a job. Raises NoSuchJobError for every job that is not ours."""
+        """Returns a job. Raises NoSuchJobError if the job is not promptq's."""
         try:
             if not _JOB_ID.fullmatch(id.encode()):
                 raise ValueError("it is not the id of a job")
@@ -144,17 +146,18 @@ class ListedJob(Job):
                 raise
             intermediate = f"rq:queue:{serializer.rq_queue}:intermediate"
             _delete_id(connection, intermediate, id.encode(), str(error))
-            raise NoSuchJobError(f"not a job of ours: {id}") from None
+            raise NoSuchJobError(f"not a job of promptq: {id}") from None
 
     def restore(self, raw_data: Any) -> None:
-        """Restores a job from its record. Raises ValueError for the record of another job."""
+        """Sets the job's fields from its record. Raises ValueError if the record is not that of a
+        promptq job."""
         fields = {name: raw_data.get(name, b"") for name in (b"data", b"origin", b"status")}
         if len(fields[b"data"]) > MAX_DATA_BYTES:
-            raise ValueError("it is too large for a job of ours")
+            raise ValueError("the job is too large for a job of promptq")
         if fields[b"origin"] != self.serializer.rq_queue.encode():
-            raise ValueError(f"it is not for the queue {self.serializer.rq_queue}")
+            raise ValueError(f"the job is not for the queue {self.serializer.rq_queue}")
         if fields[b"status"] not in _STATUSES:
-            raise ValueError("it has no status of a job")
+            raise ValueError("the job has no valid status")
         super().restore(fields)
         try:
             listed = _TABLE[self.func_name or ""]
@@ -165,33 +168,33 @@ class ListedJob(Job):
 
 
 def _delete_id(connection: Any, key: str, job_id: bytes, reason: str) -> None:
-    """Deletes the id of a job that is not ours from a list, with one line in the log."""
+    """Deletes the id of a job that is not promptq's from a list, and logs this in one line."""
     if connection.lrem(key, 1, job_id):
         get_logger().warning("job entry removed", job_id=shown(job_id), reason=reason)
 
 
 class ListedQueue(Queue):
-    """A queue whose jobs never wait for another job."""
+    """A queue of RQ whose jobs never wait for another job."""
 
     def move_dependents_to_ready(self, *_: Any, **__: Any) -> dict[str, list[str]]:
-        """Does nothing. A stranger could write a list of waiting jobs with which RQ would fail."""
+        """Does nothing. Otherwise a forged list of dependent jobs could make RQ fail."""
         return {}
 
 
 class ListedWorker(Worker):
-    """RQ's worker, for one queue. With several queues RQ may lose a job."""
+    """RQ's worker, limited to one queue. With several queues, RQ may lose a job."""
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        """Sends a heartbeat, and registers again in case the server has lost the worker."""
+        """Sends a heartbeat. Also registers the worker again, in case the server has lost it."""
         super().heartbeat(timeout, pipeline)
         if pipeline is None:
             register(self)
 
     def subscribe(self) -> None:
-        """Does nothing. Commands on RQ's channel could end a worker or kill its job."""
+        """Does nothing. Otherwise commands on RQ's channel could stop a worker or kill its job."""
 
     def run_maintenance_tasks(self) -> None:
-        """Cleans this queue's lists. RQ would also clean lists that all queues share."""
+        """Cleans the lists of this queue. RQ would also clean lists that all queues share."""
         [queue] = self.queues
         if queue.acquire_maintenance_lock():
             try:
@@ -230,10 +233,10 @@ def _delete_strangers(queue: Queue) -> None:
 
 
 def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **more: Any) -> None:
-    """Works until SIGTERM or SIGINT, or with `burst` until no job waits.
+    """Runs a worker until SIGTERM or SIGINT; with `burst`, until no job waits.
 
-    Each job gets the settings and the arguments in `more`. They do not pass through the
-    environment, where others could read them.
+    Each job gets the settings and the arguments in `more`. They are not passed in the environment,
+    where others could read them.
     """
     pool: Any = queue.connection.connection_pool
     # RQ sets its longer timeout only for new connections, and an idle worker whose wait for a job
@@ -242,7 +245,7 @@ def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **m
     pool.reset()
     worker = ListedWorker(
         [queue],
-        name=f"promptq-{secrets.token_hex(16)}",  # the role `jobs` may reach such names only
+        name=f"promptq-{secrets.token_hex(16)}",  # the role `jobs` may use only such names
         connection=queue.connection,
         job_class=ListedJob,
         queue_class=ListedQueue,
@@ -254,13 +257,15 @@ def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **m
         serializer="json",  # RQ takes no object here
     )
     worker.serializer = JobJson(queue.name, {"settings": settings, **more})
-    worker.work(burst=burst, logging_level="CRITICAL")  # what matters we log ourselves
+    worker.work(burst=burst, logging_level="CRITICAL")  # promptq logs what matters
 
 
 def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: object) -> None:
     log = get_logger(job_id=job.id)
     if isinstance(error, AbandonedJobError):
-        log.warning("job failed", reason="its process ended before it, or was cut off for long")
+        log.warning(
+            "job failed", reason="its process ended too early, or was disconnected for a long time"
+        )
     elif isinstance(error, PromptqError | JobTimeoutException | redis.RedisError):
         log.warning("job failed", reason=str(error))
     else:
@@ -268,12 +273,13 @@ def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: o
 
 
 def upkeep_queue(queue: str, connection: redis.Redis) -> Queue:
-    """The queue for upkeep. It is separate, as batches may keep all their workers for hours."""
+    """Returns RQ's queue for upkeep. It is separate from batches, which may occupy all their
+    workers for hours."""
     return _queue(rq_queue_name(queue, UPKEEP), connection)
 
 
 def batch_queue(queue: str, connection: redis.Redis) -> Queue:
-    """The queue for batch files, each of which may take hours."""
+    """Returns RQ's queue for batch files, each of which may take hours."""
     return _queue(rq_queue_name(queue, BATCHES), connection)
 
 
@@ -287,7 +293,7 @@ def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> None:
 
 
 def enqueue_upkeep(queue: Queue, job: Listed, promptq_queue: str) -> None:
-    """Enqueues a job of upkeep in RQ, unless it waits there already."""
+    """Enqueues a job of upkeep in RQ, unless the job is waiting already."""
     name = queue.name
     if "." in name:  # RQ's ids have no dots, but names of queues may
         name = f"promptq-{hashlib.sha256(name.encode()).hexdigest()}"
@@ -313,36 +319,36 @@ def _waiting_ids(queue: Queue) -> list[str]:
 
 
 def batches_waiting(queue: Queue) -> set[str]:
-    """Returns the ids of batches that wait for one of RQ's workers."""
+    """Returns the ids of batches that wait for a worker of RQ."""
     ids = (job_id.removeprefix(_BATCH_JOB) for job_id in _waiting_ids(queue))
     return {batch_id for batch_id in ids if is_batch_id(batch_id)}
 
 
 def num_workers(queue: Queue) -> int:
-    """Returns how many workers are alive for RQ. A killed one still counts for a minute or so."""
+    """Returns the number of RQ's live workers. A killed worker still counts for about a minute."""
     client: Any = queue.connection
     listed = client.smembers(WORKERS_BY_QUEUE_KEY % queue.name)
     return sum(1 for key in listed if _WORKER_KEY.fullmatch(key))
 
 
 def is_queued_or_started(queue: Queue, batch_id: str) -> bool:
-    """Whether RQ's record says that a batch waits, or that a worker runs it.
+    """Returns whether a batch waits or runs according to RQ's record.
 
-    After the worker has died, the record may still say this for hours, or for ever.
+    If its worker has died, the record may still say so for hours, or for ever.
     """
     status = queue.connection.hget(Job.key_for(_BATCH_JOB + batch_id), "status")
     return status in _QUEUED_OR_STARTED
 
 
 def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
-    """Connects to RQ's server. Raises ConfigurationError for a Cluster."""
+    """Returns a client of RQ's server. Raises ConfigurationError for a Cluster."""
     url = settings.jobs_redis_url or server_url(settings.redis_url)
     why = "is a Cluster"
     if "+cluster://" not in url:
         connection = open_redis(url)
         client: Any = connection
         info: dict[str, Any] = {}
-        with suppress(redis.exceptions.NoPermissionError):  # the role may not ask
+        with suppress(redis.exceptions.NoPermissionError):  # the role may lack the right to ask
             info = client.info("cluster")
         if not info.get("cluster_enabled"):
             return connection

@@ -1,4 +1,4 @@
-"""Upkeep: jobs that keep a queue tidy even if no worker is alive. The leader enqueues them."""
+"""Upkeep: jobs that keep a queue tidy even without live workers. The leader enqueues them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ _MINUTES_KEPT = 7 * 24 * 60
 
 
 def reap(settings: JobsSettings) -> str:
-    """Take requests back from dead workers, end those past their deadlines, and keep statistics.
+    """Returns requests of dead workers to the queue, ends requests past their deadlines, and keeps
+    statistics.
 
     If nothing was reaped for a while, the server may have been away, so that workers could not
-    renew their leases. Workers then get half a lease for this before any lease counts as lost.
+    renew their leases. Then workers get half a lease of time to do so, before any lease counts as
+    lost.
     """
     queue = settings.queue
     with open_redis(server_url(settings.redis_url)) as connection:
@@ -57,7 +59,7 @@ def reap(settings: JobsSettings) -> str:
 
 
 def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> bool:
-    """Whether reaping has gone on for half a lease without a break."""
+    """Returns whether reaping has run for half a lease without interruption."""
     client = client_of(connection, keys)
     seconds, microseconds = client.time()
     now: int = seconds * 1000 + microseconds // 1000
@@ -69,7 +71,8 @@ def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> boo
 
 
 def _watched(client: Any, keys: Keys) -> tuple[int, int]:
-    """Returns the times of the last reaping and of the first since a break; 0 for unknown ones."""
+    """Returns two times: of the last reaping, and of the first reaping since the last interruption;
+    0 if unknown."""
     seen = since = None
     with deleted_if_spoilt(client, keys.upkeep):
         seen, since = client.hmget(keys.upkeep, "seen", "since")
@@ -77,7 +80,7 @@ def _watched(client: Any, keys: Keys) -> tuple[int, int]:
 
 
 def sweep(settings: JobsSettings) -> str:
-    """Delete expired files, and what interrupted uploads and old batches left behind."""
+    """Deletes expired files, and remains of interrupted uploads and old batches."""
     folder = settings.files_dir
     count = FileStore(folder).sweep() + _sweep_old(folder / "running")
     if count:
@@ -96,10 +99,10 @@ def _sweep_old(folder: Path) -> int:
 
 
 def roll_up(settings: JobsSettings) -> str:
-    """Write one entry for each minute that is over, from the statistics' samples in it.
+    """Writes one entry for each past minute, from the samples of the statistics in this minute.
 
-    The entry's id is the minute, so that no entry is written twice. Rates and counts are means,
-    `finished` is a sum, and 95th percentiles are the largest of the minute.
+    The entry's id is the minute, so no entry is written twice. Rates and counts are means,
+    `finished` is a sum, and 95th percentiles are the largest in the minute.
     """
     keys, count = Keys(settings.queue), 0
     with open_redis(server_url(settings.redis_url)) as connection:
@@ -128,7 +131,7 @@ def roll_up(settings: JobsSettings) -> str:
 def _next_minute(client: Any, keys: Keys, end: int) -> int:
     """Returns the first minute without an entry, in Unix milliseconds.
 
-    A stream that a stranger spoilt begins anew.
+    A stream that breaks the protocol is deleted and begins anew.
     """
     key, last = keys.statistics_minutes, []
     with deleted_if_spoilt(client, key):
@@ -146,7 +149,8 @@ def _ms_of(entry_id: bytes) -> int:
 
 
 def _one_of(samples: list[dict[str, str]]) -> dict[str, str]:
-    """Combines samples into one. Values that are not numbers are left out."""
+    """Returns one sample that combines the samples of a minute. Values that are not numbers are
+    left out."""
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, text in sample.items():

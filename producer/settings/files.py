@@ -16,7 +16,7 @@ def _default_folder() -> Path:
 
 
 class FilesSettings(Settings):
-    """Settings of a process that keeps files."""
+    """Settings of processes that store files."""
 
     files_dir: Path = Field(
         default_factory=_default_folder,

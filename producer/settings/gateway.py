@@ -15,11 +15,11 @@ class GatewaySettings(FilesSettings):
     files_bytes_per_tenant: int = Field(
         2 << 30,
         ge=0,
-        description="most bytes of files, including answers of batches, that a tenant may keep;"
+        description="most bytes of files, including answers of batches, that a tenant may have;"
         " 0: no limit",
     )
     files_per_tenant: int = Field(
-        1000, ge=0, description="most files that a tenant may keep, counted likewise; 0: no limit"
+        1000, ge=0, description="most files that a tenant may have, answers included; 0: no limit"
     )
     batches_per_tenant: int = Field(
         100, ge=0, description="most unfinished batches of a tenant; 0: no limit"
@@ -28,7 +28,7 @@ class GatewaySettings(FilesSettings):
     responses_seconds: int = Field(
         86_400,
         ge=60,
-        description="how long a stored response is kept, from its creation",
+        description="seconds after its creation for which a stored response is kept",
     )
     responses_per_tenant: int = Field(
         100_000, ge=0, description="most stored responses of a tenant; 0: no limit"
@@ -36,7 +36,7 @@ class GatewaySettings(FilesSettings):
     responses_bytes_per_tenant: int = Field(
         256 << 20,
         ge=0,
-        description="most bytes of stored responses that a tenant may keep; 0: no limit",
+        description="most bytes of stored responses that a tenant may have; 0: no limit",
     )
     queues: tuple[str, ...] = Field(
         (),
@@ -61,8 +61,8 @@ class GatewaySettings(FilesSettings):
     http_body_bytes: int = Field(
         256 * 1024 * 1024,
         ge=1,
-        description="the same limit for all tenants together; a tenant gets more only while more"
-        " bytes are free than it holds; the answer beyond that is 503",
+        description="the limit for all tenants together; a tenant gets more bytes only while more"
+        " bytes are free than the tenant uses; the answer beyond that is 503",
     )
     http_max_connections: int = Field(
         4096,
@@ -73,28 +73,28 @@ class GatewaySettings(FilesSettings):
     http_log_requests: bool = Field(True, description="log each call; `promptq up` does not")
     http_cors_origins: tuple[str, ...] = Field(
         (),
-        description="origins whose pages a browser lets read answers, as a JSON list such as"
-        ' `["https://chat.example"]`; `["*"]`: all; such a page needs an API key',
+        description="origins (CORS) whose pages may read answers in a browser, as a JSON list such"
+        ' as `["https://chat.example"]`; `["*"]`: all; such a page needs an API key',
     )
     http_header_seconds: float = Field(
         10.0,
         ge=0,
-        description="how long a stream waits for its first token before it sends its status; until"
-        " then the status can still report an error",
+        description="seconds that a stream waits for its first token before it sends its status;"
+        " until then, the status can still report an error",
     )
     http_keepalive_seconds: float = Field(
-        15.0, gt=0, description="after this time without a token, a stream gets a comment"
+        15.0, gt=0, description="seconds without a token after which a stream gets a comment"
     )
     http_ready_seconds: float = Field(
-        30.0, gt=0, description="/readyz does not count workers whose current step takes longer"
+        30.0, gt=0, description="seconds; /readyz ignores workers whose current step takes longer"
     )
     http_drain_seconds: float = Field(
-        20.0, ge=0, description="how long a gateway that stops continues its answers"
+        20.0, ge=0, description="seconds for which a stopping gateway continues its answers"
     )
 
     @property
     def served_queues(self) -> tuple[str, ...]:
-        """The names for `ServedQueues`. If none is set, all queues of the server are served."""
+        """The names for `ServedQueues`. If no queue is set, all queues of the server are served."""
         if not self.queues:
             return (self.queue,) if "queue" in self.model_fields_set else (self.queue, ALL_QUEUES)
         names = [name for name in self.queues if name != ALL_QUEUES] or [self.queue]

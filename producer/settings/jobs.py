@@ -17,7 +17,7 @@ class JobsSettings(FilesSettings, ReaperSettings):
     )
     batch_workers: int = Field(2, ge=0, description="batch files that run at once")
     batch_turn_seconds: float = Field(
-        60.0, gt=0, description="how long a batch runs while a batch of another tenant waits"
+        60.0, gt=0, description="seconds that a batch runs while a batch of another tenant waits"
     )
     batch_in_flight: int = Field(
         128, ge=1, description="most lines of a batch that wait or run at once"
@@ -47,5 +47,5 @@ class JobsSettings(FilesSettings, ReaperSettings):
         False, description="call webhooks in private networks and on this machine, too"
     )
     webhook_timeout_seconds: float = Field(
-        10.0, gt=0, description="how long the receiver of a webhook may take to answer"
+        10.0, gt=0, description="seconds that the receiver of a webhook may take to answer"
     )

@@ -1,10 +1,12 @@
 """Calls the webhooks of requests that have ended, many at once. Tenants and receivers take turns.
 
-Only the leader does this. The queue's Redis has the waiting webhooks: the request's id, the number
-of attempts and the time of the next one. The message is made from the request's hash when it is
-sent. So a stranger who can write only to RQ's server cannot have anything sent or signed. Strangers
-may write to the queue, too. An entry that is not a webhook is deleted with a line in the log, so
-that it does not block later entries.
+Only the leader does this. The queue's Redis stores the waiting webhooks: the request's id, the
+number of attempts and the time of the next attempt. The message is made from the request's hash
+when it is sent. So an attacker who can write only to RQ's server cannot make promptq send or sign
+anything.
+
+Other programs may write to the queue, too. An entry that is not a webhook is deleted with a line in
+the log, so that it does not block later entries.
 """
 
 from __future__ import annotations
@@ -43,28 +45,30 @@ from promptq.shared.server.cluster import client_of
 
 _PAGE = 500
 _PAGES = 4
-"""The most pages in one turn. Between two turns the leader renews its lead."""
+"""The most pages of ended requests that are read in one round. After each round, the leader renews
+its lead."""
 _RECORD_MS = 26 * 3_600_000
-"""Longer than all attempts together, as in shared/lua/lib/ending.lua."""
+"""Milliseconds for which a request's record is kept for its webhook. This is longer than all
+attempts together, as in shared/lua/lib/ending.lua."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300
 
 
 class Waiting(BaseModel):
-    """A webhook that waits to be called."""
+    """A webhook that waits for a call."""
 
     tenant: str = ""
     attempts: Annotated[int, Field(ge=0, le=len(BACKOFF_SECONDS))] = 0
     due: FiniteFloat
-    """Unix seconds."""
+    """Time of the next attempt in Unix seconds."""
 
 
 class DeadWebhook(BaseModel):
-    """A webhook that is no longer tried."""
+    """A webhook that was given up."""
 
     at: int
-    """Unix milliseconds."""
+    """Time at which the webhook was given up, in Unix milliseconds."""
     request_id: str
     tenant: str
     attempts: int
@@ -72,7 +76,8 @@ class DeadWebhook(BaseModel):
 
 
 def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
-    """Returns webhooks that are no longer tried, latest first, without entries of strangers."""
+    """Returns webhooks that were given up, latest first, without entries that break the
+    protocol."""
     client = client_of(connection, keys)
     entries: list[Any] = []
     with alone(keys.webhooks_dead):
@@ -87,14 +92,15 @@ def _dead_of(entry: tuple[bytes, Any]) -> DeadWebhook:
 
 class _Outcome(BaseModel):
     kind: Literal["over", "failed", "undeliverable", "full", "away"]
-    """The outcome: `failed`: the webhook is tried again. `full`: its receiver has no place. `away`:
+    """The outcome of an attempt. `over`: done, or no longer needed. `failed`: the webhook will be
+    tried again. `undeliverable`: it is given up. `full`: its receiver has no free place. `away`:
     Redis is away."""
     reason: str = ""
     receiver: str | None = None
 
 
 class Deliveries:
-    """The waiting webhooks, and threads that call them. One thread does everything else."""
+    """The waiting webhooks, and the threads that call them. All other work is in one thread."""
 
     def __init__(
         self,
@@ -116,7 +122,7 @@ class Deliveries:
         self._forget()
 
     def go_on(self) -> None:
-        """Note the results of calls, read new webhooks, and call those that are due."""
+        """Stores the outcomes of calls, reads new webhooks, and calls those that are due."""
         try:
             self._note()
             if not self._is_known:
@@ -131,14 +137,14 @@ class Deliveries:
         self._begin()
 
     def pause(self) -> None:
-        """Begin no calls while another process leads. `go_on` then reads all webhooks again."""
+        """Begins no calls while another process leads. Then `go_on` reads all webhooks again."""
         if self._is_known:
             self._forget()
             self._is_known = False
         self._note()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a call ends, for up to `seconds`. Returns whether any was under way."""
+        """Waits until a call ends, for up to `seconds`. Returns whether calls were in progress."""
         if not self._under_way:
             time.sleep(seconds)
             return False
@@ -146,7 +152,7 @@ class Deliveries:
         return True
 
     def close(self, seconds: float) -> None:
-        """Begin no more calls, and wait for up to `seconds` for calls under way."""
+        """Begins no more calls, and waits for up to `seconds` for calls in progress."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         wait(self._under_way, seconds)
         self._note()
@@ -157,7 +163,7 @@ class Deliveries:
         self._of_tenant: Counter[str] = Counter()
         self._later: list[tuple[float, str]] = []
         self._ready = set(self._under_way.values())
-        """Ids that are due or being called."""
+        """Ids of webhooks that are due or being called."""
         self._turns.forget_due()
 
     def _read_all(self) -> None:
@@ -187,7 +193,8 @@ class Deliveries:
         heapq.heappush(self._later, (item.due, request_id))
 
     def _take_in(self) -> int:
-        """Read a page of requests that have ended. Returns their number."""
+        """Reads a page of requests that have ended, and adds their webhooks. Returns the number of
+        requests."""
         key = self._keys.webhooks
         ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
         if not ids:
@@ -207,7 +214,7 @@ class Deliveries:
             else:
                 coming[tenant] += request_id not in self._waiting
                 new[request_id] = Waiting(tenant=tenant, due=self._clock())
-                # Keep the record, as the message is made from it. A dead letter never expires.
+                # Keep the record, because the message is made from it. A dead letter never expires.
                 record = self._keys.request(request_id)
                 writing.append(Call("", ["PEXPIRE", record, _RECORD_MS, "GT"], int))
         writing += [self._keep(request_id, item) for request_id, item in new.items()]
@@ -234,7 +241,7 @@ class Deliveries:
             self._turns.add(request_id, item.tenant, self._receivers.get(request_id))
 
     def _call(self, request_id: str) -> _Outcome:
-        """Make one attempt, in a thread."""
+        """Makes one attempt to call a webhook, in a thread. Returns the outcome."""
         receiver = None
         try:
             if not self._redis.hexists(self._keys.webhooks_waiting, request_id):
@@ -256,7 +263,7 @@ class Deliveries:
             if is_wrong_type(error):
                 self._is_known = False
             return _Outcome(kind="away", receiver=receiver)
-        except Exception as error:  # no message may keep others from being called
+        except Exception as error:  # one message must not stop the others
             item = self._waiting.get(request_id)
             log = self._log_of(request_id, item.tenant if item is not None else "")
             log.error("webhook cannot be called", exc_info=error)
@@ -279,7 +286,7 @@ class Deliveries:
                 self._make_ready(request_id)
 
     def _write(self, request_id: str, outcome: _Outcome) -> None:
-        """Write down the outcome of a call. After a redis.RedisError, write it again."""
+        """Stores the outcome of a call. After a redis.RedisError, this must be repeated."""
         item = self._waiting.get(request_id)
         if outcome.receiver is not None and item is not None:
             self._receivers[request_id] = outcome.receiver

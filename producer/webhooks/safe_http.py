@@ -1,9 +1,9 @@
-"""Sends an HTTP POST to a stranger's URL, without a way into the operator's network.
+"""Sends an HTTP POST to an untrusted URL, without giving access to the operator's network.
 
 The host's name is resolved once, and all of its addresses are checked. The connection goes to a
-checked address, so an attacker gains nothing by changing the name's addresses later. No redirect is
-followed, no proxy is used, and only the status of the answer is read. The whole call has a time
-limit, so that a receiver cannot prolong it by sending single bytes.
+checked address, so an attacker gains nothing by changing the name's addresses later. Redirects are
+not followed, no proxy is used, and only the status of the answer is read. The whole call has a time
+limit, so a receiver cannot prolong it by sending single bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from promptq.shared.errors import PromptqError
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
-"""All IPv6 addresses that the internet routes; https://www.iana.org/assignments/ipv6-address-space"""
+"""All IPv6 addresses that are routed on the internet;
+https://www.iana.org/assignments/ipv6-address-space"""
 _SPECIAL = [*map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20"))]
-"""More networks for special use, which some releases of Python 3.11 call global."""
+"""Further networks for special use, which some releases of Python 3.11 treat as global."""
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -34,7 +35,8 @@ class AddressRefusedError(PromptqError):
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is on the internet. An IPv4 address inside IPv6 is checked, too."""
+    """Returns whether an IP address is on the public internet. For an IPv4 address inside an IPv6
+    address, both are checked."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour
@@ -57,16 +59,16 @@ def post(
 ) -> int:
     """Sends the body, and returns the status of the answer.
 
-    Each wait may take `timeout` seconds, and the whole call three times that, without the look-up
-    of the host, which the system's resolver limits. Raises AddressRefusedError, and OSError or
-    http.client.HTTPException for failures that may pass.
+    Each wait may take `timeout` seconds, and the whole call three times as long. This does not
+    include resolving the host's name, whose time the system limits. Raises AddressRefusedError.
+    Raises OSError or http.client.HTTPException for failures after which a retry may succeed.
     """
     until = time.monotonic() + 3 * timeout
     try:
         parts = urlsplit(url)
         host = parts.hostname
         if not host or parts.scheme not in _PORTS:
-            raise ValueError("it has no http or https host")
+            raise ValueError("the URL has no http or https host")
         port = parts.port or _PORTS[parts.scheme]
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
         connection.default_port = _PORTS[parts.scheme]  # the Host header leaves it out
@@ -95,12 +97,12 @@ def post(
             timer.cancel()
             connection.close()
         if is_late.is_set():
-            raise TimeoutError("it took too long")
+            raise TimeoutError("the call took too long")
         return status
     except OSError:  # a wrong certificate is one, and also a ValueError
         raise
     except (ValueError, http.client.InvalidURL) as error:
-        raise AddressRefusedError(f"it is not a URL to call: {error}") from None
+        raise AddressRefusedError(f"the URL is not valid: {error}") from None
 
 
 def _connect(

@@ -1,10 +1,10 @@
-"""Decides whose webhook is called next, because the places for calls are limited.
+"""Chooses the webhook to call next, because the number of calls at a time (places) is limited.
 
-Tenants take turns, and so do the receivers of a tenant. No tenant can take all places: a call
-begins only while more places are free than its tenant and its receiver hold together (a dynamic
-threshold: A. Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet
-Switches, 1998). So one slow receiver gets a third of the places. Slow tenants leave places for
-tenants that hold none, and a tenant that is alone still gets many.
+Tenants take turns, and so do the receivers of a tenant. No tenant can occupy all places: a call
+begins only if the free places outnumber the places of its tenant plus those of its receiver (a
+dynamic threshold: A. Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory
+Packet Switches, 1998). So one slow receiver gets a third of the places. Slow tenants leave places
+for other tenants, and a tenant without competitors still gets many.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 
 class Turns:
-    """Webhooks that are due, by tenant and receiver, and those that hold a place.
+    """The webhooks that are due, by tenant and receiver, and those that occupy a place.
 
-    A receiver is None until its URL was read. Thread-safe.
+    The receiver is None until the webhook's URL was read. Thread-safe.
     """
 
     def __init__(self, places: int) -> None:
@@ -28,17 +28,18 @@ class Turns:
         """Tenant and receiver of each webhook that is being called, by request id."""
 
     def add(self, request_id: str, tenant: str, receiver: str | None) -> None:
-        """Add a webhook that is due."""
+        """Adds a webhook that is due."""
         with self._lock:
             self._due.setdefault(tenant, {}).setdefault(receiver, deque()).append(request_id)
 
     def forget_due(self) -> None:
-        """Forget the webhooks that are due. Webhooks that hold a place keep it."""
+        """Forgets the webhooks that are due, but not those that occupy a place."""
         with self._lock:
             self._due.clear()
 
     def take(self) -> str | None:
-        """Returns the next webhook, which holds a place until `give_back`; None without a place."""
+        """Returns the next webhook, which occupies a place until `give_back`; None if no webhook
+        may begin."""
         with self._lock:
             may_begin = self._room()
             for tenant, by_receiver in self._due.items():
@@ -51,7 +52,8 @@ class Turns:
             return None
 
     def name_receiver(self, request_id: str, receiver: str) -> bool:
-        """Name the receiver of a webhook that holds a place. Returns whether it may be called."""
+        """Sets the receiver of a webhook that occupies a place. Returns whether the receiver may be
+        called."""
         with self._lock:
             tenant, known = self._held.pop(request_id)
             may_begin = known == receiver or self._room()(tenant, receiver)
@@ -63,7 +65,8 @@ class Turns:
             del self._held[request_id]
 
     def _room(self) -> Callable[[str, str | None], bool]:
-        """Returns a function that tests if a call for a tenant and a receiver may begin now."""
+        """Returns a function that returns whether a call for a tenant and a receiver may begin
+        now."""
         num_free = self._places - len(self._held)
         of_tenant = Counter(tenant for tenant, _ in self._held.values())
         of_receiver = Counter(held for held in self._held.values() if held[1] is not None)

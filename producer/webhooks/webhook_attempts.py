@@ -1,4 +1,4 @@
-"""Calls a webhook: a signed message that a request has ended, until the URL accepts it."""
+"""Calls a webhook: sends a signed message that a request has ended, until the URL accepts it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from promptq.shared.protocol.keys import is_name
 from promptq.shared.protocol.request import Request
 
 BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
-"""The waits between attempts, in seconds; together just under a day."""
+"""Seconds to wait after each attempt; together just under a day."""
 
 
 class UndeliverableError(PromptqError):
-    """The webhook is not tried again: no message, no allowed receiver, or it was refused."""
+    """The webhook is given up: it has no message, or its URL may not be called or refused the
+    message for good."""
 
 
 class DeliveryError(PromptqError):
-    """The webhook was not accepted. The jobs try again."""
+    """The webhook was not accepted. The jobs will try again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message, and where to send it."""
+    """A message, and the URL to which it is sent."""
 
     webhook_id: str
     tenant: str
@@ -42,35 +43,36 @@ class Message:
 
     @property
     def receiver(self) -> str:
-        """Host and port. Calls to one host and port wait for each other. The rest of a URL is
-        private."""
+        """Host and port of the URL. Calls to the same receiver wait for each other. The rest of the
+        URL is private."""
         try:
             parts = urlsplit(self.url)
             return f"{parts.hostname}:{parts.port or parts.scheme}"[:300]
         except ValueError:
-            return "nobody"  # the call will report the error
+            return "nobody"  # the attempt will report the error
 
 
 def webhook_id_of(queue: str, request_id: str) -> str:
-    """The id of a webhook. It is the same for all attempts, so receivers can drop repetitions."""
+    """Returns the id of a webhook. It is the same for all attempts, so receivers can ignore
+    repetitions."""
     return "msg_" + hashlib.sha256(f"{queue}:{request_id}".encode()).hexdigest()[:32]
 
 
 def tenant_of(name: str | None) -> str:
-    """The tenant in a request's hash; '' for anything that is not a name."""
+    """Returns the tenant in a request's hash; '' if the text is not a valid name."""
     return name if name and is_name(name) else ""
 
 
 def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message | None:
-    """The message for a request's hash; None if the request has no webhook.
+    """Returns the message for a request's hash; None if the request has no webhook.
 
-    Raises UndeliverableError if the hash is gone, or a stranger has written into it.
+    Raises UndeliverableError if the hash is gone or not valid.
     """
     if not record:
-        raise UndeliverableError("its record has expired")
+        raise UndeliverableError("the request's record has expired")
     try:
         request = Request.parse(record.get("payload", ""))
-    except InvalidRequestError:  # it may have failed for that, but have a good URL
+    except InvalidRequestError:  # another field is wrong; the URL may be valid
         url, metadata = _url_of(record.get("payload", "")), None
     else:
         url, metadata = request.webhook_url, request.metadata
@@ -78,9 +80,9 @@ def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message |
         return None
     try:
         body = _body_of(queue, request_id, record, metadata)
-        body.encode()  # as it will be sent
+        body.encode()  # fails for a text that cannot be sent
     except (ValueError, OverflowError, OSError, RecursionError) as error:
-        raise UndeliverableError(f"its record was not written by a worker: {error}") from None
+        raise UndeliverableError(f"no worker wrote the request's record: {error}") from None
     tenant = tenant_of(record.get("tenant"))
     return Message(webhook_id_of(queue, request_id), tenant, url, body)
 
@@ -103,9 +105,9 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
 
 
 def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> int:
-    """Make one attempt. Returns the status of the answer.
+    """Makes one attempt. Returns the status of the answer.
 
-    Raises DeliveryError if it is worth another attempt, else UndeliverableError.
+    Raises DeliveryError if another attempt may succeed, otherwise UndeliverableError.
     """
     timestamp = int(time.time())
     headers = {
@@ -130,7 +132,9 @@ def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -
     except (OSError, http.client.HTTPException) as error:
         raise DeliveryError(f"{message.receiver}: {type(error).__name__}: {error}") from None
     if status == 410:
-        raise UndeliverableError(f"{message.receiver} answered 410: it wants no more webhooks")
+        raise UndeliverableError(
+            f"{message.receiver} answered 410: the receiver wants no more webhooks"
+        )
     if not 200 <= status < 300:
         raise DeliveryError(f"{message.receiver} answered {status}")
     return status

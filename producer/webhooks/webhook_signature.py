@@ -1,8 +1,9 @@
-"""Signs webhooks with a secret for each tenant, derived from a master secret that stays here.
+"""Signs webhooks with a secret for each tenant. The secrets are derived from a master secret, which
+promptq never sends.
 
-A secret belongs to a tenant and not to a URL. If a tenant names another tenant's URL, the message
-has the first tenant's signature, and the receiver refuses the message. No secret is stored in
-Redis. Signatures follow https://www.standardwebhooks.com, and its library computes them.
+A secret belongs to a tenant, not to a URL. If a tenant names another tenant's URL, the message has
+the first tenant's signature, and the receiver refuses the message. No secret is stored in Redis.
+Signatures follow https://www.standardwebhooks.com, whose library computes them.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.settings.common import ENV_PREFIX
 
 OVERLAP_SECONDS = 86_400
-"""How long the previous secret also signs."""
+"""Seconds after a rotation in which the previous secret signs, too."""
 _PREFIX = "whsec_"
 
 
 class Rotation(BaseModel):
-    """The version of a tenant's secret, and since when (Unix seconds)."""
+    """The version of a tenant's secret, and the time since which it is valid (Unix seconds)."""
 
     version: Annotated[int, Field(ge=2, le=10**9)]
     since: float
@@ -57,11 +58,11 @@ class WebhookSecrets:
 
     @property
     def has_shared(self) -> bool:
-        """Whether the one secret of earlier releases still signs for all tenants, too."""
+        """Whether the one secret of earlier releases, which all tenants share, still signs too."""
         return self._shared is not None
 
     def of(self, tenant: str) -> list[str]:
-        """The tenant's own valid secrets, the newest first."""
+        """Returns the tenant's own valid secrets, the newest first."""
         rotation = self._read().get(self._name(tenant))
         if rotation is None:
             return [self._make(tenant, 1)]
@@ -71,7 +72,8 @@ class WebhookSecrets:
         return [self._make(tenant, version) for version in versions]
 
     def rotate(self, tenant: str) -> str:
-        """Make the tenant's next secret. It is valid from now on, beside the last one."""
+        """Creates and returns the tenant's next secret. It is valid at once; for a time, the
+        previous secret is valid, too."""
         with _explained(self._rotations), _locked(self._rotations.with_suffix(".lock")):
             secrets = self._read()
             last = secrets.get(self._name(tenant))
@@ -85,8 +87,8 @@ class WebhookSecrets:
         return self._make(tenant, version)
 
     def sign(self, tenant: str, webhook_id: str, timestamp: int, body: str) -> str:
-        """The `webhook-signature` header, with one signature for each valid secret."""
-        # The shared one first, for receivers from before there could be two.
+        """Returns the header `webhook-signature`, which has one signature for each valid secret."""
+        # The shared secret comes first, for old receivers that read only one signature.
         valid = ([self._shared] if self._shared else []) + self.of(tenant)
         at = datetime.fromtimestamp(timestamp, UTC)
         return " ".join(Webhook(secret).sign(webhook_id, at, body) for secret in valid)
@@ -95,7 +97,8 @@ class WebhookSecrets:
         return f"{self._queue}:{tenant}"
 
     def _make(self, tenant: str, version: int) -> str:
-        """Make a secret. It does not reveal the master secret, or another tenant's secret."""
+        """Derives a tenant's secret. It reveals neither the master secret nor another tenant's
+        secret."""
         what = f"promptq webhook {version} {self._queue} {tenant}".encode()
         return _encode(hmac.digest(self._master, what, hashlib.sha256))
 
@@ -112,17 +115,18 @@ class WebhookSecrets:
 
 
 def master_file(settings: JobsSettings) -> Path:
-    """Returns the file of the master secret that promptq has generated."""
+    """Returns the path of the master secret that promptq has generated."""
     return settings.files_dir / "webhook-master-secret"
 
 
 def shared_file(settings: JobsSettings) -> Path:
-    """The file in which releases before 0.3 kept the one secret of all receivers."""
+    """Returns the path at which releases before 0.3 stored the one secret of all receivers."""
     return settings.files_dir / "webhook-secret"
 
 
 def _load_master(settings: JobsSettings) -> bytes:
-    """Returns the master secret of the settings, or one that is generated once and kept."""
+    """Returns the master secret in the settings; without one, a secret that is generated once and
+    stored."""
     if settings.webhook_master_secret is not None:
         return _decode(settings.webhook_master_secret, "webhook_master_secret")
     path = master_file(settings)

@@ -1,4 +1,5 @@
-"""The input and result of a claim: a worker's room, and the requests that it gets."""
+"""The arguments and the result of a claim: a worker's room, and the requests that the worker
+gets."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 
 class Holding(NamedTuple):
-    """The preemptible sequences of one priority that a tenant runs at a worker: their number and
-    their KV tokens. Both are 0 for a tenant whose requests there are not preemptible."""
+    """Number and KV tokens of the sequences that one tenant runs at a worker with one priority.
+
+    Only preemptible sequences count, so both are 0 for a tenant that has no preemptible sequence.
+    """
 
     priority: int
     num_running: int
@@ -26,14 +29,15 @@ class Room:
     """A worker's room for requests.
 
     - `capacity`: the most KV tokens that one request may take.
-    - `preemptible`: the (priority, tokens) of running sequences that a more urgent request may
+    - `preemptible`: (priority, KV tokens) of the running sequences that a more urgent request may
       preempt.
-    - `num_held`: the number of requests that the worker holds. A request that is suspected of
-      earlier crashes goes only to a worker that holds no other.
-    - `num_sharing`: the number of workers that share the waiting requests. A claim takes at most
-      the rest of one worker's share, or a small part of the waiting requests if that is more.
-    - `held`: the holdings of tenants at this worker. If another tenant has more than its share, a
-      tenant without holdings gets a request even without room.
+    - `num_held`: number of requests that the worker holds. A request suspected of earlier crashes
+      goes only to a worker that holds no other request.
+    - `num_sharing`: number of workers among which the waiting requests are divided. A claim returns
+      at most the requests that this worker lacks of an equal part, or a quarter of its part of the
+      waiting requests if that is more.
+    - `held`: what each tenant runs at this worker. A tenant that runs nothing here gets a request
+      even from a full worker, if another tenant exceeds its fair share.
     """
 
     max_count: int
@@ -47,7 +51,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """The model that all workers of a queue must have. Empty fields stand for any model."""
+    """The model that all workers of a queue must have. An empty field matches every model."""
 
     name: str = ""
     fingerprint: str = ""
@@ -57,9 +61,11 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ClaimContext:
-    """Facts about earlier calls. The server compares them with its own to notice a lost reply.
+    """Facts about this worker's earlier claims. The server compares them with its records, and so
+    notices a lost reply.
 
-    See `promptq.shared.queue.claim_history`. Without a session, the server notices no lost reply.
+    See `promptq.shared.queue.claim_history`. If `session` is empty, the server notices no lost
+    reply.
     """
 
     session: str = ""
@@ -70,7 +76,8 @@ class ClaimContext:
 
 @dataclass(slots=True)
 class Claim:
-    """A request that a worker claimed. In each later call, the fence proves this attempt."""
+    """A request that a worker claimed. Each later call sends `fence` to prove that it belongs to
+    this attempt."""
 
     request_id: str
     payload: bytes
@@ -81,54 +88,59 @@ class Claim:
     enqueued_at_ms: int
     claimed_at_ms: int
     prompt_tokens: int | None
-    """Exact length of the prompt if an earlier attempt tokenised it."""
+    """Exact number of tokens of the prompt; None if no attempt has tokenised the prompt yet."""
     cost: int
-    """Expected KV need in tokens, as counted against the budget."""
+    """Expected number of KV tokens; the claim counts it against the worker's budget."""
     events: list[TokenEvent] = field(default_factory=list)
     """The events of earlier attempts."""
     is_spoilt: bool = False
-    """Whether the log has an entry that is not an event, so that no attempt can continue it."""
+    """Whether the log has an entry that is not an event. No attempt can continue such a request."""
     turn: tuple[float, str] | None = None
-    """The place among the requests of tenants that share: the lowest waiting score at the claim,
-    then the claim's time and order. None if no tenants share."""
+    """Sort key among the requests of all tenants: the lowest waiting score at the time of the
+    claim, then the claim's time and order. None if the queue has no tenants."""
     tenant: str = ""
-    """The tenant in whose queue the request waited, whatever its payload says; empty: no tenant."""
+    """The tenant in whose queue the request waited, even if the payload names another one; empty
+    for no tenant."""
     weight: float = 1.0
-    """The tenant's weight when it was claimed."""
+    """The tenant's weight at the time of the claim."""
     is_suspect: bool = False
-    """Whether workers crashed while they held the request, which therefore must run alone."""
+    """Whether the request must run alone, because workers crashed while they held this request."""
     num_logged: int = 0
-    """Number of tokens in the log. The id of the log's last entry has this number, even if the
-    entry is not an event."""
+    """Number of tokens in the log, from the id of the log's last entry. That entry may not be an
+    event."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
-    """Arrival time of the server's reply, a `time.monotonic()` in seconds. The delay of the reply
-    is corrected to that of the quickest recent reply."""
+    """Arrival time of the server's reply, in seconds of `time.monotonic()`. A slow reply gets the
+    time at which the quickest recent reply would have arrived."""
 
     @property
     def order(self) -> tuple[float, str]:
-        """Sort key: the place in the queue, or in the order of tenants that share. Lowest first."""
+        """Sort key, lowest first: `turn` if the queue has tenants, otherwise score and id."""
         return self.turn or (self.score, self.request_id)
 
     def server_ms(self, at: float) -> int:
-        """Unix milliseconds of the server at `at`, a `time.monotonic()` in seconds."""
+        """Returns the server's time in Unix milliseconds at the moment `at`, in seconds of
+        `time.monotonic()`."""
         return self.claimed_at_ms + round((at - self.received_at) * 1000)
 
     def as_held(self) -> Held:
-        """Returns the id and the fence, with which a call renews or returns the lease."""
+        """Returns the id and the fence, which a call needs to renew or return the lease."""
         return Held(self.request_id, self.fence)
 
 
 class Claims(list[Claim]):
-    """The requests of one claim, in queue order; `num_pending` more requests wait."""
+    """The requests of one claim, in queue order. `num_pending` is the number of requests that still
+    wait."""
 
     num_pending = 0
     next_skip = 0
-    """`skip` for the next claim, which passes over requests that this worker can never take."""
+    """`skip` of the next claim: the number of requests to pass over, because this worker can never
+    take them."""
 
 
 @dataclass(slots=True)
 class Held:
-    """A request that a worker holds. The worker sends `prompt_tokens` once."""
+    """The id and fence of a request that a worker holds. `prompt_tokens` is set only in the first
+    call after the worker has tokenised the prompt."""
 
     request_id: str
     fence: str

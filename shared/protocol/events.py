@@ -1,6 +1,6 @@
 """The queue's output: the events of a request, and the result that they fold into.
 
-The JSON form of each is public. Field names follow the OpenAI API and vLLM.
+Their JSON forms are public. Field names follow the OpenAI API and vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from promptq.shared.protocol.request import FinishReason
 
 _quoted = json.encoder.encode_basestring
-"""Encodes a text as JSON, in C if Python has it, with characters beyond ASCII unescaped."""
+"""Function that encodes a text as JSON. Characters beyond ASCII stay unescaped. Written in C if
+Python has it."""
 
 
 StoredTokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -38,7 +39,7 @@ def _array(items: Sequence[BaseModel | None] | None) -> str:
 class _Wire(BaseModel):
     """Base of the data that workers send. Unknown fields are ignored.
 
-    NaN and infinity are refused: JSON has neither, and pydantic would write them as null.
+    NaN and infinity are refused, because JSON has neither and pydantic would write null.
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
@@ -71,11 +72,11 @@ class TokenLogprob(_Wire):
 
 
 class _WithPrompt(_Wire):
-    """The prompt's fields in the first event and the result of a request with `prompt_logprobs` or
-    `tokenize`.
+    """The fields about the prompt, in the first event and in the result of a request with
+    `prompt_logprobs` or `tokenize`.
 
-    The lists have an entry for each token of the prompt. The log-probability of the first token is
-    null, because no token comes before. All texts together are the prompt.
+    Each list has one entry for each token of the prompt. The first log-probability is null, because
+    no token comes before the first. The texts, joined, are the prompt.
     """
 
     prompt_token_ids: list[StoredTokenId] | None = None
@@ -93,8 +94,8 @@ class _WithPrompt(_Wire):
 class Usage(_Wire):
     """Token counts. `completion_tokens` counts the emitted tokens of all attempts.
 
-    `reasoning_tokens` counts the completion tokens between the marks of reasoning. The count is
-    None if the model does not reason, or if a mark begins or ends inside a token.
+    `reasoning_tokens` is the number of completion tokens between the marks of reasoning. This
+    number is None if the model does not reason, or if a mark begins or ends inside a token.
     """
 
     prompt_tokens: int = 0
@@ -120,14 +121,15 @@ class Usage(_Wire):
 
 
 def sum_of_known(counts: Iterable[int | None]) -> int | None:
-    """The sum, or None if a count is unknown."""
+    """Returns the sum; None if a count is None or if there are no counts."""
     values = list(counts)
     known = [count for count in values if count is not None]
     return sum(known) if values and len(known) == len(values) else None
 
 
 class Stats(_Wire):
-    """Times and counts of a request. All times but `queue_ms` are of the last attempt."""
+    """Times and counts of a request. `queue_ms` is the time from enqueueing until the last
+    attempt's prefill begins; the other times are within the last attempt."""
 
     queue_ms: float = 0.0
     prompt_ms: float = 0.0
@@ -137,12 +139,12 @@ class Stats(_Wire):
     preemptions: int = 0
     recomputed_tokens: int = 0
     preempted_at: list[int] | None = None
-    """Unix milliseconds of the server, like `resumed_at`. Null replaces an empty list, because the
-    script that folds the log would write it as an empty object."""
+    """Times of preemptions in Unix milliseconds of the server, as in `resumed_at`. None instead of
+    an empty list: the script that folds the log would write an empty list as an object."""
     resumed_at: list[int] | None = None
     resumed_inexactly: bool = False
-    """Whether an attempt continued where tokens may differ from those of an undisturbed run. There
-    is no gap and no repeat even then."""
+    """Whether an attempt continued where its tokens may differ from those of an undisturbed run.
+    Even then, the stream has no gap and no repetition."""
 
     def to_json(self) -> str:
         """Returns the public JSON form, with all fields."""
@@ -159,10 +161,10 @@ class ErrorInfo(_Wire):
 
 
 class TokenEvent(_WithPrompt):
-    """One message of a request's stream. `index` counts the tokens that came before it.
+    """One message of a request's stream. `index` is the number of tokens before this message.
 
-    Another program may have written the log, so `index` may be as large as an id of a Redis stream.
-    Such a request must end too.
+    Other programs can write to the log, so `index` may be as large as any stream id. The request
+    must end even then.
     """
 
     index: Annotated[int, Field(ge=0, le=2**64)]
@@ -175,13 +177,13 @@ class TokenEvent(_WithPrompt):
     stats: Stats | None = None
     error: ErrorInfo | None = None
     embedding: str | None = None
-    """The vector of a request with `embed`: base64 of little-endian float32."""
+    """The vector of a request with `embed`, as base64 of little-endian float32."""
     stop_reason: str | None = None
-    """The stop string that ended the output; only in a last event."""
+    """The stop string that ended the output; only the last event has one."""
 
     @property
     def end(self) -> int:
-        """Number of tokens of the request after this event."""
+        """Number of the request's tokens up to the end of this event."""
         return self.index + len(self.token_ids)
 
     @property
@@ -217,20 +219,22 @@ class Result(_WithPrompt):
     stats: Stats | None = None
     error: ErrorInfo | None = None
     embedding: str | None = None
-    """Copied from the last event, like `stop_reason`."""
+    """Copied from the last event, like the next field."""
     stop_reason: str | None = None
 
     @property
     def vector(self) -> list[float]:
-        """The numbers of the embedding. Raises ValueError if there is none, or one that holds a
-        NaN or an infinity."""
+        """The numbers of the embedding, as a list.
+
+        Raises ValueError if there is no embedding, or if a number is NaN or infinite.
+        """
         if self.embedding is None:
             raise ValueError("the result has no embedding")
         numbers = array("f", base64.b64decode(self.embedding, validate=True))
         if sys.byteorder == "big":
             numbers.byteswap()
         if not all(map(math.isfinite, numbers)):
-            raise ValueError("the embedding holds a NaN or an infinity")
+            raise ValueError("the embedding contains a NaN or an infinity")
         return numbers.tolist()
 
     def to_json(self) -> str:
@@ -248,7 +252,7 @@ class Result(_WithPrompt):
 
     @classmethod
     def fold(cls, events: list[TokenEvent]) -> Result:
-        """Fold a whole stream, its last event included, into one result."""
+        """Returns the result of a whole stream, whose last event must be included."""
         last = events[-1]
         if last.finish_reason is None:
             raise ValueError("the stream has no last event yet")
@@ -274,7 +278,7 @@ def prompt_json(
     logprobs: Sequence[TokenLogprob | None] | None = None,
     token_ids: list[int] | None = None,
 ) -> str:
-    """Returns the fields of a prompt's tokens as JSON, for the end of an event or a result."""
+    """Returns the JSON of the fields about a prompt, to be appended to an event or a result."""
     fields = f',"prompt_texts":[{",".join(map(_quoted, texts))}]'
     if logprobs is not None:
         fields += f',"prompt_logprobs":{_array(logprobs)}'
@@ -295,8 +299,8 @@ def token_event_json(
     """Returns the JSON of a `TokenEvent` without building one. `finish_reason` and the fields in
     `more` are JSON already.
 
-    The code is written by hand because it runs for each token. json.dumps takes three times as
-    long, and building the model alone takes longer than this.
+    This runs for each token, so it joins strings: json.dumps takes three times as long, and the
+    model takes even longer to build.
     """
     numbers = token_ids[0] if len(token_ids) == 1 else ",".join(map(str, token_ids))
     return (
@@ -317,7 +321,7 @@ def result_json(
     more: str = "",
 ) -> str:
     """Returns the JSON of a `Result` without building one. `usage`, `stats`, `error` and `more` are
-    JSON already; `more` has further fields, with a comma in front."""
+    JSON already. `more` has further fields, with a comma in front."""
     return (
         f'{{"text":{_quoted(text)},"token_ids":{_numbers(token_ids)},"logprobs":{_array(logprobs)}'
         f',"finish_reason":"{finish_reason.value}","usage":{usage},"stats":{stats}'
@@ -326,5 +330,5 @@ def result_json(
 
 
 def texts_json(**texts: str | None) -> str:
-    """Returns a JSON field for each text that is not None, with a comma in front of each."""
+    """Returns a JSON field for each text that is not None, with a comma in front of each field."""
     return "".join(f',"{name}":{_quoted(text)}' for name, text in texts.items() if text is not None)

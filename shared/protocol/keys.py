@@ -1,7 +1,8 @@
-"""Names of the keys and channels that Python code uses. The Lua scripts use more
+"""Names of the keys and channels that Python code uses. The Lua scripts use further keys
 (docs/protocol.md).
 
-The queue's name is in braces, as a Redis Cluster hash tag, so that one queue is on one shard.
+The queue's name is in braces, as a Redis Cluster hash tag, so that all keys of a queue are on one
+shard.
 """
 
 from __future__ import annotations
@@ -12,38 +13,39 @@ from dataclasses import dataclass
 from promptq.shared.errors import ConfigurationError, InvalidRequestError
 
 NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
-"""The names that queues, tenants and API keys may have."""
+"""Pattern of the names that queues, tenants and API keys may have."""
 NAME_IN_WORDS = "1 to 64 letters, digits, '_', '.' or '-'"
-"""The form of names, in words for messages."""
+"""Description of `NAME` for messages."""
 
 PREFIX = "promptq:"
 """The beginning of every key."""
 QUEUES = f"{PREFIX}queues"
-"""The names of the queues that workers have served: a set, which belongs to no queue."""
+"""Key of the set of the queues that workers have served. The key belongs to no queue."""
 ALIASES = f"{PREFIX}aliases"
-"""Names of models by their aliases, such as `gpt-4o`: a hash, which belongs to no queue."""
+"""Key of the hash from an alias, such as `gpt-4o`, to the name of a model. The key belongs to no
+queue."""
 
 _NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 ALL_QUEUES = "*"
-"""Replaces a queue's name for users of all queues."""
+"""Stands for all queues where a user's rights name a queue."""
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a text is 1 to 200 printable ASCII characters without spaces."""
+    """Returns whether a text is 1 to 200 printable ASCII characters without spaces."""
     return _REQUEST_ID.fullmatch(text) is not None
 
 
 def is_name(text: str) -> bool:
-    """Whether a queue, a tenant or an API key may have this name."""
+    """Returns whether a queue, a tenant or an API key may have this name."""
     return _NAME.fullmatch(text) is not None
 
 
 def check_request_id(request_id: str) -> str:
-    """Return `request_id` if it is 1 to 200 printable ASCII characters without spaces.
+    """Returns `request_id` unchanged.
 
-    Raises InvalidRequestError otherwise.
+    Raises InvalidRequestError unless the id is 1 to 200 printable ASCII characters without spaces.
     """
     if not is_request_id(request_id):
         raise InvalidRequestError(
@@ -54,7 +56,7 @@ def check_request_id(request_id: str) -> str:
 
 
 class _Name:
-    """The name of one key or channel, after the queue's prefix."""
+    """Descriptor for the name of a key: the queue's prefix, then `name`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -70,12 +72,12 @@ class _Channel(_Name):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The names of one queue.
+    """The names of the keys and channels of one queue.
 
-    A server's databases share its channels, so the names of channels carry the number of a
-    `database` other than 0.
+    The databases of a server share its channels. So the names of channels contain the number of the
+    `database`, unless it is 0.
 
-    Raises ConfigurationError for a queue name other than 1 to 64 letters, digits and `_.-`.
+    Raises ConfigurationError unless the queue's name is 1 to 64 letters, digits and `_.-`.
     """
 
     queue: str = "default"
@@ -91,31 +93,35 @@ class Keys:
     dead = _Name("dead")
     config = _Name("config")
     model = _Name("model")
-    """The queue's model, as its first worker named it."""
+    """Hash with the name, fingerprint and output style of the queue's model."""
     workers = _Name("workers")
     tenants_waiting = _Name("tenants:waiting")
     backlog = _Name("backlog")
-    """Counts of waiting requests and tokens, for the limits of `enqueue`."""
+    """Hash with the number of waiting requests and of their tokens, which `enqueue` compares with
+    the limits."""
     api_keys = _Name("api_keys")
     api_keys_used = _Name("api_keys:used")
-    """When each API key was last used."""
+    """Hash with the time at which each API key was last used."""
     webhooks = _Name("webhooks")
-    """Requests that ended and have a webhook, by the time (ms) of the end."""
+    """Sorted set of requests that ended and have a webhook, by the time (ms) of the end."""
     webhooks_waiting = _Name("webhooks:waiting")
-    """For each webhook that waits for a call: the number of attempts, and the time of the next."""
+    """Webhooks that wait for a call: for each, the number of attempts and the time of the next
+    call."""
     webhooks_dead = _Name("webhooks:dead")
-    """The last few thousand webhooks that are no longer tried."""
+    """The last few thousand webhooks that were given up."""
     jobs_leader = _Name("jobs:leader")
-    """The leader of several `promptq jobs`, which hands out the queue's background work."""
+    """Lease of the leader among several `promptq jobs` processes. The leader hands out the queue's
+    background work."""
     upkeep = _Name("upkeep")
-    """Times of the last reaping, and of the first one since the last interruption."""
+    """Times of the last reaping, and of the first reaping since the last interruption."""
     statistics = _Name("statistics")
     """Samples of the queue's statistics, one for each 5 s of the last hour."""
     statistics_minutes = _Name("statistics:minutes")
     """A sample for each minute, computed from the samples in the stream `statistics`."""
     unfinished_batches = _Name("batches:unfinished")
     unfinished_responses = _Name("responses:unfinished")
-    """Stored responses without a result, by the time (ms) at which somebody last looked at them."""
+    """Sorted set of stored responses without a result, by the time (ms) at which a gateway last
+    checked each."""
 
     def __post_init__(self) -> None:
         if not is_name(self.queue):
@@ -123,7 +129,7 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        """The beginning of every key of the queue. The scripts build the other names on it."""
+        """The beginning of every key of the queue. The scripts derive all other keys from it."""
         return f"{PREFIX}{{{self.queue}}}:"
 
     @property
@@ -132,7 +138,7 @@ class Keys:
         return f"{self.prefix}{self.database}:" if self.database else self.prefix
 
     def pending_of(self, tenant: str) -> str:
-        """The key of a tenant's queue; '' is the tenant without a name.
+        """Returns the key of a tenant's queue; '' is the tenant without a name.
 
         Raises InvalidRequestError unless the name is 1 to 64 letters, digits and `_.-`.
         """
@@ -143,22 +149,23 @@ class Keys:
         return f"{self.pending}:{tenant}" if tenant else self.pending
 
     def batches_of(self, tenant: str) -> str:
-        """The key of a tenant's batches by creation time (ms); '' is the tenant without a name."""
+        """Returns the key of a tenant's batches, sorted by creation time (ms); '' is the tenant
+        without a name."""
         return f"{self.prefix}batches:of:{tenant}"
 
     def batch(self, batch_id: str) -> str:
         return f"{self.prefix}batch:{batch_id}"
 
     def batch_runner(self, batch_id: str) -> str:
-        """The key of a batch's lease, which the process that runs the batch holds."""
+        """Returns the key of a batch's lease. The process that runs the batch holds this lease."""
         return f"{self.prefix}batch:{batch_id}:runner"
 
     def response(self, response_id: str) -> str:
-        """The key of a stored response of the HTTP API."""
+        """Returns the key of a stored response of the HTTP API."""
         return f"{self.prefix}response:{response_id}"
 
     def idempotency(self, key: str) -> str:
-        """The key that stores the id of the request with this idempotency key."""
+        """Returns the key under which the id of the request with this idempotency key is stored."""
         return f"{self.prefix}idempotency:{key}"
 
     def request(self, request_id: str) -> str:
@@ -174,5 +181,5 @@ class Keys:
         return f"{self.prefix}worker:{worker_id}"
 
     def slots(self, worker_id: str) -> str:
-        """The key of a worker's last report about its batch."""
+        """Returns the key of a worker's last report about the sequences in its batch."""
         return f"{self.prefix}slots:{worker_id}"

@@ -1,4 +1,4 @@
-"""Brings the messages of OpenAI's clients into the form that chat templates expect."""
+"""Converts messages from the form of OpenAI's clients to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any
 from pydantic_core import from_json
 
 MAX_ARGUMENT_VALUES = 100_000
-"""The most JSON values in all arguments that are texts. A parser builds an object for each."""
+"""The most JSON values in all arguments that are JSON texts. The limit bounds memory, because a
+parser builds an object for each value."""
 
 _LONGEST_SHOWN = 80
 _ROLES = {"developer": "system", "function": "tool"}
-"""Roles of OpenAI's API that chat templates know by another name."""
+"""Roles of OpenAI's API that have another name in chat templates, by OpenAI's name."""
 _REASONING = frozenset({"reasoning", "reasoning_content"})
 _CUT = "EOF while parsing"
-"""The parser's words for JSON that ends too early."""
+"""Beginning of the parser's error message for JSON that ends too early."""
 
-# An unfinished string goes up to the end, or each quotation mark in it would be tried in turn.
+# An unfinished string extends to the end. Otherwise each quotation mark in it would be tried.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _SEPARATORS = ",[{"
 
 
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Turn content into one text and arguments of tool calls into objects, and rename roles.
+    """Returns the messages with content as one text, arguments of tool calls as objects, and the
+    roles of chat templates.
 
-    A `function_call` (the former name of a tool call) becomes a tool call. Normalised messages do
-    not change. Raises ValueError that names the part that is wrong.
+    A `function_call` (the former name of a tool call) becomes a tool call. Messages in this form
+    are returned unchanged. Raises ValueError that names the part that is wrong.
     """
     num_values = 0
     clean = []
@@ -57,8 +59,8 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 num_values += _num_values(function["arguments"])
                 if num_values > MAX_ARGUMENT_VALUES:
                     raise ValueError(
-                        f"{place}.arguments: up to here, arguments that are texts hold more than"
-                        f" {MAX_ARGUMENT_VALUES} JSON values"
+                        f"{place}.arguments: the arguments that are texts, up to this one, hold"
+                        f" more than {MAX_ARGUMENT_VALUES} JSON values"
                     )
                 function["arguments"] = _object(f"{place}.arguments", function["arguments"])
                 clean_calls.append({**call, "function": function})
@@ -105,7 +107,8 @@ def _function(where: str, call: Any) -> dict[str, Any]:
 
 
 def _object(where: str, arguments: Any) -> dict[str, Any]:
-    """Returns the arguments of a call: `{}` for none, and the complete part of a cut text."""
+    """Returns a tool call's arguments as an object: `{}` if there are none, and the complete part
+    if the text was cut."""
     read = arguments
     if isinstance(arguments, str):
         try:
@@ -132,7 +135,7 @@ def _num_values(arguments: Any) -> int:
 
 
 def _shown(value: Any) -> str:
-    """Returns a short description of a value of any size."""
+    """Returns a description of a value for an error message; short even if the value is large."""
     match value:
         case None:
             return "nothing"

@@ -1,7 +1,8 @@
-"""The kind of output that a request wants: any text, JSON, text of a form, or a tool call.
+"""The form of output that a request requires: any text, JSON, text that matches a pattern, or a
+tool call.
 
-`response_format`, `tools` and `tool_choice` are shaped as in the OpenAI API, to which the types
-`regex`, `choice` and `grammar` are added.
+`response_format`, `tools` and `tool_choice` have the form of OpenAI's API, with three more types:
+`regex`, `choice` and `grammar`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_CHOICES = 1000
-"""The most choices, which limits the cost of preparing a request."""
+"""The most texts in a `choice`. The limit bounds the cost of preparing a request."""
 
 MAX_PARAMETERS = 16_384
-"""The most parameters of all tools. Each reader of the answer needs the types of all of them."""
+"""The most parameters of all tools together. Every reader of the answer needs the types of all
+parameters."""
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
 class JsonOutput:
-    """JSON that a schema describes. If not `strict`, unknown keywords are ignored."""
+    """JSON that matches a schema. If `strict` is false, unknown keywords of the schema are
+    ignored."""
 
     schema: dict[str, Any]
     strict: bool
@@ -42,7 +45,7 @@ class RegexOutput:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOutput:
-    """One of these texts."""
+    """Exactly one of these texts."""
 
     texts: tuple[str, ...]
     field: str = "response_format"
@@ -58,7 +61,8 @@ class GrammarOutput:
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool that may be called, and the JSON schema of its arguments. `place` is its path."""
+    """A tool that the model may call, and the JSON schema of its arguments. `place` is the tool's
+    path in the request, for messages."""
 
     name: str
     parameters: dict[str, Any]
@@ -68,10 +72,10 @@ class ToolSchema:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallOutput:
-    """The call of one of these tools.
+    """A call of one of these tools.
 
-    With `is_begun`, a worker of an earlier release has begun the call. Such workers wrote the calls
-    of some families in other forms.
+    `is_begun` is true if a worker of an earlier release has begun to write the call. For some model
+    families, earlier releases wrote calls in another form.
     """
 
     tools: tuple[ToolSchema, ...]
@@ -87,11 +91,11 @@ def wanted_output(
     tools: Sequence[Mapping[str, Any]] | None,
     tool_choice: str | Mapping[str, Any] | None,
 ) -> Output | None:
-    """Returns the output that the three fields require together; None for any text.
+    """Returns the output that the three fields together require; None if any text is allowed.
 
-    A required tool call is not text, so the `response_format` does not apply to it.
+    If a tool call is required, `response_format` has no effect, because a call is not text.
 
-    Raises ValueError whose message begins with the name of the field that is wrong.
+    Raises ValueError. The message begins with the name of the field that is wrong.
     """
     of_text = _text_output(response_format)
     if tool_choice in (None, "auto", "none"):
@@ -109,10 +113,10 @@ def wanted_output(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError for a tool whose type is not `function`, or whose function has no name, and
+    """Raises ValueError for a tool whose type is not `function`, for a function without a name, and
     for too many parameters.
 
-    An object without a type is accepted, because some models' chat templates accept such tools.
+    A tool without a type is accepted, because some models' chat templates expect such tools.
     """
     if (count := sum(map(_num_parameters, tools))) > MAX_PARAMETERS:
         raise ValueError(
@@ -174,7 +178,7 @@ _TYPES = {
     "choice": "choice",
     "grammar": "grammar",
 }
-"""Types of a `response_format`, and the key that holds the details of each."""
+"""For each type of `response_format`, the key of its details; empty if it has none."""
 
 
 def _grammar_output(grammar: Any) -> GrammarOutput:
@@ -214,7 +218,7 @@ def _named_function(tool_choice: str | Mapping[str, Any] | None) -> str:
 
 
 def _function_of(tool: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The function of a tool, and its name."""
+    """Returns the `function` of a tool, and the function's name."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, Mapping):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A model family's way to write tool calls and reasoning."""
+"""The marks with which a model family writes tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -17,41 +17,46 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     LITERALS: ("middle", "key_after", "after"),
     CHANNELS: ("opening", "before", "middle", "closing", "prelude", "after"),
 }
-"""The forms, and the marks that a style of each must have."""
+"""For each form, the marks that a style must have."""
 _LONGEST_NAME = 128
 _BESIDE_NAMES = ("<", "{", '"')
-"""Letters that end a name in most forms."""
+"""Characters that cannot be part of a tool's name in most forms, because they end the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputStyle:
-    """The marks in a model's text. White space in and around marks does not count when reading.
+    """The marks with which a model family writes calls and reasoning. A reader ignores white space
+    in and around marks.
 
-    A text has calls of one of these forms. NAME is the name of the tool, {...} its arguments:
+    All calls in a text have one of these forms. NAME is the tool's name, {...} its arguments as
+    JSON:
 
-    - `object`: `before`, then {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, then `after`. With `between`,
-      there may be several objects.
-    - `named`: `before`, NAME, `middle`, {...}, `after`. With `name_end`, that mark may end the
-      name, and the text from it to `middle` does not count.
-    - `elements`: `before`, NAME, `middle`, then for each argument `key_before`, its name,
-      `key_after`, its value and `value_after`, and at the end `after`. With `key_after_json`, the
-      value is JSON behind that mark and text behind `key_after`. A blank `middle` is no mark.
-    - `tagged`: like `elements`, with `opening` in place of `before` and `closing` of `after`.
-    - `literals`: `before`, NAME, `middle`, then for each argument its name, `key_after` and a
-      literal, with commas between, and at the end `after`. Strings are between two `quote` marks,
-      without escapes; without `quote`, they are those of Python. Without `before`, calls are only
-      at the beginning of the text, with `between` between them.
-    - `channels`: the text is messages: `opening`, a role, `before`, a channel, `middle`, a text,
-      `closing`. The first message begins after the role. A message with `prelude` and NAME in front
-      of `middle` is a call, with {...} as text and `after` at its end.
+    - `object`: `before`, {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, `after`. If `between` is set,
+      there may be several objects, separated by `between`.
+    - `named`: `before`, NAME, `middle`, {...}, `after`. If `name_end` is set, this mark may end the
+      name, and the text from there to `middle` is ignored.
+    - `elements`: `before`, NAME, `middle`, the arguments, `after`. An argument is `key_before`, its
+      name, `key_after`, its value, `value_after`. If `key_after_json` is set, a value after this
+      mark is JSON, and a value after `key_after` is text. A blank `middle` is no mark.
+    - `tagged`: like `elements`, with `opening` instead of `before` and `closing` instead of
+      `after`.
+    - `literals`: `before`, NAME, `middle`, the arguments with commas between them, `after`. An
+      argument is its name, `key_after`, a literal. A string is between two `quote` marks, without
+      escapes; if `quote` is empty, strings are Python's. If `before` is empty, calls are only at
+      the beginning of the text, separated by `between`.
+    - `channels`: the text is a sequence of messages, each of which is `opening`, a role, `before`,
+      a channel, `middle`, a text, `closing`. The first message begins after the role. A message
+      with `prelude` and NAME in front of `middle` is a call: its text is {...}, and `after` is at
+      its end.
 
-    In most forms `opening` is before the first call and `closing` after the last. A `prelude` may
-    be before a call that the model makes by itself.
+    In most forms, `opening` is before the first call and `closing` after the last one. `prelude`
+    may precede a call that is not forced.
 
-    A reader that does not know the form finds no calls. Except in `named`, a forced call that
-    begins with `{` is read as an object: earlier releases force such calls, and so do workers if
-    the form cannot hold the tool's schema. Gateways of earlier releases know only `arguments_key`,
-    `before` and `after`, so a forced call in the form `object` uses only these.
+    A reader that does not know the form finds no calls. In all forms except `named`, a forced call
+    that begins with `{` is read as an object: earlier releases write forced calls in this way, and
+    so do workers if the form cannot express the tool's schema. Gateways of earlier releases know
+    only `arguments_key`, `before` and `after`, so a forced call in the form `object` uses only
+    these marks.
     """
 
     arguments_key: str = "arguments"
@@ -70,25 +75,27 @@ class OutputStyle:
     value_after: str = ""
     quote: str = ""
     reasoning_before: str = ""
-    """Stands before the reasoning, which comes first; empty if the model never reasons."""
+    """Mark in front of the reasoning, with which an output begins; empty if the model never
+    reasons."""
     reasoning_after: str = ""
     name_key: str = "name"
     without_tools: OutputStyle | None = None
-    """The style of a chat without tools, if another template renders such chats and writes
-    reasoning in another way."""
+    """Style of a chat without tools. Set only if the model renders such chats with another template
+    that writes reasoning in another way."""
 
     def of_chat(self, *, with_tools: bool) -> OutputStyle:
-        """Returns the style of a chat with tools, or of one without."""
+        """Returns the style for a chat with or without tools."""
         return self if with_tools else self.without_tools or self
 
     @property
     def has_calls(self) -> bool:
-        """Whether this release knows the form, and the style has the marks that it needs."""
+        """Whether this release can read the style's calls: it knows the form, and no needed mark is
+        missing."""
         needed = _NEEDED.get(self.form)
         return needed is not None and all(getattr(self, name).strip() for name in needed)
 
     def can_name(self, name: str) -> bool:
-        """Whether the parser of this style can read this name of a tool from a call."""
+        """Returns whether a parser of this style can read a call of the tool with this name."""
         if self.form == OBJECT:
             return True
         if self.form in (CHANNELS, LITERALS):
@@ -99,13 +106,14 @@ class OutputStyle:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a call has each argument's name and value separately, and not all in one JSON
+        """Whether a call states each argument separately, as name and value, instead of one JSON
         object."""
         return self.form in (TAGGED, ELEMENTS, LITERALS)
 
     @property
     def as_elements(self) -> OutputStyle:
-        """The style with the form `elements` in place of `tagged`."""
+        """This style with the form `elements` instead of `tagged`; unchanged if it has another
+        form."""
         if self.form != TAGGED:
             return self
         return replace(
@@ -114,7 +122,7 @@ class OutputStyle:
 
     @property
     def call_marks(self) -> tuple[str, ...]:
-        """All marks of calls."""
+        """All marks of calls that are not empty."""
         ours = (self.before, self.after, self.opening, self.closing, self.between, self.prelude)
         keys = (self.key_before, self.key_after, self.key_after_json)
         rest = (self.middle, self.name_end, *keys, self.value_after, self.quote)
@@ -122,17 +130,18 @@ class OutputStyle:
 
     @property
     def reasoning_marks(self) -> tuple[str, ...]:
-        """The two marks of reasoning; none if the model never reasons."""
+        """The marks before and after the reasoning; empty if the model never reasons."""
         marks = (self.reasoning_before, self.reasoning_after)
         return marks if all(marks) else ()
 
     def to_json(self) -> str:
-        """The form in the queue's key `model`."""
+        """Returns the JSON that the queue's key `model` stores."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
-        """Returns None if the text is not a style. Fields that are not known are ignored."""
+        """Returns the style in a JSON text, without unknown fields; None if the text is not a
+        style."""
         try:
             marks = json.loads(text)
         except (ValueError, RecursionError):

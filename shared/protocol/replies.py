@@ -1,4 +1,4 @@
-"""The replies to a cancel, a change of priority, a reaping and a sweep."""
+"""Replies of the scripts that cancel, reprioritise, reap and sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CancelStatus(StrEnum):
 
 
 class PriorityStatus(StrEnum):
-    """The reply to a change of priority. The script's header explains each."""
+    """Reply to a change of priority. `reprioritise.lua` explains each value."""
 
     CHANGED = "changed"
     ACTIVE = "active"
@@ -29,9 +29,10 @@ class PriorityStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """Numbers of requests that a call returned to waiting, ended, made dead letters, and deleted.
+    """Numbers of requests that one reaping changed: returned to waiting, ended, made dead letters,
+    and deleted as old dead letters.
 
-    `has_more`: another call may find more to do.
+    `has_more` is true if another call may find more to do.
     """
 
     returned: int
@@ -43,9 +44,10 @@ class Reaped:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """`cursor` is where the next call continues, or "0" after the last page of keys.
+    """Result of one page of a sweep: `num_gone` keys were removed.
 
-    `refusal` is the server's message if it does not let this user list the keys.
+    `cursor` is the argument of the next call, or "0" after the last page. `refusal` is the server's
+    message if the user may not list the keys; otherwise empty.
     """
 
     cursor: str

@@ -34,20 +34,21 @@ PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_MS = 2**52
-"""The longest deadline or delay (140,000 years): its sum with the clock is still an exact score."""
+"""The longest deadline or delay in milliseconds (140,000 years). Added to the current time, it is
+still an exact score."""
 
 MAX_MESSAGES = 4096
 MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_LOGPROBS = 32_768
-"""Most log-probabilities of one prompt: its tokens times `prompt_logprobs` + 1. One event has all
-of them, and each takes about 75 bytes of JSON. A process that writes or reads this event serves no
+"""The most log-probabilities of one prompt: its tokens times (`prompt_logprobs` + 1). One event has
+all of them, at about 75 bytes of JSON each. A process that writes or reads this event serves no
 other stream for some tenths of a second."""
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 16_384
-"""Characters of all bad words of a request together."""
+"""The most characters of all bad words of a request together."""
 MAX_STOP_CHARS = 4096
 MAX_STOPS_CHARS = 16_384
-"""Characters of all stop strings of a request together."""
+"""The most characters of all stop strings of a request together."""
 
 TEMPLATE_CALL_ARGUMENTS = frozenset(
     {
@@ -81,20 +82,22 @@ TEMPLATE_CALL_ARGUMENTS = frozenset(
         "extra_special_tokens",
     }
 )
-"""Arguments of the call that renders a chat, which are not variables of the template. A request may
-not set them: a chat template that came with a request would be a stranger's program."""
+"""Names that a request may not set as variables of a chat template: they are parameters of the
+function that renders the chat. `chat_template`, for example, would let a client run its own
+program."""
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _HTTP_URL = "^https?://"
 _PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with http:// or https://"}
 
 _LONGEST_SHOWN = 80
-"""Characters of a wrong value that an error shows."""
+"""The most characters of a wrong value that an error message shows."""
 
 _OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
 Pooling = Literal["last", "mean"]
-"""The final hidden state that becomes a prompt's vector: the last token's, or the mean of all."""
+"""How a prompt becomes a vector: from the last token's final hidden state, or from the mean of all
+final hidden states."""
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -107,7 +110,7 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; only its last event has one."""
+    """Why a request ended. Only the request's last event has a finish reason."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -117,7 +120,8 @@ class FinishReason(StrEnum):
 
 
 class RequestState(StrEnum):
-    """The state of a request. A request waits or is active until its state `is_final`."""
+    """State of a request. A request is `waiting` or `active` until its end. After that, it has one
+    of the other states, for which `is_final` is true."""
 
     WAITING = "waiting"
     ACTIVE = "active"
@@ -133,7 +137,7 @@ class RequestState(StrEnum):
 
 
 class SamplingParams(BaseModel):
-    """Parameters for choosing tokens and for stopping."""
+    """Parameters for choosing tokens and for stopping, named as in OpenAI's API and vLLM."""
 
     # Otherwise the parser caches up to 16,384 short texts, among them prompts.
     model_config = ConfigDict(
@@ -198,8 +202,8 @@ class SamplingParams(BaseModel):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_logit_bias(cls, bias: Any) -> Any:
-        """Checks a logit bias before pydantic does: pydantic cannot stop at the first error in a
-        dict."""
+        """Returns a valid logit bias. Raises ValueError at the first error; pydantic would collect
+        the errors of the whole dict."""
         if not isinstance(bias, dict):
             return bias
         for token_id, value in bias.items():
@@ -223,27 +227,29 @@ class SamplingParams(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def is_set(self, name: str) -> bool:
-        """Whether a field has an effect. A temperature of 0 (greedy choice) counts as no effect."""
+        """Returns whether a field has an effect. A temperature of 0 (greedy choice) counts as
+        having none."""
         value = getattr(self, name)
         return bool(value > 0.0 if name == "temperature" else value != getattr(NEUTRAL, name))
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits of later ones."""
+        """Whether a penalty is set, so that earlier tokens change the logits of later tokens."""
         return _penalties(self) != _NO_PENALTIES
 
 
 NEUTRAL = SamplingParams()
-"""The defaults of all fields. A number that equals its default changes nothing."""
+"""All fields with their defaults. A number that equals its default has no effect."""
 
 _penalties = attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty")
 _NO_PENALTIES = _penalties(NEUTRAL)
 
 
 class TraceContext(BaseModel):
-    """The span of a request, as in the headers of W3C Trace Context.
+    """The trace context of the span that enqueued the request, as in the headers of W3C Trace
+    Context.
 
-    A value that is not valid in such a header is accepted, and the request begins a new trace.
+    If a value is not valid, the request begins a new trace.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -253,13 +259,13 @@ class TraceContext(BaseModel):
 
     @property
     def carrier(self) -> dict[str, str]:
-        """Returns the context as headers."""
+        """The context as HTTP headers: a mapping from names to values."""
         headers = {"traceparent": self.traceparent, "tracestate": self.tracestate}
         return {name: value for name, value in headers.items() if value}
 
 
 class Embed(BaseModel):
-    """Requests a vector in place of an answer, computed from the prompt's hidden states."""
+    """Options of a request whose answer is a vector, computed from the prompt's hidden states."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -269,7 +275,7 @@ class Embed(BaseModel):
 
 
 class OutputPrefix(BaseModel):
-    """The beginning of an output: these tokens, and then the tokens of the text."""
+    """Tokens with which the output begins: `token_ids`, then the tokens of `text`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -284,14 +290,16 @@ class OutputPrefix(BaseModel):
 
 
 _MEMBERS = frozenset({*Embed.model_fields, *OutputPrefix.model_fields, *TraceContext.model_fields})
-"""Names of the fields of nested objects. An error's path contains them beside names of types."""
+"""Names of fields of nested objects. The path in a pydantic error contains these names, mixed with
+names of types."""
 
 
 class Request(SamplingParams):
     """A request's payload.
 
-    Exactly one of `prompt` (text or token ids) and `messages` is set. `deadline_ms` counts from
-    enqueueing. Within a protocol version unknown fields are refused by name.
+    Exactly one of `prompt` (text or token ids) and `messages` is set. `deadline_ms` is the time
+    from enqueueing in milliseconds. Within a protocol version, an unknown field is an error that
+    names the field.
     """
 
     version: int = Field(PROTOCOL_VERSION, ge=1)
@@ -341,9 +349,9 @@ class Request(SamplingParams):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: exactly one of prompt and messages is needed")
         if self.prompt == []:
-            raise ValueError("prompt: holds no tokens, and there is nothing to continue")
+            raise ValueError("prompt: has no tokens, so there is nothing to continue")
         if self.prompt == "" and self.embed is not None:
-            raise ValueError("prompt: is empty, and there is nothing to embed")
+            raise ValueError("prompt: is empty, so there is nothing to embed")
         if self.messages is not None:
             self.messages = normalised(self.messages)
         if self.messages is None and (self.tools or self.chat_template_kwargs):
@@ -356,28 +364,30 @@ class Request(SamplingParams):
         return self
 
     def _check_alone(self, kind: str, others: Sequence[str]) -> None:
-        """Raise ValueError for a field that only generation uses. `kind` generates nothing."""
+        """Raises ValueError for a field that only generation uses. `kind` is the field of a request
+        that generates nothing."""
         for name in (*SamplingParams.model_fields, *others, "output_prefix"):
             if getattr(self, name) != Request.model_fields[name].default:
                 raise ValueError(f"{name}: has no meaning with {kind}, which generates nothing")
 
     @property
     def wanted_output(self) -> Output | None:
-        """The form that the output must have; None for any text."""
+        """The output that the request requires; None if any text is allowed."""
         return wanted_output(self.response_format, self.tools, self.tool_choice)
 
     @property
     def field_that_bounds(self) -> str:
-        """The first field that limits which tokens may be chosen, or empty if none does."""
+        """The name of the first field that limits which tokens may be chosen; empty if no field
+        does."""
         if (wanted := self.wanted_output) is not None:
             return wanted.field
         return "bad_words" if self.bad_words else "logit_bias" if self.logit_bias else ""
 
     @classmethod
     def parse(cls, payload: str | bytes) -> Self:
-        """Read a payload as it came from the queue.
+        """Returns the request in a payload from the queue.
 
-        Raises InvalidRequestError naming the first field that is wrong.
+        Raises InvalidRequestError that names the first wrong field.
         """
         check_size(len(payload))
         try:
@@ -390,8 +400,8 @@ class Request(SamplingParams):
 
     @classmethod
     def build(cls, fields: dict[str, Any]) -> Self:
-        """Make a request of Python values. Raises InvalidRequestError like `parse`."""
-        for name in fields:  # before pydantic, which would report each of them
+        """Returns a request with these field values. Raises InvalidRequestError like `parse`."""
+        for name in fields:  # before pydantic, which would report all unknown fields
             if name not in cls.model_fields:
                 raise _unknown_field(name)
         try:
@@ -400,18 +410,18 @@ class Request(SamplingParams):
             raise invalid_request(error) from None
 
     def to_payload(self) -> str:
-        """The JSON form, without fields that were left at their default."""
+        """Returns the JSON form, without fields that have their default value."""
         return self.model_dump_json(exclude_defaults=True)
 
 
 def _check_sum(what: str, texts: list[str], most: int) -> None:
-    """Raise ValueError if the texts have more than `most` characters together."""
+    """Raises ValueError if the texts together have more than `most` characters."""
     if (length := sum(map(len, texts))) > most:
         raise ValueError(f"{length} characters of {what} are more than the {most} allowed in all")
 
 
 def check_size(num_bytes: int) -> None:
-    """Raise InvalidRequestError for a payload that is larger than workers accept."""
+    """Raises InvalidRequestError if a payload is larger than workers accept."""
     if num_bytes > MAX_PAYLOAD_BYTES:
         raise InvalidRequestError(
             f"payload: {num_bytes} bytes are more than the {MAX_PAYLOAD_BYTES} allowed",
@@ -420,9 +430,9 @@ def check_size(num_bytes: int) -> None:
 
 
 def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """Turn pydantic's report into one sentence about the first wrong field."""
+    """Returns the error for the first wrong field in pydantic's report, as one sentence."""
     first, *others = error.errors(include_url=False)
-    for other in others:  # in a union, the member that was read furthest is the one meant
+    for other in others:  # in a union, the client meant the member that fits the most
         if other["loc"][:1] == first["loc"][:1] and len(other["loc"]) > len(first["loc"]):
             first = other
     message = first["msg"].removeprefix("Value error, ")[:500]
@@ -451,13 +461,14 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def field_of(message: str) -> str:
-    """Returns the field that a message begins with, without the place within it."""
+    """Returns the name of the field with which a message begins, without the path inside the
+    field."""
     return message.split(":", 1)[0].split("[", 1)[0]
 
 
 def _shown(value: Any) -> str:
-    """Returns the beginning of a value's JSON. The whole JSON may have megabytes, so it is not
-    built."""
+    """Returns the beginning of a value's JSON. The whole JSON may have megabytes, so this does not
+    build it."""
     text = ""
     if isinstance(value, str):
         value = value[:_LONGEST_SHOWN]
@@ -479,26 +490,27 @@ def _unknown_field(name: str, within: str = "") -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class TokenAccount:
-    """The holder of a limit in tokens a minute. Output is charged to this holder while it is
-    generated."""
+    """The API key, or another holder of rates, whose limit in tokens a minute pays for a request's
+    output while the output is generated."""
 
     holder: str
     limit: int
 
     def __str__(self) -> str:
-        """The form in the request's hash."""
+        """Returns the form that the request's hash stores."""
         return f"{self.limit} {self.holder}"
 
 
 @dataclass(frozen=True, slots=True)
 class ForkPoint:
-    """The place where a fork continues another request: after `position` tokens of its output."""
+    """The place where a fork branches off from another request: after `position` tokens of its
+    output."""
 
     request_id: str
     position: int
 
     def __str__(self) -> str:
-        """The form in the request's hash."""
+        """Returns the form that the request's hash stores."""
         return f"{self.position} {self.request_id}"
 
 
@@ -506,8 +518,8 @@ class ForkPoint:
 class NewRequest:
     """A request to enqueue.
 
-    `payload` is the request's JSON without `trace_context`. If `payload` is set, `request` needs
-    only the fields that the queue itself reads.
+    `payload` is the request's JSON without `trace_context`. If `payload` is set, only the fields of
+    `request` that the queue reads must be set.
     """
 
     request_id: str
@@ -518,7 +530,7 @@ class NewRequest:
     forked_from: ForkPoint | None = None
 
     def to_payload(self) -> str | bytes | memoryview:
-        """The JSON form."""
+        """Returns the payload as JSON, with the trace context."""
         if self.payload is None:
             return self.request.to_payload()
         context = self.request.trace_context

@@ -1,4 +1,4 @@
-"""Rows, each with one event to publish, and their statuses."""
+"""Rows (events to publish) and their statuses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from promptq.shared.protocol.events import TokenEvent
 
 
 class Row(NamedTuple):
-    """One event to publish, as JSON; `finish_reason` and `result_json` go with a last event.
+    """One event to publish. The fields are the arguments of the script, in order.
 
-    The event has the tokens from `start` to `end`. The fields are the script's arguments, in order.
+    The event has the tokens from `start` to `end`. `finish_reason` and `result_json` are set only
+    if the event is the last one.
     """
 
     request_id: str
@@ -25,13 +26,13 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, request_id: str, fence: str, event: TokenEvent, result_json: str = "") -> Row:
-        """The row that sends `event`."""
+        """Returns the row for an event."""
         reason = event.finish_reason or ""
         return cls(request_id, fence, event.index, event.end, event.to_json(), reason, result_json)
 
 
 class RowStatus(StrEnum):
-    """The status of a published row or a held id. The script's header explains each."""
+    """Status of a published row or a held id. `publish.lua` explains each value."""
 
     OK = "ok"
     DUPLICATE = "duplicate"
@@ -44,13 +45,14 @@ class RowStatus(StrEnum):
 
     @property
     def is_lost(self) -> bool:
-        """Whether this worker may no longer run the request."""
+        """Whether this worker must stop the request."""
         return self not in (RowStatus.OK, RowStatus.DUPLICATE)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Statuses in the order of the call's rows and held ids."""
+    """Reply to `publish`: the statuses of its rows and of its held ids, each in the order of the
+    call."""
 
     rows: list[RowStatus]
     held: list[RowStatus]

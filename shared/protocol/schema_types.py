@@ -12,15 +12,15 @@ _OF_VALUES: dict[type, str] = {
 }  # fmt: skip
 _EITHER = ("anyOf", "oneOf")
 _MOST_NAMES = 16
-"""The most names that are read from a list of types. JSON Schema has only seven types, so the
-further names of a longer list mean nothing."""
+"""The most names that are read from a list of types. JSON Schema has only seven types, so a longer
+list contains no more information."""
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str]:
-    """Returns the types that a schema names; none if it names none in a known way.
+    """Returns the names of the JSON types that a schema allows; empty if they cannot be determined.
 
-    `root` is the schema to whose parts references point. Each reference is followed once, so
-    circular references do no harm.
+    `root` is the schema in which references are looked up. Each reference is followed once, so
+    circular references do not loop.
     """
     found = set[str]()
     followed = set[str]()
@@ -54,9 +54,10 @@ def types_of(schema: Any, root: Any) -> frozenset[str]:
 
 
 def steps_of(reference: str, root: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields each step to a reference's target: a container, a key, and the value there.
+    """Yields each step of the path in a reference: the container, the key, and the value under the
+    key.
 
-    Ends early where there is no such key.
+    Stops at a key that does not exist.
     """
     item = root
     for name in unquote(reference).removeprefix("#").split("/")[1:]:
@@ -71,7 +72,8 @@ def steps_of(reference: str, root: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def target_of(reference: Any, root: Any) -> Any:
-    """Returns the target of a reference; None if it is not in the same schema."""
+    """Returns the part of a schema to which a reference points; None if this part does not exist in
+    it."""
     if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
         return None
     return [root, *(value for _, _, value in steps_of(reference, root))][-1]

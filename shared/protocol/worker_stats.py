@@ -1,4 +1,4 @@
-"""Statistics for people: of a worker, of a slot of its batch, and a sample of a queue."""
+"""Statistics for dashboards and commands: of a worker, of a slot in its batch, and of a queue."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator
 
 SAMPLE_MS = 5000
-"""The time that one sample of a queue's statistics covers."""
+"""Milliseconds that one sample of a queue's statistics covers."""
 
 
 class _Observation(BaseModel):
-    """Base of statistics. Unknown fields come from a newer version and are ignored."""
+    """Base of statistics. Unknown fields, which newer versions may send, are ignored."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class SlotState(StrEnum):
-    """The state of a sequence. Sequences that wait have no slot."""
+    """State of a sequence in a worker. A waiting sequence has no slot."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -28,9 +28,9 @@ class SlotState(StrEnum):
 
 
 class SlotStats(_Observation):
-    """A sequence of a worker's batch, or one that waits inside the engine to join it.
+    """Statistics of one sequence in a worker's engine, in the batch or waiting for a slot.
 
-    Times are Unix milliseconds of the server, None for events that have not happened.
+    Times are Unix milliseconds of the server; None if the event has not happened yet.
     """
 
     slot: int | None = None
@@ -41,35 +41,36 @@ class SlotStats(_Observation):
     state: SlotState = SlotState.WAITING
     prompt_tokens: int = 0
     emitted_tokens: int = 0
-    """Tokens that all attempts have emitted."""
+    """Number of tokens that all attempts have emitted."""
     max_tokens: int = 0
-    """The most tokens that may be emitted."""
+    """The most tokens that the request may emit."""
     computed_tokens: int = 0
-    """Tokens of prompt and output whose K and V are in the cache."""
+    """Number of prompt and output tokens whose K and V are in the cache."""
     cached_tokens: int = 0
-    """Prompt tokens that were in the cache when the sequence first joined the batch."""
+    """Number of prompt tokens that were in the cache when the sequence first joined the batch."""
     recomputed_tokens: int = 0
     preemptions: int = 0
     kv_blocks: int = 0
     kv_shared_blocks: int = 0
-    """Number of the `kv_blocks` that other sequences use too."""
+    """Number of this sequence's blocks that other sequences share."""
     claimed_at: int = 0
     prefill_at: int | None = None
     first_token_at: int | None = None
-    """When this attempt emitted its first token."""
+    """Time at which this attempt emitted its first token."""
     preempted_at: list[int] = []
     resumed_at: list[int] = []
 
 
 SLOTS = TypeAdapter(list[SlotStats])
-"""A worker's batch as JSON."""
+"""Reads and writes the statistics of all slots of a worker as JSON."""
 
 
 class Sample(_Observation):
-    """Statistics of a queue over `SAMPLE_MS` from `at` on (Unix milliseconds of the server).
+    """Statistics of a queue for the `SAMPLE_MS` that begin at `at` (Unix milliseconds of the
+    server).
 
-    Counts are those at time `at`. Percentiles cover the requests that got their first token within
-    the sample, with an error of about 2%. They are None if there were no such requests.
+    Counts are those at the time `at`. Percentiles cover the requests whose first token came within
+    the sample, with an error of about 2%. A percentile is None if there was no such request.
     """
 
     at: int
@@ -78,21 +79,22 @@ class Sample(_Observation):
     """Number of waiting requests by priority."""
     delayed: int = 0
     active: int = 0
-    """Requests that workers hold, running or prepared."""
+    """Number of requests that workers hold, running or prepared."""
     running: int = 0
     workers: int = 0
     tokens_per_second: float = 0.0
     prompt_tokens_per_second: float = 0.0
-    """Prompt tokens a second, without tokens that were found in the cache."""
+    """Prompt tokens per second, without tokens found in the cache."""
     worker_tokens_per_second: float = 0.0
-    """Tokens a second of one worker while requests wait, from the samples; 0: not measured yet."""
+    """Tokens per second of one worker while requests wait, from earlier samples; 0 if not measured
+    yet."""
     finished: int = 0
     ttft_p50_ms: float | None = None
     ttft_p95_ms: float | None = None
-    """Milliseconds from enqueueing to the first token."""
+    """95th percentile of the milliseconds from enqueueing to the first token."""
     queue_p50_ms: float | None = None
     queue_p95_ms: float | None = None
-    """Milliseconds from enqueueing to the first prefill."""
+    """95th percentile of the milliseconds from enqueueing to the first prefill."""
 
     @field_validator("priorities", mode="before")
     @classmethod
@@ -106,7 +108,8 @@ class Sample(_Observation):
 
 
 class WorkerStats(_Observation):
-    """A worker's heartbeat: its hash's fields. Counts are totals since the worker started."""
+    """A worker's heartbeat: the fields of its hash in Redis. Counts are totals since the worker
+    started."""
 
     def reported(self, name: str) -> Any:
         """Returns the value of a statistic; None if the worker's engine does not report it."""
@@ -117,65 +120,66 @@ class WorkerStats(_Observation):
     host: str = ""
     pid: int = 0
     state: str = "running"
-    """`running`; `no_server` while its inference server does not answer; `draining` once it claims
-    no more."""
+    """`running`, `no_server` while its inference server does not answer, or `draining` after its
+    last claim."""
     started_at_ms: int = 0
     heartbeat_at: int = 0
-    """Server time in ms, set by the server."""
+    """Time of the heartbeat in Unix milliseconds, set by the server."""
     device: str = ""
     dtype: str = ""
     max_num_seqs: int = 0
     max_model_len: int = 0
-    """The longest prompt and output together; 0 from older workers, which do not report it."""
+    """The most tokens of prompt and output together; 0 for older workers, which do not report it.
+    """
     num_running: int = 0
     num_waiting: int = 0
-    """Requests in the engine that have no slot yet."""
+    """Number of requests that wait in the engine for a slot."""
     num_prefetched: int = 0
     mean_prefetched: float = 0.0
-    """Average number of prepared requests."""
+    """Mean number of requests that are prepared and ready for the engine."""
     mean_prefetch_wait_ms: float = 0.0
-    """Average wait of a prepared request until it was handed out."""
+    """Mean milliseconds that a prepared request waits until the engine takes it."""
     num_prefetch_empty: int = 0
-    """Number of times that the engine wanted a request and none was prepared."""
+    """Number of times that the engine had room and no request was prepared."""
     num_processed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
     recomputed_tokens: int = 0
     drafted_tokens: int = 0
-    """Drafted tokens that were computed along with decodes."""
+    """Number of drafted (speculative) tokens that the model checked."""
     accepted_tokens: int = 0
-    """Drafted tokens that were right."""
+    """Number of drafted tokens that were accepted."""
     num_preemptions: int = 0
     kv_tokens: int = 0
     kv_used_tokens: int = 0
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
-    """Bytes of all states of recurrent layers, also of those kept after shared prefixes."""
+    """Bytes of all states of recurrent layers, including states stored for shared prefixes."""
     kv_blocks: int = 0
     kv_used_blocks: int = 0
-    """Blocks that some sequence owns."""
+    """Number of blocks that at least one sequence owns."""
     kv_shared_blocks: int = 0
-    """Blocks that several sequences own."""
+    """Number of blocks that several sequences own."""
     kv_free_blocks: int = 0
-    """Blocks that can be allocated: empty ones, and those that hold a prefix but have no owner."""
+    """Number of blocks that can be allocated: empty ones, and cached prefixes without an owner."""
     kv_cached_blocks: int = 0
-    """Blocks that hold a prefix but have no owner."""
+    """Number of blocks that hold a cached prefix and have no owner."""
     step_ms: float = 0.0
-    """Median of the last steps."""
+    """Median milliseconds of the last steps."""
     current_step_ms: int = 0
-    """Time of the current step so far; about 0 if there is none."""
+    """Milliseconds since the current step began; about 0 if no step runs."""
     tokens_per_second: float = 0.0
-    """Generated tokens a second, counting only the time in which the engine had work."""
+    """Generated tokens per second of the time in which the engine had work."""
     recent_tokens_per_second: float = 0.0
-    """Generated tokens a second since the last heartbeat, busy or not."""
+    """Generated tokens per second since the last heartbeat, including idle time."""
     mean_queue_ms: float = 0.0
     mean_prompt_ms: float = 0.0
     mean_generation_ms: float = 0.0
     peak_memory_bytes: int = 0
     untold: str = ""
-    """Names of the statistics that the worker's engine does not report, separated by spaces:
-    `step_ms cached_tokens`. Their values here mean nothing."""
+    """Names of the statistics that the worker's engine does not report, separated by spaces, such
+    as `step_ms cached_tokens`. The values of these fields have no meaning."""
     start_up_seconds: float = 0.0
     start_up_stages: str = ""
-    """Seconds of each stage: `weights=0.812 checking=1.204 ...`."""
+    """Seconds of each stage of the start, such as `weights=0.812 checking=1.204`."""

@@ -1,7 +1,7 @@
-"""Builds calls to the server of a queue, and reads its replies. There is no I/O here.
+"""Builds calls to a queue's server and reads the replies. No code here does I/O.
 
-A `Call` is one command or script. An `Operation` makes calls, one round trip after the other, until
-it has a result. The queues send calls, and the clients carry out operations.
+A `Call` is one command or script. An `Operation` makes several calls, one round trip after the
+other, until it has a result. Queues send calls, and clients run operations.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Argument = str | bytes | int | memoryview
 _LUA = resources.files("promptq.shared") / "lua"
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
-"""The errors for a forbidden command inside a script: of Redis 7.0, and of later releases and
-Valkey."""
+"""Beginnings of the error for a forbidden command inside a script: that of Redis 7.0, and that of
+later releases and Valkey."""
 
 _FILES = (path.name for path in (_LUA / "scripts").iterdir())
 SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name.endswith(".lua")))
@@ -35,16 +35,16 @@ SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name
 
 @cache
 def script_text(name: str) -> str:
-    """Returns the source of a script, with the parts that it uses in front. Each part is a Lua
-    table with a separate scope."""
+    """Returns a script's source, preceded by the parts that it uses. Each part is a Lua table with
+    a separate scope."""
     parts: dict[str, str] = {}
     text = _text_behind(f"scripts/{name}", parts)
     return "".join(parts.values()) + text
 
 
 def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
-    """The text of a file. The parts that its first line names are added to `parts`, each after the
-    parts that it names itself.
+    """Returns the text of a file, and adds the parts that its first line names to `parts`. A part
+    comes after the parts that it uses.
 
     Raises ValueError if parts use each other in a circle.
     """
@@ -61,23 +61,22 @@ def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T_co]):
-    """A script by its name; if `script` is empty, a plain command."""
+    """One command or one script to send, with the function that reads its reply. `script` is the
+    script's name, or empty for a command."""
 
     script: str
     args: Sequence[Argument]
     parse: Callable[[Any], T_co]
     of_spoilt: Callable[[], T_co] | None = None
-    """Returns the value for a key that a stranger spoilt. If this is None, such a key is an error.
-    """
+    """Returns the value to use if the key breaks the protocol. If None, such a key is an error."""
     of_refusal: Callable[[], T_co] | None = None
-    """Returns the value if the server refuses the command. If this is None, a refusal is an error.
+    """Returns the value to use if the server refuses the command. If None, a refusal is an error.
     """
     keys: Keys | None = None
-    """The queue for which a script runs; None: the sender's."""
+    """The queue for which the script runs; if None, the queue that sends the call."""
 
     def key(self, sender: Keys) -> str:
-        """Returns a key that the call uses. On a Cluster, the node of this key carries out the
-        call."""
+        """Returns a key that the call uses. On a Cluster, the call goes to the node of this key."""
         first = self.args[1] if not self.script and len(self.args) > 1 else None
         if isinstance(first, str) and first.startswith(PREFIX):
             return first
@@ -85,18 +84,17 @@ class Call(Generic[T_co]):
 
     @property
     def name(self) -> str:
-        """Name of the call in messages: its key and perhaps a field, or its script."""
+        """Name of the call in messages: the script, or the command's key and perhaps a field."""
         if self.script:
             return f"the script {self.script}"
         shown = self.args[1 : 3 if self.args[0] == "HGET" else 2]
         return " ".join(arg if isinstance(arg, str) else repr(arg) for arg in shown)
 
     def read(self, reply: Any) -> T_co:
-        """Returns the value of a reply, or raises a reply that is an error.
+        """Returns the value in a reply. If the reply is an error, raises it.
 
-        Raises SpoiltRecordError for a reply that breaks the protocol. If a command inside a script
-        is not permitted, servers report another error; `read` raises NoPermissionError for this
-        too.
+        Raises SpoiltRecordError for a reply that breaks the protocol, and NoPermissionError if a
+        command inside a script is not permitted (for which servers report another error).
         """
         if self.of_refusal is not None and isinstance(reply, ResponseError):
             return self.of_refusal()
@@ -118,9 +116,9 @@ class Call(Generic[T_co]):
 
 
 def named(**values: Argument) -> list[Argument]:
-    """Returns a script's arguments by name, in the form that `arguments.lua` reads.
+    """Returns a script's named arguments, in the form that `arguments.lua` reads.
 
-    Leaves out empty values, which mean the same to the scripts.
+    Empty values are left out, because the scripts treat a missing argument as empty.
     """
     args: list[Argument] = ["promptq:named"]
     for pair in values.items():
@@ -132,13 +130,17 @@ def named(**values: Argument) -> list[Argument]:
 PAUSE = object()
 
 Operation = Generator[Any, Any, T]
-"""A generator that yields a call and receives its value, or yields a list of calls for one round
-trip and receives the list of their values. Errors are raised at the `yield`. Within long work the
-generator yields PAUSE, so that other tasks get their turns."""
+"""A generator that makes calls and returns a result.
+
+It yields one call and receives its value, or a list of calls (one round trip) and receives the list
+of values. An error is raised at the `yield`. During long work, the generator yields PAUSE so that
+other tasks can run.
+"""
 
 
 async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Awaitable[Any]]) -> T:
-    """Run an operation to its end and return its value. `answer` gets whatever a step yields."""
+    """Runs an operation to its end and returns its result. `answer` performs each yielded step and
+    returns what the operation receives."""
     try:
         step = next(operation)
         while True:
@@ -154,7 +156,7 @@ async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Await
 
 
 def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
-    """Run an operation like `carry_out_async`, with answers that need no `await`."""
+    """Runs an operation like `carry_out_async`, with an `answer` that is not a coroutine."""
 
     async def answer_at_once(step: Any) -> Any:
         return answer(step)
@@ -162,14 +164,14 @@ def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
     carrying_out = carry_out_async(operation, answer_at_once)
     try:
         while True:
-            carrying_out.send(None)  # it awaits nothing but pauses
+            carrying_out.send(None)  # the coroutine awaits only pauses
     except StopIteration as stop:
         value: T = stop.value
         return value
 
 
 def text_of(value: str | bytes | int) -> str:
-    """The value as text. Bytes that are not text are replaced."""
+    """Returns the value as text. Bytes that are not UTF-8 are replaced."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
@@ -178,17 +180,18 @@ def texts_of(values: Iterable[Any]) -> list[str]:
 
 
 def ids_of(values: Iterable[bytes]) -> list[str]:
-    """The ids. Strangers may have written them, so bytes that are not text become surrogates."""
+    """Returns the ids as text. Other programs can write ids, so bytes that are not UTF-8 become
+    surrogates."""
     return [value.decode("utf-8", "surrogateescape") for value in values]
 
 
 def fields_of(reply: Any) -> dict[bytes, bytes]:
-    """The fields of a hash or of an entry of a stream, from RESP2 or RESP3."""
+    """Returns the fields of a hash, or of a stream's entry, from a reply in RESP2 or RESP3."""
     return reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
 
 
 def text_map(reply: Any) -> dict[str, str]:
-    """The fields as text. Bytes that are not text are replaced."""
+    """Returns the fields of a hash as text. Bytes that are not UTF-8 are replaced."""
     return {
         name.decode("utf-8", "replace"): value.decode("utf-8", "replace")
         for name, value in fields_of(reply).items()

@@ -1,10 +1,12 @@
-"""Notes which claims of a queue were answered, so that the server notices a lost reply.
+"""Remembers which claims of a queue were answered, so that the server notices a lost reply.
 
 With each claim, a worker names the last claim that returned requests to it. If the server has
-handed out more requests since then, the reply with them was lost. These requests wait again at
-once, without counting a crash. The method needs claims one after the other, so a claim that runs
-beside another one names no earlier claim. The worker also numbers its claims, so that the server
-recognises a claim that arrives too late.
+handed out requests since then, the reply with these requests was lost. The requests then wait again
+at once, and no crash is counted.
+
+This works only for claims one after the other, so a claim that runs at the same time as another one
+names no earlier claim. The worker also numbers its claims. So the server recognises a claim that
+arrives too late.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from contextlib import contextmanager
 from promptq.shared.protocol.claims import ClaimContext, Claims
 
 _NUM_REPLIES = 64
-"""Number of recent replies. The quickest of them relates the server's clock to this machine's."""
+"""Number of recent replies to compare. The quickest of them determines the difference between the
+server's clock and this machine's."""
 _LONGEST_DELAY = 5.0
-"""In seconds. A longer delay is not a late reply: the server's clock has changed."""
+"""In seconds. After a longer delay, the reply is not late: the server's clock has been changed."""
 
 
 class ClaimHistory:
-    """The claims of one queue object. Thread-safe."""
+    """The history of the claims of one queue object. Thread-safe."""
 
     def __init__(self) -> None:
         self.is_unanswered = False
@@ -39,7 +42,7 @@ class ClaimHistory:
 
     @contextmanager
     def call(self) -> Iterator[ClaimTurn]:
-        """Surrounds one claim, whose reply the caller assigns to `turn.claims`."""
+        """Context manager around one claim. The caller assigns the reply to `turn.claims`."""
         with self._lock:
             is_alone, self._is_under_way = not self._is_under_way, True
             self._number += is_alone
@@ -61,10 +64,12 @@ class ClaimHistory:
                 self._is_under_way = False
 
     def _remove_delay(self, claims: Claims) -> None:
-        """Correct `received_at` by the delay of this reply over the quickest recent one.
+        """Subtracts from `received_at` the delay of this reply, compared with the quickest recent
+        reply.
 
-        `received_at` relates this process's clock to the server's. Without the correction, a late
-        reply would give later moments of these requests, such as a preemption, too early a time.
+        `received_at` relates this process's clock to the server's clock. Without the correction,
+        later times of these requests, such as that of a preemption, would be too early after a slow
+        reply.
         """
         if claims:
             first = claims[0]
@@ -78,7 +83,7 @@ class ClaimHistory:
 
 
 class ClaimTurn:
-    """One claim: its facts about earlier claims, and its result."""
+    """One claim: its facts about earlier claims, its nonce, and its result."""
 
     def __init__(self, context: ClaimContext) -> None:
         self.context = context

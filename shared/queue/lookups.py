@@ -1,4 +1,4 @@
-"""Calls that read what the keys of a queue hold, and which queues and models a server has."""
+"""Calls that read the keys of a queue, and the names of a server's queues."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from promptq.shared.queue.call import Call, fields_of, ids_of, text_map, text_of
 
 
 def server_time_ms() -> Call[int]:
-    """The server's clock, in Unix milliseconds."""
+    """Reads the server's clock, in Unix milliseconds."""
     return Call("", ["TIME"], lambda reply: int(reply[0]) * 1000 + int(reply[1]) // 1000)
 
 
 def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
-    """All fields of a request's hash, as text; empty if there is no hash."""
+    """Reads all fields of a request's hash, as text; empty if there is no hash."""
     return Call("", ["HGETALL", keys.request(request_id)], text_map, dict)
 
 
 def fields(keys: Keys, request_id: str, names: Sequence[str]) -> Call[dict[str, str]]:
-    """The named fields that a request's hash has, as text."""
+    """Reads those of the named fields that a request's hash has, as text."""
 
     def parse(reply: list[bytes | None]) -> dict[str, str]:
         pairs = zip(names, reply, strict=True)
@@ -33,13 +33,13 @@ def fields(keys: Keys, request_id: str, names: Sequence[str]) -> Call[dict[str, 
 
 
 def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
-    """A request's payload as it was enqueued; None if it is unknown."""
+    """Reads a request's payload as it was enqueued; None if the request is unknown."""
     return Call("", ["HGET", keys.request(request_id), "payload"], lambda reply: reply)
 
 
 def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
-    """The state of a request; None if it is unknown. A request without a state, such as one of a
-    plain client, waits."""
+    """Reads the state of a request; None if the request is unknown. A request without a state, such
+    as one that a plain client enqueued, waits."""
 
     def parse(reply: list[Any]) -> RequestState | None:
         current, payload = reply
@@ -52,44 +52,46 @@ def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
 
 
 def state_of(field: str | bytes) -> RequestState:
-    """The state in a field. Another value counts as waiting, as it does in the scripts."""
+    """Returns the state that a field names. Any other value counts as waiting, as it does in the
+    scripts."""
     with suppress(ValueError):
         return RequestState(text_of(field))
     return RequestState.WAITING
 
 
 def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
-    """Events of the replay log that end after `position` tokens, and the last event."""
+    """Reads the events of the replay log that end after `position` tokens, including the last
+    event."""
 
     def parse(reply: list[Any]) -> list[bytes]:
         return [fields_of(entry).get(b"event", b"") for _, entry in reply]
 
-    # The entry `position-0` was seen; `position-1` would be the last event, which may add nothing.
+    # The caller has the entry `position-0`. A last event without a token has the id `position-1`.
     return Call("", ["XRANGE", keys.tokens(request_id), f"({position}-0", "+"], parse)
 
 
 def contains(keys: Keys, request_id: str) -> Call[bool]:
-    """Whether the request waits in the queue."""
+    """Reads whether the request waits in the queue."""
     return Call("list_waiting", [0, request_id], lambda reply: bool(reply[1]))
 
 
 def count(keys: Keys) -> Call[int]:
-    """The number of waiting requests of all tenants, without delayed ones."""
+    """Reads the number of waiting requests of all tenants, without delayed ones."""
     return Call("list_waiting", [0, ""], lambda reply: int(reply[0]), keys=keys)
 
 
 def waiting_ids(keys: Keys, limit: int) -> Call[list[str]]:
-    """Ids at the front of the queue, of all tenants, in the order of their scores."""
+    """Reads the ids at the front of the queue, of all tenants, in the order of their scores."""
     return Call("list_waiting", [limit, ""], lambda reply: ids_of(reply[2:]), keys=keys)
 
 
 def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:
-    """Ids of delayed requests, soonest first."""
+    """Reads the ids of delayed requests, soonest first."""
     return Call("", ["ZRANGE", keys.delayed, 0, limit - 1], ids_of)
 
 
 def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
-    """Ids of dead letters, the latest first, without ids that no request may have."""
+    """Reads the ids of dead letters, the latest first. Leaves out texts that are no valid id."""
 
     def parse(reply: list[bytes]) -> list[str]:
         return [request_id for request_id in ids_of(reply) if is_request_id(request_id)]
@@ -98,8 +100,8 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 
 def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
-    """Ids of workers whose heartbeat is not overdue. Leaves out ids that are not text; a key of
-    another type has no ids."""
+    """Reads the ids of workers whose heartbeat is not overdue. Ids that are not UTF-8 are left out.
+    If the key has the wrong type, the result is empty."""
 
     def parse(ids: list[bytes]) -> list[str]:
         texts = []
@@ -112,14 +114,15 @@ def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
 
 
 def is_later(time_ms: bytes | None, now_ms: int) -> bool:
-    """Whether the server time in a field is in the future; False if the field has no time."""
+    """Returns whether a field has a server time (ms) that is in the future."""
     with suppress(ValueError):
         return time_ms is not None and int(time_ms) > now_ms
     return False
 
 
 def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
-    """A worker's last report; None if it is gone, or if something else wrote the key."""
+    """Reads a worker's last report; None if the worker is gone, or if the key does not contain a
+    report."""
 
     def parse(reply: Any) -> WorkerStats | None:
         fields = text_map(reply)
@@ -129,7 +132,7 @@ def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
 
 
 def note_queue(queue: str) -> Call[int]:
-    """Add the queue to the names by which gateways and clients find queues."""
+    """Adds the queue to the set of names in which gateways and clients look for queues."""
     return Call("", ["SADD", QUEUES, queue], int)
 
 
@@ -138,7 +141,7 @@ def forget_queue(queue: str) -> Call[int]:
 
 
 def queue_names() -> Call[list[str]]:
-    """The names of queues, in order, without names that no queue may have."""
+    """Reads the names of queues, in order. Leaves out texts that are no valid name."""
 
     def parse(reply: list[bytes]) -> list[str]:
         return sorted(filter(is_name, ids_of(reply)))
@@ -159,10 +162,11 @@ def forget_alias(alias: str) -> Call[int]:
 
 
 def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
-    """Reads entries of a list by `command`. If the key is no list, logs that and returns none."""
+    """Reads entries of a list by `command`. If the key has another type, logs this and returns no
+    entries."""
     return Call("", [command, key, *args], list, list)
 
 
 def shown(raw: bytes) -> str:
-    """A stranger's entry, short and escaped, for a log."""
+    """Returns the entry, shortened and escaped, for a log. Any program may have written it."""
     return repr(raw)[:100]

@@ -1,7 +1,7 @@
-"""Warns of a Redis server whose `maxmemory-policy` deletes keys of the queue when memory is full.
+"""Warns if a Redis server's `maxmemory-policy` deletes keys of the queue when memory is full.
 
-`INFO memory` names the policy, and every role may send it. `CONFIG GET` is forbidden to roles and
-on managed services.
+The policy comes from `INFO memory`, which every role may send. `CONFIG GET` is forbidden to roles
+and on managed services.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import Any
 from promptq.shared.queue.call import Call
 
 LOOK_SECONDS = 5.0
-"""The time between two looks at the policy, which an operator may change at any time."""
+"""Seconds between two checks of the policy, which an operator may change at any time."""
 
 _REPEAT_SECONDS = 60.0
 _LOST = {
     "allkeys": "waiting and running requests may vanish, and nobody is notified",
     "volatile": "results, responses, batches and idempotency keys may vanish before their time",
 }
-"""The losses that a policy may cause, by the first word of its name."""
+"""Description of the possible losses under a policy, by the first word of the policy's name."""
 
 
 def maxmemory_warning() -> Call[str]:
-    """A sentence about a server that may delete keys; empty if it deletes none or does not say."""
+    """Returns a warning if the server may delete keys; empty if it deletes none or its policy is
+    unknown."""
     return Call("", ["INFO", "memory"], _warning_of, of_refusal=str)
 
 
@@ -40,7 +41,7 @@ def _warning_of(info: Mapping[str, Any]) -> str:
 
 
 class MaxmemoryLog:
-    """Logs the warning at once, again every minute while it holds, and when it is over."""
+    """Logs the warning when it appears and every minute while it lasts, and logs when it ends."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -50,12 +51,13 @@ class MaxmemoryLog:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last look was `LOOK_SECONDS` ago."""
+        """Whether `LOOK_SECONDS` have passed since the last check."""
         return self._clock() >= self._look_at
 
     def note(self, warning: str) -> None:
-        """Log the result of a look at the server, if it is news or due again."""
-        from promptq.shared.runtime.logs import get_logger  # clients have no log, nor its package
+        """Processes the result of a check. Logs the warning if it has changed, or if the next
+        repetition is due."""
+        from promptq.shared.runtime.logs import get_logger  # clients may lack structlog
 
         now = self._clock()
         if warning and (warning != self._logged or now >= self._repeat_at):

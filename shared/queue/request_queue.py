@@ -1,4 +1,4 @@
-"""The queue: what producers and workers do with it, on top of the Lua scripts.
+"""The queue: the operations of producers and workers, built on the Lua scripts.
 
 `RequestQueue` and `AsyncRequestQueue` have the same methods. Every change of state is one script
 (see `promptq.shared.queue.scripts`), so any number of producers and workers may use a queue at
@@ -43,19 +43,20 @@ from promptq.shared.server.cluster import client_at, client_of
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""A missed wake-up delays a request by at most this time."""
+"""Seconds between two polls. If a wake-up is lost, a request is delayed by at most this time."""
 
 _SCRIPT_TRIES = 4
 _TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
-"""Errors after which a call of a pipeline is sent again alone. redis-py then handles the error."""
+"""Errors after which one call of a pipeline is sent again, alone. Then redis-py handles the error.
+"""
 _ABORT_CHECK_SECONDS = 0.05
 _MAX_CALLS_AT_ONCE = 32
 _CLEAR_PAGE = 500
 
 
 def new_request_id() -> str:
-    """A UUIDv7. Ids of later requests sort after earlier ones, so equal scores stay first-in
-    first-out.
+    """Returns a UUIDv7. Ids of later requests sort after earlier ids, so requests with equal scores
+    stay first-in first-out.
 
     Layout of RFC 9562: 48 bits of Unix milliseconds, version, 12 bits of the fraction of a
     millisecond, variant, 62 random bits.
@@ -69,7 +70,7 @@ def new_request_id() -> str:
 
 
 class _Queue:
-    """Base of both queues: names, identity and how calls are built."""
+    """Base of both queues: keys, the worker's identity, and the code that builds calls."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class _Queue:
         self._scripts = {name: register(where + script_text(name)) for name in SCRIPT_NAMES}
 
     def _exchange(self, calls: Call[T] | Sequence[Call[T]], atomic: bool) -> Operation[T | list[T]]:
-        """Carries out `run`. Yields functions that call the server, and receives its replies."""
+        """Implements `run`. Yields functions that call the server, and receives their replies."""
         self._check_open()
         if isinstance(calls, Call):
             return calls.read((yield from self._reply(calls)))
@@ -120,7 +121,8 @@ class _Queue:
     def _replies(
         self, client: Any, calls: Sequence[Call[Any]], atomic: bool
     ) -> Operation[list[Any]]:
-        """The replies of one server to several calls, or errors in their places."""
+        """Returns a server's replies to several calls. In place of the reply to a failed call is
+        its error."""
         pipeline = client.pipeline(transaction=atomic)
         for call in calls:
             if call.script:
@@ -138,7 +140,7 @@ class _Queue:
         return client_at(self.redis, call.key(self.keys))
 
     def _reply(self, call: Call[Any]) -> Operation[Any]:
-        """The reply of the server to one call, or the error in its place."""
+        """Returns the server's reply to one call, or its error."""
         reply: Any = None
         client = self._client_for(call)
         elsewhere = {} if client is self.redis else {"client": client}
@@ -172,7 +174,8 @@ class _Queue:
         timeout: float | None,
         abort: threading.Event | asyncio.Event | None,
     ) -> Operation[Claim | None]:
-        """Carries out `take` once `wake_ups` listens. Yields functions that call the server."""
+        """Implements `take`, with `wake_ups` already subscribed. Yields functions that call the
+        server."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             claims: Claims = yield partial(take_batch, Room(max_count=1, token_budget=2**53))
@@ -196,8 +199,8 @@ class _Queue:
 
     @property
     def has_unanswered_claim(self) -> bool:
-        """Whether the last claim failed, so that the server may have handed out requests in vain.
-        The next claim gives such requests back."""
+        """Whether the last claim failed. In this case the server may have handed out requests that
+        this process does not know; the next claim returns them to the queue."""
         return self._claim_history.is_unanswered
 
     def _check_open(self) -> None:
@@ -206,7 +209,7 @@ class _Queue:
 
 
 def requeue(dead_id: str) -> Operation[str]:
-    """Run a dead letter again and return the new id. Raises RequestNotFoundError."""
+    """Enqueues a dead letter again and returns the new id. Raises RequestNotFoundError."""
     new_id = new_request_id()
     reply = yield scripts.requeue(dead_id, new_id)
     if reply == "unknown":
@@ -226,7 +229,7 @@ def _clear(keys: Keys) -> Operation[int]:
 
 
 class RequestQueue(_Queue):
-    """The synchronous queue. Thread-safe; `close` ends every wait."""
+    """The synchronous queue. Thread-safe. `close` ends every wait."""
 
     def __init__(self, client: redis.Redis, queue: str = "default", **options: Any) -> None:
         super().__init__(client, queue, **options)
@@ -237,26 +240,26 @@ class RequestQueue(_Queue):
     def run(self, calls: Sequence[Call[T]], *, atomic: bool = False) -> list[T]: ...
 
     def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
-        """Send a call, or several in one round trip to each server. Returns the value of each.
+        """Sends one call, or several in one round trip to each server. Returns the value of each.
 
-        If one of several calls fails, the calls after it still run. Then the first error is raised.
-        A script that the server does not know yet runs after the others. `atomic` is for plain
-        commands only: no command of another client comes in between.
+        If one of several calls fails, the calls after it still run; then the first error is raised.
+        A script that the server has not loaded yet runs after the others. `atomic` means that no
+        command of another client comes in between; it is for plain commands only.
         """
         return carry_out(self._exchange(calls, atomic), operator.call)
 
     def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
-        """Add requests, all or none, and return their ids.
+        """Adds requests, all or none, and returns their ids.
 
         Raises InvalidRequestError, RequestExistsError, QueueFullError.
         """
         return self.run(self._enqueue(new))
 
     def take_batch(self, room: Room) -> Claims:
-        """Claim requests for which there is room, in queue order, without waiting.
+        """Claims requests for which there is room, in queue order, without waiting.
 
-        `room.num_held` counts all requests that the process holds. A process that holds a request
-        with `is_suspect` must claim nothing.
+        `room.num_held` is the number of requests that the process holds. While a process holds a
+        request with `is_suspect`, it must not claim another one.
         """
         with self._claim_history.call() as turn:
             turn.claims = self.run(self._claim(room, turn))
@@ -265,12 +268,12 @@ class RequestQueue(_Queue):
     def take(
         self, timeout: float | None = None, abort: threading.Event | None = None
     ) -> Claim | None:
-        """Claim one request, waiting up to `timeout` seconds (None: without a limit).
+        """Claims one request, waiting up to `timeout` seconds (None: without a limit).
 
         Returns None if the time is over or `abort` is set. Raises QueueClosedError if the queue is
-        closed meanwhile. This method is for a process that takes one request after the other: the
-        claim reports that the process holds nothing else, so it may return a request with
-        `is_suspect` (docs/protocol.md, Crashes). A process that holds several uses `take_batch`.
+        closed meanwhile. Use `take` only in a process that holds one request at a time: the claim
+        reports that the process holds no other, and may return a request with `is_suspect`
+        (docs/protocol.md, Crashes). A process that holds several requests uses `take_batch`.
         """
         with self.redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
             wake_ups.subscribe(self.keys.control)
@@ -278,38 +281,38 @@ class RequestQueue(_Queue):
             return carry_out(taking, operator.call)
 
     def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
-        """Send events and renew leases, in one round trip."""
+        """Sends events and renews leases, in one round trip."""
         return self.run(scripts.publish(self.lease_ms, rows, held))
 
     def release(
         self, held: Sequence[Held], *, crashed: bool = False, delays_ms: Sequence[int] = ()
     ) -> list[str]:
-        """Give requests back, at their old place and with their progress.
+        """Returns requests to the queue, at their old place and with their progress.
 
-        `crashed` says that the engine failed with them, which counts as a crash of each.
-        `delays_ms` has one delay for each request: nobody can claim the request before its delay is
-        over.
+        Set `crashed` if the engine failed while it ran them; this counts a crash for each request.
+        `delays_ms` has one delay for each request, during which nobody can claim it.
         """
         return self.run(self._release(held, crashed, delays_ms)) if held else []
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """Cancel a request. A waiting request ends now, a running one at its next step."""
+        """Cancels a request. A waiting request ends at once, a running one at its next step."""
         return self.run(scripts.cancel([request_id]))[0]
 
     def remove(self, request_id: str) -> bool:
-        """Remove a waiting request from the queue, ending it as cancelled.
+        """Removes a waiting request from the queue, and ends it as cancelled.
 
-        Returns False if it does not wait, or no longer waits.
+        Returns False if the request was not waiting.
         """
         statuses = self.run(scripts.cancel([request_id], "waiting"))
         return statuses[0] is CancelStatus.CANCELLED
 
     def clear(self) -> int:
-        """Remove all waiting and delayed requests. Returns their number. Running requests stay."""
+        """Removes all waiting and delayed requests, and returns their number. Running requests
+        continue."""
         return carry_out(_clear(self.keys), self.run)
 
     def contains(self, request_id: str) -> bool:
-        """Whether the request waits in the queue."""
+        """Returns whether the request waits in the queue."""
         return self.run(lookups.contains(self.keys, request_id))
 
     def count(self) -> int:
@@ -317,41 +320,42 @@ class RequestQueue(_Queue):
         return self.run(lookups.count(self.keys))
 
     def is_empty(self) -> bool:
-        """Whether no request waits."""
+        """Returns whether no request waits."""
         return self.count() == 0
 
     def state(self, request_id: str) -> RequestState | None:
-        """The state of a request; None if it is unknown."""
+        """Returns the state of a request; None if the request is unknown."""
         return self.run(lookups.state(self.keys, request_id))
 
     def reap(self) -> Reaped:
-        """Return the requests of dead workers to the queue, and end requests whose deadline has
+        """Returns the requests of dead workers to the queue, and ends requests whose deadline has
         passed."""
         return self.run(scripts.reap(self._max_crashes))
 
     def sweep(self, cursor: str = "0") -> Swept:
-        """Remove requests that nothing refers to, on one page of keys, beginning at the cursor."""
+        """Removes requests that nothing refers to, on one page of keys that begins at the
+        cursor."""
         return self.run(scripts.sweep(cursor))
 
     def requeue(self, dead_id: str) -> str:
-        """Run a dead letter again. Returns the new id. Raises RequestNotFoundError."""
+        """Enqueues a dead letter again and returns the new id. Raises RequestNotFoundError."""
         return carry_out(requeue(dead_id), self.run)
 
     def purge(self, dead_ids: Sequence[str]) -> int:
-        """Delete dead letters. Returns the number of deleted ones."""
+        """Deletes dead letters and returns the number of deleted ones."""
         return self.run(scripts.purge(dead_ids)).count("purged") if dead_ids else 0
 
     def close(self) -> None:
-        """End every wait and refuse further use. The Redis client stays open."""
+        """Ends every wait and refuses further use. The Redis client stays open."""
         self._closed = True
 
 
 class AsyncRequestQueue(_Queue):
-    """The queue for asyncio: the methods of `RequestQueue`, awaited.
+    """The queue for asyncio: the methods of `RequestQueue` as coroutines.
 
-    At most 32 calls are under way at once, each on a separate connection. Together they use at most
-    half of the client's connections. The other half is for subscriptions, which keep one each.
-    Further calls wait for their turn.
+    At most 32 calls run at once, each on a separate connection, and together they use at most half
+    of the client's connections. The other half is for subscriptions, which use one connection each.
+    Further calls wait.
     """
 
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:
@@ -372,7 +376,8 @@ class AsyncRequestQueue(_Queue):
         return await self.run(self._enqueue(new))
 
     async def take_batch(self, room: Room) -> Claims:
-        """Claims like RequestQueue.take_batch. A cancelled call gives its claims back."""
+        """Claims requests like `RequestQueue.take_batch`. If the call is cancelled, it returns its
+        requests to the queue."""
         claiming = asyncio.ensure_future(self._take_batch(room))
         try:
             return await asyncio.shield(claiming)

@@ -1,7 +1,7 @@
-"""Builds the calls of the Lua scripts and reads their replies. There is no I/O here.
+"""Builds the calls of the Lua scripts and reads their replies. No code here does I/O.
 
-The synchronous and the asynchronous queue differ only in how they send a call, so every rule about
-arguments and replies is here once.
+The synchronous and the asynchronous queue differ only in how they send a call. Both use the rules
+for arguments and replies in this module.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def _row_status(reply: bytes) -> RowStatus:
 
 
 def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
-    """Add all requests or none. Returns the ids, and an older id if the idempotency key is known.
+    """Adds all requests or none. Returns their ids. For a request whose idempotency key is known,
+    this is the id of the earlier request.
 
-    If each call has a new `nonce`, a call whose reply was lost may be sent again. Raises
+    With a new `nonce` for each call, a call can be sent again if its reply was lost. Raises
     RequestExistsError, QueueFullError.
     """
     columns = zip(*map(_values, new), strict=True)
     used = {name: column for name, column in zip(_FIELDS, columns, strict=False) if any(column)}
-    fields = ",".join(used) or "id"  # of no request
+    fields = ",".join(used) or "id"  # no request sets a field
     args = named(idempotency_ms=idempotency_ms, fields=fields, nonce=nonce)
     args += ["then", *chain.from_iterable(zip(*used.values(), strict=True))]
 
@@ -68,7 +69,8 @@ _FIELDS = (
 
 
 def _values(item: NewRequest) -> tuple[Argument, ...]:
-    """The value of each of `_FIELDS`. Empty values and 0 are the script's defaults."""
+    """Returns the value of each of `_FIELDS`. The script uses empty values and 0 as its
+    defaults."""
     request = item.request
     return (
         *(item.request_id, item.to_payload(), request.priority, request.deadline_ms or 0),
@@ -86,10 +88,10 @@ def claim(
     model: ModelIdentity,
     context: ClaimContext,
 ) -> Call[Claims]:
-    """Take requests in queue order; none while the queue is paused. Raises ModelMismatchError.
+    """Claims requests in queue order; none while the queue is paused. Raises ModelMismatchError.
 
-    A request without a seed gets one, made of `seed_base` and the request's id. If `seed_base` is
-    empty, the seed is made of the id and the nonce of the call that enqueued the request.
+    A request without a seed gets a seed made from `seed_base` and the request's id. If `seed_base`
+    is empty, the seed is made from the id and the nonce of the call that enqueued the request.
     """
     args = named(
         worker=worker_id,
@@ -158,7 +160,7 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
 
 
 def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Published]:
-    """Send the events of a step, and renew the leases of `held`."""
+    """Sends the events of a step, and renews the leases of `held`."""
     args: list[str | bytes | int] = [lease_ms, len(rows)]
     for row in rows:
         args += row
@@ -177,11 +179,10 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
 def release(
     held: Sequence[Held], max_crashes: int | None = None, delays_ms: Sequence[int] = ()
 ) -> Call[list[str]]:
-    """Give requests back to the queue, at their old place and with their progress.
+    """Returns requests to the queue, at their old place and with their progress.
 
-    Pass `max_crashes` (see `reap`) if the engine failed: each request then counts one crash more.
-    `delays_ms` has one delay for each request: nobody can claim the request before its delay is
-    over.
+    If the engine failed, pass `max_crashes` (see `reap`): this counts a crash for each request.
+    `delays_ms` has one delay for each request, during which nobody can claim it.
     """
     args = _held_args(held)
     if max_crashes is not None:
@@ -192,9 +193,9 @@ def release(
 
 
 def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[CancelStatus]]:
-    """End waiting requests, and in the mode `any` flag running ones.
+    """Ends waiting requests. In the mode `any`, also flags running requests as cancelled.
 
-    The mode `flagged` ends only requests that a plain client has flagged.
+    In the mode `flagged`, ends only waiting requests that a plain client has flagged.
     """
 
     def parse(reply: list[Any]) -> list[CancelStatus]:
@@ -205,23 +206,25 @@ def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[Ca
 
 
 def try_channels() -> Call[list[CancelStatus]]:
-    """Do nothing. Raises NoPermissionError unless the user may publish on the queue's channels."""
+    """Changes nothing. Raises NoPermissionError unless the user may publish on the queue's
+    channels."""
     return cancel([])
 
 
 def reprioritise(
     request_id: str, priority: int, payload: bytes, new_payload: str
 ) -> Call[PriorityStatus]:
-    """Move a waiting request to another priority, if `payload` is still its payload."""
+    """Moves a waiting request to another priority, unless its payload has changed since `payload`
+    was read."""
     args: list[str | bytes | int] = [request_id, priority, payload, new_payload]
     return Call("reprioritise", args, lambda reply: PriorityStatus(text_of(reply)))
 
 
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
-    """Clean up after workers and requests whose time is over.
+    """Ends expired leases and requests whose deadline has passed.
 
     A request becomes a dead letter after `max_crashes` lost leases, if it ran alone when the last
-    lease was lost. Dead letters that were kept long enough are deleted.
+    lease was lost. Old dead letters are deleted.
     """
 
     def parse(reply: list[int]) -> Reaped:
@@ -233,7 +236,8 @@ def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
 
 
 def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
-    """Look at one page of keys, and remove requests that nothing has referred to for long."""
+    """Checks one page of keys, and removes requests that nothing has referred to for a long
+    time."""
 
     def parse(reply: list[Any]) -> Swept:
         return Swept(text_of(reply[0]), int(reply[1]), *texts_of(reply[2:]))
@@ -242,19 +246,20 @@ def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
 
 
 def requeue(dead_id: str, new_id: str) -> Call[str]:
-    """Run a dead letter again as `new_id`; replies ok, unknown or exists."""
+    """Enqueues a dead letter again as `new_id`. The reply is `ok`, `unknown` or `exists`."""
     return Call("requeue", [dead_id, new_id], lambda reply: text_of(reply[0]))
 
 
 def purge(dead_ids: Sequence[str]) -> Call[list[str]]:
-    """Delete dead letters and all that is kept of them. Replies purged or unknown for each."""
+    """Deletes dead letters and everything stored for them. The reply for each is `purged` or
+    `unknown`."""
     return Call("purge", list(dead_ids), texts_of)
 
 
 def set_paused(keys: Keys, paused: bool) -> Call[int]:
-    """Set whether the queue is paused, so that it hands out no requests.
+    """Pauses or resumes the queue. A paused queue hands out no requests.
 
-    A server whose memory is full refuses to pause a queue. It accepts the end of a pause, because
+    If its memory is full, a server refuses to pause a queue. It accepts the end of a pause, because
     running the waiting requests frees memory.
     """
     if paused:
@@ -263,18 +268,18 @@ def set_paused(keys: Keys, paused: bool) -> Call[int]:
 
 
 def stand_by(keys: Keys, until_ms: int) -> Call[int]:
-    """Note that until `until_ms` (Unix milliseconds of the server) a worker loads the queue's model
-    when its turn comes."""
+    """Records that a worker without this model will load it when the queue's turn comes. The record
+    is valid until `until_ms` (Unix milliseconds of the server)."""
     return Call("", ["HSET", keys.model, "standby_until", until_ms], int, int)
 
 
 def wake_workers(keys: Keys) -> Call[int]:
-    """Notify workers that there is something to claim."""
+    """Notifies workers that there may be a request to claim."""
     return Call("", ["PUBLISH", keys.control, "pending"], int)
 
 
 def drain(channel: str, worker_id: str | None) -> Call[int]:
-    """Make all workers, or one, finish their running requests and exit."""
+    """Makes one worker, or all if `worker_id` is None, finish their running requests and exit."""
     message = "drain" if worker_id is None else f"drain:{worker_id}"
     return Call("", ["PUBLISH", channel, message], int)
 
@@ -282,8 +287,8 @@ def drain(channel: str, worker_id: str | None) -> Call[int]:
 def heartbeat(
     stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
 ) -> Call[int]:
-    """Publish the statistics of a worker for `ttl_ms`; with 0 the worker leaves. Returns how many
-    workers live."""
+    """Publishes the statistics of a worker for `ttl_ms`; 0 removes the worker. Returns the number
+    of live workers."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
     for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]
@@ -293,9 +298,9 @@ def heartbeat(
 
 
 def hold(keys: Keys, key: str, holder: str, ttl_ms: int) -> Call[bool]:
-    """Take or keep the lease under a key of the queue for `ttl_ms`, or with 0 give it up.
+    """Acquires or renews the lease under `key` for `ttl_ms`; 0 releases the lease.
 
-    Returns whether this holder has the lease or, when it gives the lease up, whether it had it.
+    Returns whether `holder` has the lease; after a release, whether `holder` had the lease.
     """
     args: list[str | bytes | int] = [key.removeprefix(keys.prefix), holder, ttl_ms]
     return Call("hold_lease", args, lambda reply: bool(int(reply)))
@@ -311,7 +316,7 @@ def _held_args(held: Iterable[Held]) -> list[str | bytes | int]:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """An `amount` to be taken from a rate of `limit` a minute."""
+    """The `amount` that a call uses up of a limit per minute."""
 
     name: str
     amount: int
@@ -320,18 +325,18 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class RateAnswer:
-    """Whether all amounts were taken, and the state of each rate by its name."""
+    """Reply to `take_of_rates`: the state of each limit by its name."""
 
     wait_ms: int | None
-    """Milliseconds until a new try may succeed. 0 if all amounts were taken; otherwise none was.
-    None if an amount exceeds its limit, so that no try can succeed."""
+    """Milliseconds until a new try may succeed. 0: all amounts were taken; otherwise, none was.
+    None: an amount exceeds its limit, so no try can succeed."""
     remaining: dict[str, int]
     reset_ms: dict[str, int]
-    """Milliseconds until the whole limit of each rate is available again."""
+    """Milliseconds until each limit is fully available again."""
 
 
 def take_of_rates(holder: str, rates: Sequence[Rate]) -> Call[RateAnswer]:
-    """Take from all of a holder's rates or from none."""
+    """Takes the amounts from all limits of a holder, or none if one limit does not suffice."""
     args: list[str | bytes | int] = [holder]
     for rate in rates:
         args += [rate.name, rate.amount, rate.limit]

@@ -1,7 +1,9 @@
-"""Lets each record that breaks the protocol fail alone, with a line in the log.
+"""Keeps records that break the protocol (spoilt records) from stopping code that reads many
+records.
 
-Anybody who may write to a queue may spoil its records. Code that goes through many records reads
-them with `readable` or works on each inside `alone`, so that one of them hinders no other.
+Any program that may write to a queue can spoil its records. Code that goes through many records
+reads them with `readable`, or handles each inside `alone`. Then a spoilt record is logged, and the
+others are read.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors of code that reads a value of an unexpected kind."""
+"""Errors that code raises when it reads a value of an unexpected kind."""
 
 _TURN_SECONDS = 60.0
 _MOST_IN_A_TURN = 10
 _SHOWN_CHARACTERS = 200
-_log = logging.getLogger("promptq.records")  # a client has no other log
+_log = logging.getLogger("promptq.records")  # clients may lack structlog
 
 
 def is_wrong_type(reply: object) -> bool:
-    """Whether the server says that a key has another type than the command needs."""
+    """Returns whether the server replied that a key has another type than the command needs."""
     if not isinstance(reply, ResponseError):
         return False
     text = str(reply)  # redis-py puts words before it in a transaction
@@ -40,7 +42,7 @@ def is_wrong_type(reply: object) -> bool:
 
 
 def spoilt_record(name: str, why: Exception | str) -> SpoiltRecordError:
-    """The error for the record of this name."""
+    """Returns the error for the record with this name."""
     if isinstance(why, ValidationError):
         first = why.errors(include_url=False, include_input=False)[0]
         why = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
@@ -49,9 +51,10 @@ def spoilt_record(name: str, why: Exception | str) -> SpoiltRecordError:
 
 
 def note(error: Exception, name: str = "") -> None:
-    """Log an error that one record caused: each message once a minute, and at most ten of them.
+    """Logs an error that one record caused: each message at most once a minute, and ten messages a
+    minute in all.
 
-    An unforeseen error gets the `name` of its record and a traceback.
+    An unforeseen error is logged with the `name` of its record and a traceback.
     """
     logged = _logged_in(int(time.monotonic() / _TURN_SECONDS))
     message = f"{name}: {error}" if name else str(error)
@@ -63,10 +66,10 @@ def note(error: Exception, name: str = "") -> None:
 
 @contextmanager
 def alone(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Let the record of this name fail alone: its error is logged, and the caller continues.
+    """Context manager that logs an error of the record with this name instead of raising it.
 
-    Two kinds of errors are raised: errors of the server or the connection, which all records share,
-    and `stop`, which a signal handler raises.
+    Errors of the server or the connection are raised, because they concern all records. So is
+    `stop`, an exception that a signal handler raises.
     """
     try:
         yield
@@ -84,7 +87,8 @@ def alone(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
 
 @contextmanager
 def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
-    """Delete and log `key` if its type is not the one that the commands in the block need."""
+    """Deletes `key`, and logs this, if its type is not the one that the commands in the block
+    need."""
     try:
         yield
     except ResponseError as error:
@@ -95,7 +99,7 @@ def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
 
 
 def readable(name: str, items: Iterable[T], read: Callable[[T], U]) -> list[U]:
-    """Returns the results of `read` for the items of a record, without those that are spoilt."""
+    """Returns the results of `read` for those items of a record that are not spoilt."""
     results: list[U] = []
     for item in items:
         try:

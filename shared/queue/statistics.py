@@ -1,4 +1,4 @@
-"""Calls that write and read a queue's statistics, and that measure its work."""
+"""Calls that write and read a queue's statistics, and that measure its load."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from promptq.shared.queue.call import Call, named, text_map
 from promptq.shared.queue.spoilt import readable
 
 SOON_MS = 60_000
-"""Delayed requests that are due within this time count, since a worker takes time to start."""
+"""Milliseconds. Delayed requests that are due within this time count as load, because a new worker
+takes some time to start."""
 WINDOW_SECONDS = 30.0
-"""The time over which the script averages the requested tokens."""
+"""Seconds over which the script averages the tokens that clients request."""
 _MOST_DEADLINES = 1000
 
 
 def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
-    """Reads the batch that a worker last reported, after the time of the report (server time in ms;
-    0: never)."""
+    """Reads the time of a worker's last report about its batch (server time in ms; 0 if there was
+    none), and the slots in the report."""
 
     def parse(reply: list[Any]) -> tuple[int, list[SlotStats]]:
         reported_at, batch = reply
@@ -31,20 +32,20 @@ def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
 
 @dataclass(slots=True)
 class Contribution:
-    """A worker's additions to the queue's statistics since its last call."""
+    """A worker's numbers since its last call, to be added to the queue's statistics."""
 
     generated_tokens: int = 0
     prompt_tokens: int = 0
     finished: int = 0
     first_token_ms: list[int] = field(default_factory=list)
-    """From enqueueing to the first token, of each request that got it."""
+    """Milliseconds from enqueueing to the first token, of each request that got its first token."""
     queue_ms: list[int] = field(default_factory=list)
-    """From enqueueing to the first prefill, of the same requests."""
+    """Milliseconds from enqueueing to the first prefill, of the same requests."""
 
 
 def sample(part: Contribution) -> Call[int]:
-    """Add to the statistics, and write the sample whose time is over, even if nothing is added.
-    Returns the number of written samples."""
+    """Adds a worker's numbers, which may be 0, and writes the samples whose time is over. Returns
+    the number of samples written."""
     args = named(
         generated_tokens=part.generated_tokens,
         prompt_tokens=part.prompt_tokens,
@@ -56,7 +57,7 @@ def sample(part: Contribution) -> Call[int]:
 
 
 def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sample]]:
-    """Samples from `since_ms` on, the oldest first. With `limit`, only the latest ones."""
+    """Reads the samples since `since_ms`, oldest first; with `limit`, only the latest ones."""
 
     def parse(reply: list[Any]) -> list[Sample]:
         samples = readable(keys.statistics, reply, _sample_of)
@@ -73,7 +74,8 @@ def _sample_of(entry: tuple[bytes, Any]) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """The number of waiting requests by priority: estimates if more than some hundreds wait."""
+    """Reads the number of waiting requests by priority. The numbers are estimates if more than some
+    hundreds wait."""
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))
@@ -85,38 +87,38 @@ def priorities(keys: Keys) -> Call[dict[int, int]]:
 class Work:
     """The load of a queue, measured by the server, for autoscaling and for model swapping.
 
-    Work is in output tokens. The fields are those of the script's reply, in order.
+    The load is counted in output tokens. The fields are those of the script's reply, in order.
     """
 
     num_waiting: int = 0
     num_active: int = 0
-    """Requests that workers hold."""
+    """Number of requests that workers hold."""
     num_running: int = 0
-    """The most that ran at once in the last minute."""
+    """The largest number of requests that ran at the same time in the last minute."""
     num_delayed: int = 0
-    """Delayed requests that are due within `SOON_MS`."""
+    """Number of delayed requests that are due within `SOON_MS`."""
     oldest_ms: int = 0
-    """The longest wait of the requests that are next in line."""
+    """Milliseconds that the oldest of the requests at the front of the queue has waited."""
     num_workers: int = 0
-    """Number of workers that claim. Draining workers do not count."""
+    """Number of workers that claim requests; draining workers do not."""
     num_slots: int = 0
-    """Requests that these workers take at once."""
+    """Number of requests that these workers can run at once."""
     tokens_of_answer: float = 256.0
-    """The mean length of the last answers."""
+    """Mean number of tokens in recent answers."""
     tokens_of_worker: float = 0.0
-    """Tokens that one worker generates in a second while requests wait; 0: not measured yet."""
+    """Tokens per second that one worker generates while requests wait; 0 if not measured yet."""
     tokens_requested: float = 0.0
-    """Tokens that clients request in a second: the highest average over half a minute in the last
-    minute."""
+    """Tokens per second that clients request: the highest half-minute average in the last minute.
+    """
     is_paused: bool = False
     front: float | None = None
-    """The lowest score of a waiting request, made of priority and arrival; None if none waits."""
+    """The lowest score of a waiting request; None if no request waits."""
     deadlines_ms: list[int] = field(default_factory=list)
-    """Time until the deadlines of requests that have one, the nearest first; at most 1,000."""
+    """Milliseconds until the deadlines of requests, nearest first; at most 1,000 entries."""
 
     @property
     def seconds_of_answer(self) -> float | None:
-        """Seconds that one worker takes for an answer; None: not measured yet."""
+        """Seconds in which one worker generates an average answer; None if not measured yet."""
         return self.tokens_of_answer / self.tokens_of_worker if self.tokens_of_worker else None
 
 

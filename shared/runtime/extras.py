@@ -1,4 +1,5 @@
-"""The optional parts of the distribution: what each needs, and whether it is installed."""
+"""Optional dependencies (extras) of the distribution: the packages of each, and whether they are
+installed."""
 
 from __future__ import annotations
 
@@ -15,30 +16,32 @@ _REQUIREMENT = re.compile(
 )
 
 _IS_ELSEWHERE = re.compile("sys_platform|python_version")
-"""Matches a package that only other systems or Python versions need, so that it may be missing."""
+"""Matches the condition of a package that only other systems or Python versions need. Such a
+package may be missing."""
 
 
 def require(what: str, *extras: str) -> None:
-    """Raise ConfigurationError unless all that these extras need is installed.
+    """Raises ConfigurationError unless all packages of these extras are installed.
 
-    `what` names the part that needs them. If promptq itself is not installed (a checkout on the
-    path), its extras are unknown, and a missing package shows only when it is imported.
+    `what` names the part of promptq that needs them, for the message. If promptq was not installed
+    as a package, its extras are unknown, and a missing package causes an ImportError later.
     """
     if missing := [extra for extra in extras if not _is_complete(extra)]:
         raise _lacks(what, missing)
 
 
 def require_one_of(what: str, *extras: str) -> None:
-    """Raises an error unless all requirements of one of these extras are installed."""
+    """Raises ConfigurationError unless all packages of at least one of these extras are
+    installed."""
     if not any(map(_is_complete, extras)):
         raise _lacks(what, extras[:1])
 
 
 def how_to_install(*extras: str) -> str:
-    """Returns the command that adds extras.
+    """Returns the command that installs extras.
 
-    It installs the wheel that `make wheel` builds: the name promptq is not registered at a package
-    index, so anybody could register it, and pip would run their code.
+    The command installs the wheel that `make wheel` builds. No package index has promptq, so
+    anybody could register the name there, and pip would run their code.
     """
     return f'pip install "$(echo dist/promptq-*.whl)[{",".join(extras)}]" where `make wheel` ran'
 
@@ -54,7 +57,7 @@ def _is_complete(extra: str) -> bool:
 
 
 def _needs(extra: str) -> Iterator[str]:
-    """The distributions that an extra installs."""
+    """Yields the names of the packages that an extra needs."""
     try:
         requirements = requires("promptq") or []
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""JSON that may be many megabytes, read and written in small parts."""
+"""Reads and writes JSON of many megabytes in small parts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from promptq.shared.runtime.turns import Work
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BEHIND_ITEM = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 _AT_ONCE = 16
-"""Number of items of a list that are read or written in one part, if no reader converts them."""
+"""Number of items of a list that are read or written in one part. Items with a reader are read one
+by one."""
 
 
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
-    """Parse a JSON object. `readers` has, by the name of a list, the function that converts its
-    items.
+    """Parses a JSON object. `readers` maps the name of a list to the function that converts the
+    list's items.
 
-    Raises ValueError, RecursionError, and errors of a reader. Half a character, which cannot be
-    written in UTF-8, is a ValueError.
+    Raises ValueError, RecursionError, and errors of a reader. Half of a surrogate pair, which UTF-8
+    cannot encode, is a ValueError.
     """
     decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
     if "\\ud" in text or "\\uD" in text:
@@ -83,8 +84,8 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """Returns the value as JSON in ASCII. Empties its lists on the way: freeing many objects at
-    once takes long, too."""
+    """Returns the value as ASCII JSON, and empties its lists meanwhile: freeing many objects at
+    once would take long, too."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)

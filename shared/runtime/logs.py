@@ -19,10 +19,10 @@ _ACCESS_LOG = "uvicorn.access"
 
 
 def configure_logs(level: str, form: str) -> None:
-    """Send log lines of at least `level` to standard error, in the form auto, console or json.
+    """Sends log lines of at least `level` to standard error. `form` is auto, console or json.
 
-    Lines from the standard `logging` take the same form: those of the engine and of uvicorn (run it
-    with `log_config=None`) from `level` on, those of other libraries from warnings on.
+    Lines of the standard `logging` module get this form too: from `level` on for the engine and
+    uvicorn (run it with `log_config=None`), from warnings on for other libraries.
     """
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console)
@@ -44,7 +44,7 @@ def configure_logs(level: str, form: str) -> None:
     structlog.configure(
         processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        # Each line is one write, because others write there too.
+        # Each line is one write, because other processes write to the stream too.
         logger_factory=lambda *_: structlog.WriteLogger(_STANDARD_ERROR),
         cache_logger_on_first_use=False,
     )
@@ -64,9 +64,11 @@ def configure_logs(level: str, form: str) -> None:
 
 
 def take_over_logs(*libraries: str) -> None:
-    """Make these imported libraries log through the root logger's handler, and no other.
+    """Makes these libraries, which must be imported already, log only through the root logger's
+    handler.
 
-    Warnings of transformers are left out: most advise to install kernels that promptq does not use.
+    Warnings of transformers are dropped: most of them advise to install kernels that promptq does
+    not use.
     """
     for name in libraries:
         logger = logging.getLogger(name)
@@ -76,8 +78,8 @@ def take_over_logs(*libraries: str) -> None:
 
 
 class _CurrentStandardError:
-    """Standard error, looked up for each line: a program may replace and close the stream after a
-    logger was bound."""
+    """Standard error, looked up for each line, because a program may replace and close the stream
+    after a logger was created."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -87,11 +89,11 @@ class _CurrentStandardError:
 
 
 _STANDARD_ERROR = cast("TextIO", _CurrentStandardError())
-"""Where all loggers write. They share this object, because it holds their lock."""
+"""The stream of all loggers. They share this object because it holds the lock of the stream."""
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
-    """A logger with `bound` in every line."""
+    """Returns a logger that adds the fields `bound` to every line."""
     return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger(**bound))
 
 
@@ -102,11 +104,13 @@ The code that serves an HTTP request binds its `request_id`, so that uvicorn's l
 """
 
 unbind = structlog.contextvars.unbind_contextvars
-"""Undoes a `bind`. Call it when the task continues with other work, or has inherited the fields."""
+"""Removes fields that `bind` added. Call it when the task continues with other work, or has
+inherited the fields."""
 
 
 def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Make values safe to show: strangers write them, and a terminal obeys control characters."""
+    """Escapes unsafe characters in the values of a line. Clients choose these values, and a
+    terminal obeys control characters."""
     for name, value in line.items():
         if name != "exc_info" and not name.startswith("_"):
             line[name] = printable(value if isinstance(value, str) else repr(value))
@@ -114,20 +118,20 @@ def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> Mutabl
 
 
 def _write_traceback(target: TextIO, exc_info: Any) -> None:
-    """Write a traceback indented, so that no line of an exception looks like a line of the log."""
+    """Writes a traceback indented, so that no line of an exception looks like a line of the log."""
     plain = io.StringIO()
     structlog.dev.plain_traceback(plain, exc_info)
     target.write(indent(printable(plain.getvalue(), keep="\n"), "  "))
 
 
 def _json(line: Any, **options: Any) -> str:
-    """JSON in ASCII, in which DEL is the only unsafe character left."""
+    """Returns the line as ASCII JSON. DEL, the only unsafe character left, is escaped too."""
     return json.dumps(line, **options).replace("\x7f", "\\u007f")
 
 
 def _name_fields(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Add the logger's name and fields to lines of the standard library. The fields are the members
-    of a mapping that is logged with the text, or the parts of uvicorn's access lines."""
+    """Adds the logger's name and fields to a line of the standard library. The fields are the
+    members of a mapping that was logged with the text, or the parts of uvicorn's access line."""
     values = line.pop("positional_args", ())
     line["logger"] = line["_record"].name
     if isinstance(values, Mapping):

@@ -1,9 +1,10 @@
-"""Names, buckets and form of all metrics, for Prometheus.
+"""Names, buckets and types of all metrics, for Prometheus.
 
-A metric that vLLM has too has vLLM's name after `promptq_`, and its labels and buckets
-(vllm/v1/metrics/loggers.py). So a dashboard made for vLLM only needs another prefix than `vllm:`.
-Only `iteration_tokens` lacks vLLM's `_total`, which is for counters. No name has a colon, because
-colons are for rules (https://prometheus.io/docs/practices/naming/), and OpenMetrics has none.
+A metric that vLLM also has gets vLLM's name after `promptq_`, with vLLM's labels and buckets
+(vllm/v1/metrics/loggers.py). So a dashboard made for vLLM works after its prefix `vllm:` is
+replaced. The one exception is `iteration_tokens`, which lacks vLLM's suffix `_total`, because only
+counters may have it. Names have no colon: Prometheus reserves colons for rules
+(https://prometheus.io/docs/practices/naming/), and OpenMetrics forbids them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from prometheus_client.utils import floatToGoString
 
 PREFIX = "promptq_"
 ENGINE = "0"
-"""The label `engine`: vLLM numbers the engines of a process; a worker has one."""
+"""The value of the label `engine`. vLLM numbers the engines of a process; a worker has only one."""
 
 # fmt: off
 _LATENCY = (
@@ -58,7 +59,7 @@ _OF_WORKERS = ("model_name", "engine")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spec:
-    """One metric. Counters are exposed with `_total` after their name, as vLLM's are."""
+    """Definition of one metric. A counter is exposed with `_total` after its name, as in vLLM."""
 
     kind: Literal["gauge", "counter", "histogram"]
     name: str
@@ -72,7 +73,7 @@ class Spec:
 
 
 # fmt: off
-# vLLM's, of workers.
+# Metrics of workers that vLLM has too.
 RUNNING = Spec("gauge", "num_requests_running", "Requests in the batch.")
 WAITING = Spec("gauge", "num_requests_waiting", "Requests that a worker holds and that are"
                " not in its batch; of a gateway: requests that wait in the queue.")
@@ -118,7 +119,7 @@ REQUEST_MAX_TOKENS = Spec("histogram", "request_params_max_tokens", "max_tokens 
 STEP_TOKENS = Spec("histogram", "iteration_tokens", "Tokens of an engine step.",
                    buckets=_STEP_TOKENS)
 
-# Our own, of workers.
+# Other metrics of workers.
 LEASES = Spec("gauge", "leases", "Requests of which the worker holds the lease.")
 PREFETCHED = Spec("gauge", "num_requests_prefetched", "Held requests that are prepared and wait"
                   " for a place in the batch.")
@@ -136,7 +137,7 @@ STATE_BYTES = Spec("gauge", "recurrent_state_bytes",
 CLAIMS = Spec("counter", "claims", "Requests that were claimed, so attempts that began.")
 REFUSED = Spec("counter", "claims_refused", "Claimed requests that were invalid.")
 FENCES_LOST = Spec("counter", "fences_lost", "Requests that another attempt took from the worker,"
-                   " because it was slow, frozen or cut off.")
+                   " because the worker was slow, frozen or cut off.")
 ATTEMPTS = Spec("histogram", "request_attempts", "Attempts that a request needed until it ended.",
                 buckets=_ATTEMPTS)
 PUBLISH_TIME = Spec("histogram", "publish_seconds",
@@ -144,7 +145,7 @@ PUBLISH_TIME = Spec("histogram", "publish_seconds",
 PUBLISHED = Spec("counter", "published_events", "Events that were published.")
 CLAIM_TIME = Spec("histogram", "claim_seconds", "Round trip of a claim.", buckets=_ROUND_TRIP)
 
-# Of gateways: the queue as a whole, and HTTP.
+# Metrics of gateways: the queue as a whole, and HTTP.
 QUEUE_UP = Spec("gauge", "queue_up", "1 if the queue can be reached; while it is 0, the queue's"
                 " other metrics are missing.", ("queue",))
 QUEUE_WAITING = Spec("gauge", "queue_requests_waiting", "Requests that wait, by priority.",
@@ -177,7 +178,8 @@ WORKER_HISTOGRAMS = tuple(s for s in ALL if s.kind == "histogram" and s.labels =
 
 
 class Histogram:
-    """Counts of values by bucket, and their sum. Written by one thread, read by any."""
+    """A histogram: the number of values in each bucket, and the sum. One thread may write, any
+    thread may read."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -187,13 +189,13 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        """Add the same value `count` times."""
+        """Adds a value, counted `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def exposed(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns (upper bound, number of values up to it) of each bucket, and the sum of all
-        values."""
+        """Returns the pairs (upper bound of a bucket, number of values up to this bound), and the
+        sum of all values."""
         cumulated = itertools.accumulate(self._counts)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(bounds, map(float, cumulated), strict=True)), self._sum
@@ -201,7 +203,7 @@ class Histogram:
 
 Value = float | Histogram
 Reading = tuple[Spec, Sequence[str], Value]
-"""A metric, the values of its labels, and its value."""
+"""One sample of a metric: its definition, the values of its labels, and its value."""
 
 
 class _Readings(Collector):
@@ -223,7 +225,7 @@ class _Readings(Collector):
 
 
 def registry_of(read: Callable[[], Iterable[Reading]]) -> CollectorRegistry:
-    """A registry that calls `read` at each scrape."""
+    """Returns a registry that calls `read` at each scrape."""
     registry = CollectorRegistry()
     registry.register(_Readings(read))
     return registry

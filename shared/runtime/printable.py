@@ -1,4 +1,4 @@
-"""Makes text of strangers safe to show: some characters control a terminal or mislead readers."""
+"""Makes untrusted text safe to show: some characters control a terminal or mislead readers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f"  # control characters: C0, DEL and C1
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the order in which text is shown
     "\u2028\u2029"  # end a line for some readers
-    "\ud800-\udfff]"  # halves of characters, which no stream takes
+    "\ud800-\udfff]"  # surrogates, which UTF-8 cannot encode
 )
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Returns the text with unsafe characters, except those in `keep`, as escapes like `\x1b`."""
+    r"""Returns the text with unsafe characters escaped, such as `\x1b`; characters in `keep`
+    stay."""
     return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
 
 
 def one_line(json_text: str) -> str:
-    """Returns the JSON with escapes for the characters that end a line for `str.splitlines` and
-    similar functions. JSON may have three such characters unescaped, and always escapes the others.
-    """
+    """Returns the JSON on one line: characters that `str.splitlines` and similar functions read as
+    the end of a line are escaped. JSON allows three such characters unescaped."""
     for end in ("\x85", "\u2028", "\u2029"):
         json_text = json_text.replace(end, f"\\u{ord(end):04x}")
     return json_text

@@ -1,4 +1,4 @@
-"""Makes the imports of promptq's processes faster."""
+"""Makes imports in promptq's processes faster."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _METRICS = "opentelemetry.sdk.metrics"
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import without garbage collection, and redis-py without OpenTelemetry's metrics.
+    """Context manager for imports without garbage collection, and for redis-py without
+    OpenTelemetry's metrics.
 
-    An import makes many objects that stay, and searching them again and again would take a quarter
-    of its time. redis-py loads the metrics where they are installed, but uses them only if a
-    program sets them up. promptq's processes never do; a user's program may, so it imports redis-py
-    in the usual way.
+    An import creates many objects that stay, and the garbage collector would spend a quarter of the
+    import's time on searching them. redis-py imports the metrics if they are installed, but uses
+    them only if a program sets them up. promptq's processes never do that. A user's program may, so
+    promptq as a library imports redis-py normally.
     """
     is_absent = _METRICS not in sys.modules
     was_enabled = gc.isenabled()

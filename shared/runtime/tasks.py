@@ -1,6 +1,6 @@
 """Ends asyncio tasks reliably, and restarts background work that fails.
 
-It also notices cancellations that redis-py would lose.
+Also detects cancellations that redis-py would lose.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ T = TypeVar("T")
 
 _CANCEL_AGAIN_SECONDS = 1.0
 _ANEW_SECONDS = 5.0
-_log = logging.getLogger("promptq.tasks")  # a client has no other log
+_log = logging.getLogger("promptq.tasks")  # clients may lack structlog
 
 
 async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their end. Drops their exceptions.
+    """Cancels tasks and waits until they have ended. Drops their exceptions.
 
-    One cancellation is not enough. redis-py sends through `asyncio.wait_for`. Before Python 3.12,
-    this function loses a cancellation that arrives when the sending is just done. An error while
+    One cancellation may not be enough. redis-py sends through `asyncio.wait_for`, which before
+    Python 3.12 loses a cancellation that arrives when the send has just finished. An error while
     the task ends may also replace the cancellation.
 
-    The caller may be cancelled too; anyio repeats this at every turn until a scope is left. `end`
-    raises that cancellation only when all tasks have ended, because the caller often closes their
-    resources next.
+    The caller may be cancelled too, by anyio even repeatedly until a scope ends. `end` raises this
+    cancellation only after all tasks have ended, because callers often close the tasks' resources
+    next.
     """
     loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None
@@ -43,26 +43,27 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
             pending = {task for task in pending if not task.done()}
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # it counts as seen
+            task.exception()  # marks the exception as retrieved
     if cancelled is not None:
         raise cancelled
 
 
 async def kept_up(name: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Run background work until it returns. If it fails, log the error and restart it."""
+    """Runs background work until it returns. If it raises an error, logs the error and runs the
+    work again."""
     while True:
         try:
             return await work()
         except Exception:
-            _log.exception("the background task %r failed, and begins anew", name)
+            _log.exception("the background task %r failed and is restarted", name)
         await asyncio.sleep(_ANEW_SECONDS)
 
 
 async def heeding_cancels(awaitable: Awaitable[T]) -> T:
-    """Await, and raise CancelledError if the task was cancelled meanwhile.
+    """Awaits, and raises CancelledError if the task was cancelled meanwhile.
 
-    redis-py sends through `asyncio.wait_for`, which before Python 3.12 swallows a cancellation
-    that arrives when the sending is just done; the task would then wait on.
+    redis-py sends through `asyncio.wait_for`, which before Python 3.12 loses a cancellation that
+    arrives when the send has just finished. The task would then continue to wait.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces, the optional extra `tracing`.
+"""OpenTelemetry traces (the optional extra `tracing`).
 
-The library is imported only if traces are sent. A request carries the context of the span that
-enqueued it, so one trace leads from the client to the worker that answered.
+The library is imported only if traces are sent. A request carries the trace context of the span
+that enqueued it, so one trace covers the client and the worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _CLOSE_SECONDS = 5.0
 
 
 class Tracing:
-    """Creates spans with an application's tracer provider, or with that of `start_tracing`."""
+    """Creates spans with a tracer provider: an application's, or the one that `start_tracing`
+    makes."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -35,14 +36,15 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def parent(self, context: TraceContext | Mapping[str, str] | None) -> Context | None:
-        """Returns the trace context in a request or in HTTP headers; None if there is none."""
+        """Returns the trace context in a request or in HTTP headers; None if `context` has none."""
         if context is None:
             return None
         carrier = context.carrier if isinstance(context, TraceContext) else context
         return self._propagator.extract(carrier) if carrier else None
 
     def context_of(self, span: Span) -> TraceContext:
-        """Returns the context that makes a request's later spans children of this one."""
+        """Returns a span's trace context for a request, so that the request's later spans become
+        its children."""
         from opentelemetry.trace import set_span_in_context
 
         carrier: dict[str, str] = {}
@@ -50,19 +52,20 @@ class Tracing:
         return TraceContext(**carrier)
 
     def close(self) -> None:
-        """Send the remaining spans; waits for some seconds at most."""
+        """Sends the remaining spans. Waits at most some seconds."""
         shut_down = getattr(self._provider, "shutdown", None)
-        if shut_down is not None:  # it waits as long as the collector lets it
+        if shut_down is not None:  # shutdown waits for the collector without a limit
             closing = Thread(target=shut_down, daemon=True)
             closing.start()
             closing.join(_CLOSE_SECONDS)
 
 
 def start_tracing(service: str, endpoint: str | None = None) -> Tracing | None:
-    """Send spans to an OTLP collector over HTTP. Returns None, at no cost, if there is no address.
+    """Returns a `Tracing` that sends spans to an OTLP collector over HTTP; None if no address is
+    set.
 
-    `endpoint` is the collector's base URL, such as http://localhost:4318. Without `endpoint`,
-    OTEL_EXPORTER_OTLP_ENDPOINT has the URL. OpenTelemetry's other variables set all else.
+    `endpoint` is the collector's base URL, such as http://localhost:4318. The default is the
+    variable OTEL_EXPORTER_OTLP_ENDPOINT. OpenTelemetry's other variables have their usual effect;
     OTEL_SERVICE_NAME replaces `service`. Raises ConfigurationError if the extra is missing.
     """
     if not (endpoint or any(map(os.environ.get, _STANDARD_VARIABLES))):

@@ -1,6 +1,6 @@
-"""Long work on an event loop, in slices so that it delays no other task.
+"""Runs long work on an event loop in slices, so that it delays no other task.
 
-Long work is written as a generator that yields None after each small part.
+Long work is a generator that yields None after each small part.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ SLICE_SECONDS = 0.001
 
 
 class Turns:
-    """Does one slice of an owner's long work in each round of the loop."""
+    """Lets all long work of one object, such as a client, take turns: in each round of the event
+    loop, one slice runs."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def give_way(self) -> None:
-        """Wait for the next turn."""
+        """Waits for a round of the event loop in which no other slice of this object runs."""
         async with self._lock:
             await asyncio.sleep(0)
 
     async def run(self, steps: Work[T]) -> T:
-        """Do the work, and return its result."""
+        """Does the work in slices, and returns its result."""
         slices = sliced(steps, None)
         while True:
             try:
@@ -42,7 +43,8 @@ class Turns:
 
 
 def sliced(steps: Work[T], pause: P) -> Generator[P, None, T]:
-    """Do the work, and yield `pause` after each slice of it."""
+    """Does the work. Yields `pause` after each slice of `SLICE_SECONDS`, and returns the work's
+    result."""
     until = time.perf_counter() + SLICE_SECONDS
     while True:
         try:
@@ -56,7 +58,7 @@ def sliced(steps: Work[T], pause: P) -> Generator[P, None, T]:
 
 
 def at_once(steps: Work[T]) -> T:
-    """Do all of the work now, and return its result."""
+    """Does all of the work without a pause, and returns its result."""
     while True:
         try:
             next(steps)

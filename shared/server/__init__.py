@@ -1,1 +1,1 @@
-"""Connections to a server, and the embedded server."""
+"""Connections to a Redis server, and the embedded server."""

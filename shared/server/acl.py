@@ -1,8 +1,9 @@
-"""Users for the server's access control list (ACL): a role for each kind of process of one queue.
+"""Users for the server's access control list (ACL): one role for each kind of process of a queue.
 
-Commands and the names of keys and channels limit a role. A role cannot be limited to some scripts,
-because the server runs a script with the rights of the caller. So a role that enqueues by a script
-may also write the same keys by hand. docs/security.md describes the consequences.
+A role is limited to commands, and to patterns of keys and channels. It cannot be limited to some
+scripts, because the server runs a script with the rights of its caller. So a role that may enqueue
+by a script may also write the same keys without the script. docs/security.md describes the
+consequences.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "responses": ("response:*", "responses:*"),
     "upkeep": ("jobs:*", "upkeep", "webhooks:*"),
 }
-"""The queue's keys by their subject, as patterns that follow the queue's prefix."""
+"""For each family of keys, the patterns of its keys, which follow the queue's prefix."""
 
 _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
-"""Keys that all queues of the server share: their names, and aliases of models."""
+"""Rules to read the keys that all queues of the server share: the names of the queues, and the
+aliases of models."""
 
 _CONNECT = (
     "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"
 )
-"""Commands with which every client connects. Redis 7.0 cannot permit `client|setinfo` by name, so
-the whole category is permitted. Excluded are commands that disturb others, and CLIENT TRACKING,
-which would report the keys of all clients."""
+"""Rules for the commands that every client needs to connect. Redis 7.0 cannot permit
+`client|setinfo` by name, so the whole category is permitted. Excluded are commands that disturb
+others, and CLIENT TRACKING, which would report the keys of all clients."""
 
 _READ = (
     "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl smembers srandmember type"
@@ -53,11 +55,11 @@ _WRITE = (
 _LISTEN = "ssubscribe subscribe sunsubscribe unsubscribe"
 _SCRIPTS = "evalsha publish script|load spublish"
 _DATABASES = ("", "[1-9]*:")
-"""Patterns for the text between a channel's prefix and its name: nothing in database 0, the number
-in others. No channel of database 0 matches the second pattern."""
+"""Patterns for the text between a channel's prefix and its name: nothing for database 0, the number
+for other databases. No channel of database 0 matches the second pattern."""
 
 _LOOK_THROUGH = "dbsize scan"
-"""Commands that read all keys of the database, also those of other queues."""
+"""Commands that read the names of all keys of the database, including those of other queues."""
 
 _RQ_COMMANDS = "blmove expire hincrbyfloat llen lmove lrem rpush scard zrangebyscore"
 
@@ -67,22 +69,24 @@ _RQ_KEYS = (
     *(f"~rq:{kind}:promptq-*" for kind in ("failed", "wip", "scheduled", "clean_registries")),
     *("~rq:queues", "~rq:workers", "%R~rq:suspended", "~rq:job:msg_*"),  # the last for jobs of 0.2
 )
-"""The names of promptq's queues, jobs and workers in RQ, and RQ's lists of all programs."""
+"""Patterns for promptq's queues, jobs and workers in RQ, and RQ's lists of the queues and workers
+of all programs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The rights of a kind of process: families of keys, channels, commands."""
+    """The rights of one kind of process: families of keys that it writes or reads, channels, and
+    further commands."""
 
     writes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     channels: tuple[str, ...] = ()
     commands: str = ""
     others: tuple[str, ...] = ()
-    """Rules for keys and channels that are not the queue's."""
+    """Rules for keys and channels that do not belong to the queue."""
 
     def rules(self, queue: str) -> list[str]:
-        """Returns the rules in the form of the server's ACL."""
+        """Returns the rules of this role in the syntax of the server's ACL."""
         prefix = Keys("all").prefix.replace("all", queue)
         keys = [f"~{prefix}{key}" for family in self.writes for key in FAMILIES[family]]
         keys += [f"%R~{prefix}{key}" for family in self.reads for key in FAMILIES[family]]
@@ -140,24 +144,27 @@ ROLES: dict[str, Role] = {
         others=(f"~{QUEUES}", f"~{ALIASES}"),
     ),
 }
-"""Roles by name. An `operator` creates API keys, pauses the queue and sets weights and limits."""
+"""Maps a role's name to the role. An `operator` creates API keys, pauses the queue and sets weights
+and limits."""
 
 
 def user_rules(role: str, queue: str, password: str) -> list[str]:
-    """The rules of a role's user, as `ACL SETUSER NAME` and an ACL file take them."""
+    """Returns the rules of a role's user, for `ACL SETUSER NAME` or an ACL file."""
     first, *rest = ROLES[role].rules(queue)
     return [first, f">{password}", *rest]
 
 
 def user_name(role: str, queue: str) -> str:
-    """The user of a queue's role. Users of the queue `default` and of all queues have no suffix."""
+    """Returns the name of the user with a role for a queue. For the queue `default`, and for all
+    queues together, the name has no suffix."""
     return role if queue in ("default", ALL_QUEUES) else f"{role}-{queue}"
 
 
 def acl_file(queue: str, passwords: Mapping[str, str]) -> str:
-    """Lines of a server's `aclfile`: the users of a queue, by the passwords of their roles.
+    """Returns the lines of a server's `aclfile` for the users of a queue. `passwords` has the
+    password of each role.
 
-    Raises ConfigurationError if no queue may have this name.
+    Raises ConfigurationError if the name of the queue is not valid.
     """
     if queue != ALL_QUEUES:
         Keys(queue)

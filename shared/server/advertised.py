@@ -1,18 +1,18 @@
-"""Notes the addresses of this user's embedded servers, so that commands find them.
+"""Stores the addresses of this user's embedded servers in files, so that commands find the servers.
 
 Each server has a file in a folder of the user: the system's folder for running programs
 (`XDG_RUNTIME_DIR`) or, if there is none, a folder in HOME. The file has the address with the
 password, so only the user may read it. Files and folders that another user owns or may write to are
-ignored: requests would go to a server that the other user chose.
+ignored: with them, another user could direct requests to another server.
 
-The server keeps the file locked, by a descriptor that it got from its parent. The kernel releases
-the lock when the server ends, however it ends. So if the lock is free, the server has ended, and
-another program may listen at its address now.
+A server keeps its file locked, by a descriptor that it inherited. The kernel releases the lock when
+the server ends, however it ends. So if the lock is free, the server has ended, and another program
+may listen at its address now.
 
 A copied address may outlive its server and the file. So the password of such a server begins with a
 mark of the folder. A program that sees the folder recognises the mark, finds no file, and sends
-nothing to the address. A program in another HOME or container does not see the folder. It cannot
-know whether the server lives, and trusts the password.
+nothing to the address. A program in another HOME or container does not see the folder. Such a
+program cannot know whether the server lives, and uses the address.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OTHERS = 0o077
 
 
 def is_free(port: int) -> bool:
-    """Whether no process listens on this loopback port."""
+    """Returns whether no process listens on this loopback port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -48,10 +48,10 @@ def is_free(port: int) -> bool:
 
 
 class Advertisement:
-    """The file of a server that is about to start.
+    """The file that advertises a server which is about to start.
 
-    The server inherits `descriptor`, its lock. Remove `file` before you stop the server, because
-    the server closes its port a moment before it ends.
+    The server inherits `descriptor`, which holds the lock on the file. Remove `file` before you
+    stop the server, because the server closes its port a moment before it ends.
     """
 
     def __init__(self, descriptor: int, begun: Path, file: Path) -> None:
@@ -61,8 +61,8 @@ class Advertisement:
 
     @classmethod
     def prepare(cls, port: int, url: str) -> Self | None:
-        """Writes the server's address to a file that commands do not read yet. Returns None if that
-        fails: no command will find the server."""
+        """Writes the server's address to a file that commands do not read yet. Returns None if this
+        fails; then no command will find the server."""
         folder = _folder()
         with suppress(OSError):
             if _made_private(folder):
@@ -80,17 +80,16 @@ class Advertisement:
         return None
 
     def publish(self) -> None:
-        """Make the server visible to commands. Closes the descriptor, which the server has
-        inherited by now.
+        """Makes the server visible to commands: they find either the whole address or nothing.
 
-        Commands find the whole address or nothing.
+        Closes the descriptor, which the server has inherited by now.
         """
         with suppress(OSError):
             self._begun.rename(self.file)
         self.close()
 
     def close(self) -> None:
-        """Close the descriptor and delete an unfinished file. A second call does no harm."""
+        """Closes the descriptor and deletes an unfinished file. Further calls do nothing."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -98,28 +97,30 @@ class Advertisement:
 
 
 def advertised(port: int | None = None) -> str | None:
-    """The address of this user's latest embedded server; None if none lives.
+    """Returns the address of this user's latest live embedded server; None if no server lives.
 
-    With `port`, only a server that listens there counts.
+    With `port`, only a server that listens on this port counts.
     """
     return next((url for url in all_advertised() if port in (None, urlsplit(url).port)), None)
 
 
 def all_advertised() -> Iterator[str]:
-    """The addresses of this user's embedded servers that live, the latest first."""
+    """Yields the addresses of this user's live embedded servers, the latest first."""
     files = sorted(_files(_folder()), key=_written_at, reverse=True)
     return (url for file in files if (url := _living(file)) is not None)
 
 
 def how_to_find(url: str) -> str:
-    """Returns how other programs of this user get the address of a living server."""
+    """Returns a sentence that says how other programs of this user get the address of a live
+    server."""
     if advertised(urlsplit(url).port) == url:
         return "`promptq url` prints the password"
     return f"no other command finds it: {_folder()} cannot be used, or other users may use it"
 
 
 def password_mark() -> str:
-    """The beginning of an advertised server's password; empty if advertising is impossible."""
+    """Returns the mark with which an advertised server's password begins; empty if servers cannot
+    be advertised."""
     folder = _folder()
     with suppress(OSError):
         if _made_private(folder):
@@ -128,8 +129,8 @@ def password_mark() -> str:
 
 
 def _mark_of(folder: Path) -> str:
-    """Returns the folder's mark. Its path cannot serve, because containers share paths and user
-    ids."""
+    """Returns the folder's mark: a hash of its device, inode, user and machine. Its path would not
+    identify it, because containers share paths and user ids."""
     status = folder.stat()
     which = f"{status.st_dev} {status.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"
@@ -140,9 +141,9 @@ def liveness_of(url: str) -> Callable[[], bool] | None:
 
     Returns None for an address that was not advertised, or whose folder this process cannot see.
 
-    The password identifies the server, in any spelling of the rest of the address. Call the
-    function after a connection was opened and before it is used. If it returns True, the server
-    lived when the connection was made, so the connection leads to this server.
+    The server is identified by its password, so the rest of the address may be spelt in any way.
+    Call the function after opening a connection and before using it. If the function returns True,
+    the server lived when the connection was made, so the connection leads to this server.
     """
     match = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
     if match is None or match[1] not in {_mark_of(path) for path in _folders() if _is_ours(path)}:
@@ -159,10 +160,10 @@ def liveness_of(url: str) -> Callable[[], bool] | None:
 
 
 def _folder() -> Path:
-    """The folder with a file for each server of this user."""
+    """Returns the folder for the files of this user's servers."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and _is_ours(Path(runtime)) and os.access(runtime, os.W_OK):
-        return Path(runtime) / "promptq"  # after `su` it may be another user's
+        return Path(runtime) / "promptq"  # after `su`, another user may own the folder
     try:
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     except RuntimeError:  # a user without a home, as in some containers, has no servers either
@@ -171,7 +172,8 @@ def _folder() -> Path:
 
 
 def _folders() -> set[Path]:
-    """Returns all folders where a file may be: `cron` and `sudo` do not set XDG_RUNTIME_DIR."""
+    """Returns all folders that may have files of servers. There may be several, because `cron` and
+    `sudo` do not set XDG_RUNTIME_DIR."""
     folders = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
     with suppress(RuntimeError):
         folders.add(Path.home() / ".local" / "state" / "promptq")
@@ -179,7 +181,8 @@ def _folders() -> set[Path]:
 
 
 def _prefix() -> str:
-    """The prefix of the files of this machine's servers. Several machines may share a home."""
+    """Returns the prefix of the file names of this machine's servers, because several machines may
+    share a home."""
     return f"server-{os.uname().nodename}-"
 
 
@@ -191,7 +194,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _made_private(folder: Path) -> bool:
-    """Make the folder and close it to others. Returns whether it can be used. Raises OSError."""
+    """Creates the folder if necessary, and makes it inaccessible to others. Returns whether the
+    folder can be used. Raises OSError."""
     folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
     if not _is_ours(folder):
         return False
@@ -227,7 +231,7 @@ def _living(file: Path) -> str | None:
 
 
 def _read(file: Path) -> tuple[str, bool] | None:
-    """Returns the address, and whether its server lives; None for a file that cannot be trusted."""
+    """Returns the address, and whether its server lives; None if the file cannot be trusted."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -242,7 +246,7 @@ def _read(file: Path) -> tuple[str, bool] | None:
 
 def _is_locked(descriptor: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases the lock
     except BlockingIOError:
         return True
     return False

@@ -1,12 +1,12 @@
 """Redis Cluster: clients whose connections go to the node that has a queue's slot.
 
 All keys of a queue are in one slot, so a client of one queue talks to one node at a time. Each new
-connection asks the nodes which of them has the slot. A reply that the slot is elsewhere, or between
-two nodes, counts as a lost connection. Then redis-py waits, connects and sends again, as after any
-other loss. By then the nodes may name another owner.
+connection asks the nodes which of them has the slot. If a node replies that the slot is on another
+node, or is moving, the connection counts as lost. Then redis-py waits, connects and sends again, as
+after any lost connection. Meanwhile the nodes may have agreed on a new owner.
 
-redis-py's `RedisCluster` is not enough. Its asynchronous subscriptions stay on a node that has
-died, and it retries without waiting.
+redis-py's `RedisCluster` is not enough: its asynchronous subscriptions stay on a node that has
+died, and its retries do not wait.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _PORT = 6379
 _OWNERS = ("CLUSTER", "SLOTS")
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)
 """Errors for a slot that is on another node; MOVED and MASTERDOWN are subclasses. ASK is not
-followed: the queue has to wait while its slot moves, because scripts need all of its keys in one
-place."""
+followed, because scripts need all keys of a slot on one node: the queue waits until its slot has
+moved."""
 _NO_CLUSTER = "cluster support disabled"
 CLUSTER_RETRIES = 40
-"""Enough retries for the half minute of a failover with a `cluster-node-timeout` of 15 s."""
+"""Number of retries. They last for the half minute of a failover with a `cluster-node-timeout` of
+15 s."""
 _RETRIES_OF_CHANGES = 8
 _RETRIES_AT_THE_END = 4
 _BACKOFF = EqualJitterBackoff(cap=0.5, base=0.01)
@@ -47,11 +48,11 @@ Address = tuple[str, int]
 
 
 class ClusterChangedError(redis.ConnectionError):
-    """This node does not have the queue's slot, or no node that answers has it."""
+    """This node does not have the queue's slot, or no node that answers has the slot."""
 
 
 class NoClusterError(redis.ResponseError):
-    """The server is no node of a cluster."""
+    """The server is not a node of a cluster."""
 
 
 class Nodes:
@@ -63,17 +64,19 @@ class Nodes:
         self._reported: list[Address] = []
 
     def __iter__(self) -> Iterator[Address]:
-        """Yields addresses in random order: a node that is cut off may name a former owner.
+        """Yields the known addresses in random order, because a single node may be cut off and name
+        a former owner.
 
-        The addresses in the URL come last, because these nodes may be long gone.
+        The addresses in the URL come last, because these nodes may no longer exist.
         """
         reported, first = (random.sample(each, len(each)) for each in (self._reported, self.first))
         yield from dict.fromkeys([*reported, *first])
 
     def owner(self, slot: int, reply: list[Any], host: str) -> Address:
-        """Returns the node that has the slot, by the reply to CLUSTER SLOTS of the node at `host`.
+        """Returns the address of the node that has the slot, according to the reply of the node at
+        `host` to CLUSTER SLOTS.
 
-        Raises ClusterChangedError if no node has it.
+        Raises ClusterChangedError if no node has the slot.
         """
         self._reported = [_address(node, host) for _, _, *nodes in reply for node in nodes]
         for first, last, primary, *_ in reply:
@@ -83,16 +86,17 @@ class Nodes:
 
 
 def _address(node: list[Any], queried: str) -> Address:
-    """Returns a node's address. A node that does not know its host has the host `queried`."""
+    """Returns a node's address. If a node does not know its host name, its host is `queried`."""
     host = (node[0] or b"").decode()
     return (queried if host in ("", "?") else host), int(node[1])
 
 
 class _Cluster:
-    """A cluster as one program uses it: its nodes, and a client for each slot."""
+    """A cluster as one program uses it: the addresses of its nodes, and one client for each
+    slot."""
 
     def __init__(self, kind: Any, url: str, options: Mapping[str, Any], nodes: Nodes) -> None:
-        """`url` has only one host; `nodes` knows all of them."""
+        """`url` has only one host. `nodes` has all hosts of the original URL."""
         self.nodes = nodes
         self.clients: dict[int, Any] = {}
         self._kind = kind
@@ -119,15 +123,16 @@ class _Cluster:
 
 
 def client_of(client: Any, keys: Keys) -> Any:
-    """The client for a queue's keys: `client` itself, except on a Cluster.
+    """Returns the client for a queue's keys. This is `client` itself, except on a Cluster.
 
-    Closing `client` closes it too.
+    Closing `client` closes the returned client too.
     """
     return client_at(client, keys.pending)
 
 
 def client_at(client: Any, key: str) -> Any:
-    """Returns the client for the node that has a key's slot."""
+    """Returns the client for the node that has a key's slot; `client` itself if there is no
+    Cluster."""
     pool = getattr(client, "connection_pool", None)
     if not isinstance(pool, (_Pool, _AsyncPool)):
         return client
@@ -135,8 +140,8 @@ def client_at(client: Any, key: str) -> Any:
 
 
 def try_once(client: redis.asyncio.Redis) -> None:
-    """Make each failing call fail at once. A process uses this when it ends, perhaps because its
-    server is away.
+    """Makes failing calls raise at once, without retries. A process calls this when it ends,
+    because the server may be away then.
 
     On a Cluster a few quick retries remain, because the slot may be moving.
     """
@@ -145,9 +150,11 @@ def try_once(client: redis.asyncio.Redis) -> None:
 
 
 def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
-    """A client of `kind` for `redis+cluster://[[user]:password@]host[:port][,host:port...]`.
+    """Returns a client of the class `kind` for
+    `redis+cluster://[[user]:password@]host[:port][,host:port...]`.
 
-    The client itself talks to the node that has the list of queues. Raises ValueError.
+    This client talks to the node that has the list of queues; `client_of` returns the client for a
+    queue. Raises ValueError.
     """
     parts = urlsplit(url)
     databases = parse_qs(parts.query).get("db", [])
@@ -162,8 +169,8 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
 
 
 def address_of_nodes(pool: Any) -> str | None:
-    """The URL of the cluster that a pool is for, without credentials; None for a pool of another
-    kind."""
+    """Returns the URL of a pool's cluster, without credentials; None if the pool is not for a
+    cluster."""
     if not isinstance(pool, (_Pool, _AsyncPool)):
         return None
     return "redis+cluster://" + ",".join(
@@ -172,12 +179,13 @@ def address_of_nodes(pool: Any) -> str | None:
 
 
 class _SlotPool:
-    """Base of the synchronous and the asynchronous pool."""
+    """Base of the synchronous and the asynchronous pool of connections for one slot."""
 
     cluster: _Cluster
 
     def others(self) -> list[Any]:
-        """Returns the pools of the other slots, if this is the first client's pool."""
+        """Returns the pools of all other slots if this is the first client's pool; otherwise an
+        empty list."""
         first, *others = list(self.cluster.clients.values())
         return [other.connection_pool for other in others] if first.connection_pool is self else []
 
@@ -198,17 +206,18 @@ class _AsyncPool(_SlotPool, redis.asyncio.ConnectionPool):
 
 @cache
 def _following(kind: Any) -> Any:
-    """Connections of this kind that open to the owner of a slot."""
+    """Returns a subclass of a class of connections. Its connections open to the node that has a
+    slot."""
     is_async = issubclass(kind, redis.asyncio.connection.AbstractConnection)
     mixin = _AsyncFollowing if is_async else _Following
     return type("FollowingConnection", (mixin, kind), {"plain": kind})
 
 
 class _FollowsSlot:
-    """Base of connections whose host and port are set whenever they open."""
+    """Base of connections that determine their host and port each time they open."""
 
     plain: Any
-    """The class of connections that do not follow the slot."""
+    """The class from which this class of connections was made."""
 
     def __init__(self, *, slot: int, nodes: Nodes, **options: Any) -> None:
         super().__init__(**options)
@@ -226,7 +235,7 @@ class _Following(_FollowsSlot):
     def connect_check_health(
         self, check_health: bool = True, retry_socket_connect: bool = True
     ) -> None:
-        # Its caller tries again, and here each try would ask all nodes many times.
+        # The caller retries already. If this did too, each try would ask all nodes many times.
         super().connect_check_health(  # type: ignore[misc]  # of the kind beside it
             check_health=check_health, retry_socket_connect=False
         )
@@ -261,7 +270,8 @@ class _Following(_FollowsSlot):
 
 
 class _AsyncFollowing(_FollowsSlot):
-    """`_Following` for asyncio. redis-py wraps the exception of `_owner`; this class unwraps it."""
+    """`_Following` for asyncio. redis-py wraps the exception of `_owner`, so this class unwraps
+    it."""
 
     async def connect_check_health(
         self, check_health: bool = True, retry_socket_connect: bool = True
@@ -309,7 +319,8 @@ class _AsyncFollowing(_FollowsSlot):
 
 
 def _away(host: str, port: int, error: OSError) -> ClusterChangedError:
-    """Returns an error that is retried: nothing was sent, and another node may take over soon."""
+    """Returns an error after which the call is retried: nothing was sent, and another node may take
+    over soon."""
     return ClusterChangedError(f"{host}:{port} has the queue, and does not answer ({error})")
 
 
@@ -322,8 +333,8 @@ def _changed(error: Exception) -> ClusterChangedError:
 
 
 def _worse(one: Exception, other: redis.RedisError) -> Exception:
-    """Returns the more informative error of two nodes: a refusal says more than a missing
-    answer."""
+    """Returns the more informative error of two nodes. An error in a reply says more than a missing
+    reply."""
     if isinstance(other, redis.ResponseError):
         return NoClusterError(str(other)) if _NO_CLUSTER in str(other) else other
     if isinstance(one, (redis.ResponseError, AuthenticationError)):

@@ -1,4 +1,4 @@
-"""Opens connections to a server, and explains failures in one sentence."""
+"""Opens connections to a server, and explains failures in one sentence each."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 _REDIS_PY = int(redis.__version__.partition(".")[0])
 """The major version of redis-py. Clients run on redis-py 5.2 to 8, because other packages of a
-program may need an old one."""
+program may require an old version."""
 
 MIN_REDIS = 7
 MIN_VALKEY = 8
@@ -71,7 +71,7 @@ _WRONG_URL = (ValueError, TypeError, RedisError)
 
 
 def without_password(url: str) -> str:
-    """The address with its passwords masked, even if it is not a URL that can be read."""
+    """Returns the address with its passwords masked, even if the address is not a valid URL."""
     match = _CREDENTIALS.match(url)
     if match is None:
         return _PASSWORD_OPTION.sub("***", url)
@@ -82,7 +82,7 @@ def without_password(url: str) -> str:
 
 
 def open_redis(url: str) -> redis.Redis:
-    """Returns a client of the server at `url`, after connecting to it and checking its version.
+    """Returns a client of the server at `url`, after connecting and checking the server's version.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError.
     """
@@ -101,7 +101,8 @@ def open_redis(url: str) -> redis.Redis:
 
 
 async def open_async_redis(url: str) -> redis.asyncio.Redis:
-    """Opens an asyncio client, checked like that of `open_redis`."""
+    """Returns an asyncio client of the server at `url`, after the checks of `open_redis`. Raises
+    the same errors."""
     client = make_async_redis(url)
     try:
         check_version(await client.info("server"), url)
@@ -117,13 +118,14 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
 
 
 def _hides_version(error: Exception) -> bool:
-    """Whether the user may not send INFO. Other commands show if the server is too old."""
+    """Returns whether the server refused INFO, so that its version is unknown. Later commands fail
+    if the server is too old."""
     return isinstance(error, NoPermissionError) or _is_unknown(error, "INFO")
 
 
 def make_async_redis(url: str) -> redis.asyncio.Redis:
-    """Returns a client of the server at `url` without connecting. If no server answers, calls fail
-    at once.
+    """Returns an asyncio client of the server at `url`, without connecting. If no server answers,
+    calls fail at once.
 
     Raises ConfigurationError.
     """
@@ -135,13 +137,14 @@ def make_async_redis(url: str) -> redis.asyncio.Redis:
 
 @cache
 def _adapted(kind: Any) -> Any:
-    """Returns a connection class that packs commands in C, like the sync client's.
+    """Returns a subclass of an asyncio connection class that packs commands in C, as the
+    synchronous client does.
 
-    A publish has seven arguments a token, and packing them costs more than the rest of a call. A
-    `memoryview` is large, so it is not copied: copying 8 MB takes milliseconds.
+    A publish has seven arguments for each token, and packing them in Python costs more than the
+    rest of a call. A `memoryview` is not copied: it is large, and copying 8 MB takes milliseconds.
 
     A connection that the server has just closed counts as lost. Otherwise uvloop would raise a
-    RuntimeError, after which redis-py does not connect again.
+    RuntimeError, after which redis-py does not reconnect.
     """
 
     def pack_command(connection: Any, *args: Any) -> list[bytes]:
@@ -172,7 +175,8 @@ def _make(kind: Any, url: str) -> Any:
 
 
 def _what_is_wrong(kind: Any, url: str) -> str:
-    """Returns the fault of a URL. Its password is masked, so no part of it is shown."""
+    """Returns a sentence about the fault of a URL. The password is masked, so the sentence shows no
+    part of it."""
     try:
         _try_to_make(kind, without_password(url))
     except _WRONG_URL as error:
@@ -211,16 +215,15 @@ def _try_to_make(kind: Any, url: str) -> Any:
 
 
 def _options_of(kind: Any, url: str) -> dict[str, Any]:
-    """The options of connections, which the URL may replace.
+    """Returns the default options of connections. Options in the URL replace them.
 
     - Timeouts: a server that does not answer within them counts as gone.
     - Maintenance notifications are off. Only Redis Enterprise has them. They would cost each
       connection a round trip, and redis-py would pass a connection with an unread reply to another
       call.
-    - The pool has no limit other than the URL's. When a pool's limit is reached, redis-py refuses a
-      call as if the server was gone, and a call that has a connection may need a second one before
-      it returns the first. Each thread needs a connection, and `AsyncRequestQueue` limits its
-      calls.
+    - Only the URL can limit the pool. When a pool's limit is reached, redis-py fails a call as if
+      the server were gone, and a call that has a connection may need a second one before it returns
+      the first. Each thread needs a connection, and `AsyncRequestQueue` limits its calls.
     """
     options: dict[str, Any] = {
         "max_connections": _NO_LIMIT,
@@ -236,7 +239,7 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
         from redis.maint_notifications import MaintNotificationsConfig
 
         options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
-    if _REDIS_PY < 6:  # it would connect again, but not send again
+    if _REDIS_PY < 6:  # redis-py 5 would reconnect, but not send again
         options["retry_on_error"] = list(WORTH_TRYING)
     if not url.startswith("unix:"):
         # Otherwise a connection that only listens would not notice a lost server.
@@ -245,9 +248,10 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
 
 
 def _checks_of(kind: Any, url: str) -> dict[str, Any]:
-    """Make each connection check, before it sends anything, that its embedded server still lives.
+    """Returns options with which each connection, before it sends anything, checks that its
+    embedded server still lives.
 
-    Another program, perhaps another user's, may listen on the port of a server that has ended.
+    After a server has ended, another program, perhaps another user's, may listen on its port.
     """
     lives = liveness_of(url)
     if lives is None:
@@ -271,19 +275,19 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
 
 
 def _retry(kind: Callable[..., T], url: str) -> T:
-    """Returns a policy of some seconds of retries after a lost connection; `from_url` has none.
+    """Returns a policy that retries for some seconds after a lost connection; `from_url` sets none.
 
-    Repeating is safe: the scripts reply `duplicate` or `finished` to a call that was carried out
-    already. A call is not retried if the server accepts the connection and then does not answer. If
-    the server has become a replica, each try connects anew, to the current target of its name or
-    balancer.
+    Repeating is safe: to a call that was carried out already, the scripts reply `duplicate` or
+    `finished`. If the server accepts a connection but does not answer, the call is not retried.
+    Each try connects anew, so a call whose server became a replica reaches the current target of
+    its name or load balancer.
     """
     retries = CLUSTER_RETRIES if urlsplit(url).scheme in CLUSTER_SCHEMES else _RETRIES
     return kind(EqualJitterBackoff(cap=1, base=0.01), retries, supported_errors=WORTH_TRYING)
 
 
 def check_version(info: Mapping[str, Any], url: str) -> None:
-    """Raise RedisTooOldError unless `info` comes from Redis 7+ or Valkey 8+."""
+    """Raises RedisTooOldError unless `info` comes from Redis 7+ or Valkey 8+."""
     if "valkey_version" in info:
         name, version, needed = "Valkey", str(info["valkey_version"]), MIN_VALKEY
     else:
@@ -300,7 +304,8 @@ def explain(
     url: str,
     if_not_permitted: str = "may not do this (docs/operations.md, Access, says which role may)",
 ) -> PromptqError:
-    """The promptq error for an error of the client library."""
+    """Returns the promptq error for an error of the client library. `if_not_permitted` is the
+    message if the user lacks a permission."""
     shown = without_password(url)
     if isinstance(error, (AuthenticationError, ResponseError)):
         text = _PLACE_IN_SCRIPT.sub("", str(error))
@@ -317,7 +322,7 @@ def explain(
                 grant = f"ACL SETUSER {user or 'NAME'} '&promptq:*'"
                 if_not_permitted += f"; a user made by hand needs channels too: {grant}"
             return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {text}")
-    if _is_unknown(error, "HELLO"):  # it came with Redis 6
+    if _is_unknown(error, "HELLO"):  # HELLO came with Redis 6
         return RedisTooOldError(
             f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"
             f" Valkey {MIN_VALKEY} is needed"
@@ -365,7 +370,7 @@ def explain(
 
 
 def _is_unknown(error: Exception, command: str) -> bool:
-    """Whether the server does not know a command, or has it under another name."""
+    """Returns whether the server does not have a command, or has renamed it."""
     text = str(error).lower()
     unknown = f"unknown command '{command}'".lower()
     return isinstance(error, ResponseError) and unknown in text.replace("`", "'")

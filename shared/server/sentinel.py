@@ -1,4 +1,4 @@
-"""Sentinel: clients of the server that the sentinels call the master of a service."""
+"""Redis Sentinel: clients of the server that the sentinels name as the master of a service."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ _PORT = 26379
 
 
 def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> Any:
-    """Returns a client of the server that the sentinels name as a service's master at any time.
+    """Returns a client that always connects to the server that the sentinels name as the service's
+    master.
 
-    The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`. It
-    takes the options of other URLs. The sentinels' credentials, if they need any, are the options
-    `sentinel_username` and `sentinel_password`. `pool_options` are those of connections and pools.
-    Raises ValueError.
+    The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
+    the same options as other URLs. If the sentinels need credentials, the options
+    `sentinel_username` and `sentinel_password` have them. `pool_options` are the options of
+    connections and pools. Raises ValueError.
     """
     parts = urlsplit(url)
     service, _, database = parts.path.strip("/").partition("/")
     if not service:
-        raise ValueError("it names no service")
+        raise ValueError("the URL names no service")
     if not database.isdigit() and database:
         raise ValueError(f"the database {database!r} is not a number")
     plain, addresses = several_hosts(parts, f"/{database}", "sentinel", _PORT)
     is_async = kind is redis.asyncio.Redis
     pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
-    pool = pool_kind.from_url(plain, **pool_options)  # it keeps those that are not for connections
+    pool = pool_kind.from_url(
+        plain, **pool_options
+    )  # the pool uses the options that are not for connections
     options = {**pool_options, **pool.connection_kwargs, "max_connections": pool.max_connections}
     sentinel_options = {
         name: options.pop(f"sentinel_{name}")
@@ -50,7 +53,9 @@ def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> A
     sentinel_options |= {name: options[name] for name in options if name.startswith(kept)}
     options["ssl"] = sentinel_options["ssl"] = plain.startswith("rediss")
     retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
-    sentinel_options["retry"] = retry_kind(NoBackoff(), 0)  # if one is gone, the next follows
+    sentinel_options["retry"] = retry_kind(
+        NoBackoff(), 0
+    )  # if a sentinel is gone, the next one is asked
     sentinel_kind = _AsyncSentinel if is_async else _Sentinel
     if is_async:
         options["connection_pool_class"] = _PoolWithSentinels
@@ -77,8 +82,8 @@ class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
 
 
 def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
-    """The error without the options of each unreached sentinel. redis-py shows them all, in some
-    versions with passwords."""
+    """Returns the error without the options of each unreached sentinel. redis-py lists all these
+    options, in some versions with passwords."""
     text, _, unreached = str(error).partition(" : ")
     if unreached:
         text += "; a sentinel does not answer, or refuses the connection or its credentials"
@@ -86,9 +91,9 @@ def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
 
 
 class _Connection(redis.sentinel.SentinelManagedConnection):
-    """A connection that closes when an exception, such as one of a signal's handler, interrupts a
-    call. Otherwise the next call would get the reply to the interrupted one. redis-py's other
-    connections do this already."""
+    """A connection that closes if an exception interrupts a call, such as an exception of a signal
+    handler. Otherwise the next call would read the reply to the interrupted call. redis-py's other
+    connections close already."""
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         options = {"disconnect_on_error": True, **options}
@@ -100,13 +105,14 @@ class _TLSConnection(_Connection, redis.sentinel.SentinelManagedSSLConnection):
 
 
 class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
-    """A pool that closes the connections to the sentinels too, because nothing else does."""
+    """A pool that also closes the connections to the sentinels, because nothing else does."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes all connections; after a change of the master only idle ones.
+        """Closes all connections. After a change of the master, redis-py calls this for idle
+        connections only.
 
-        redis-py closes an idle connection only some turns of the event loop later. By then another
-        call may have taken the connection, and would fail with an AttributeError. So idle
+        redis-py closes an idle connection only some rounds of the event loop later. Meanwhile
+        another call may take the connection, and would fail with an AttributeError. So idle
         connections leave the pool first.
         """
         if inuse_connections:

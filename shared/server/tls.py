@@ -24,7 +24,8 @@ _ADVICE = (
 
 
 def what_is_wrong(error: BaseException) -> str:
-    """Returns the encryption's fault that caused an error; empty if the error has another cause."""
+    """Returns a sentence about the TLS fault that caused an error; empty if the error has another
+    cause."""
     cause: BaseException | None = error
     seen = set[int]()  # an error that was raised again may be in its own context
     while cause is not None and not isinstance(cause, ssl.SSLError) and id(cause) not in seen:

@@ -1,9 +1,8 @@
-"""The parts of a server's URL: several hosts, and the options after its `?`.
+"""Parses the parts of a server's URL: several hosts, and the options after `?`.
 
-All other options are refused by name.
-
-redis-py passes every option on as text. So it also accepts options that make sense only as objects.
-It then fails at the first call, or returns replies in a form that promptq does not expect.
+Unsupported options are refused by name. redis-py would accept every option as text, even an option
+that must be an object. Then the first call would fail, or replies would have a form that promptq
+does not expect.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _NO_EFFECT = {
     "encoding": ("utf-8", "utf8"),
     "encoding_errors": ("strict",),
 }
-"""Options that programs may state with these values, which are the defaults. Other values would
+"""For each option, the only values that a URL may have. They are the defaults; other values would
 break promptq."""
 
 
@@ -48,7 +47,8 @@ _FILE = (
 _FOLDER = (os.path.isdir, "a folder that can be read here")
 
 MIN_CONNECTIONS = 2
-"""The fewest connections of a process: each subscription keeps one, and calls need more."""
+"""The smallest allowed `max_connections`. Each subscription keeps one connection, and calls need
+further ones."""
 
 _OPTIONS: dict[str, tuple[Callable[[str], bool], str]] = {
     "db": (_is_number_from(0), "the number of a database"),
@@ -81,13 +81,14 @@ _OF_SENTINELS = {"sentinel_username": _TEXT, "sentinel_password": _TEXT}
 def several_hosts(
     parts: SplitResult, path: str, kind: str, port: int
 ) -> tuple[str, list[tuple[str, int]]]:
-    """Returns a URL that redis-py can read, with one host only, and the list of all hosts.
+    """Returns a URL with one host only, which redis-py can read, and the list of all (host, port).
 
-    Each host is a `kind`, such as a node, and has this `port` by default. Raises ValueError.
+    `kind` is the word for a host in messages, such as node. `port` is the default port. Raises
+    ValueError.
     """
     credentials, at, hosts = parts.netloc.rpartition("@")
     if not hosts:
-        raise ValueError(f"it names no {kind}")
+        raise ValueError(f"the URL names no {kind}")
     addresses = []
     for host in hosts.split(","):
         address = urlsplit(f"//{host}")
@@ -99,8 +100,8 @@ def several_hosts(
 
 
 def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
-    """Returns the query without options that repeat a default. Raises ValueError for unsupported
-    options."""
+    """Returns the query without options that repeat a default. Raises ValueError for an unsupported
+    option."""
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
     for part in query.split("&") if query else ():

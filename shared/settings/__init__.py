@@ -1,1 +1,1 @@
-"""Settings of all processes and of workers, from the environment."""
+"""Settings that all processes have, and settings of workers, from the environment."""

@@ -1,4 +1,4 @@
-"""Settings of all processes, and how a process reads its settings from the environment."""
+"""Settings of all processes, and the functions that read settings from the environment."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ T = TypeVar("T", bound="Settings")
 
 
 class Settings(BaseSettings):
-    """Settings of a process. The environment variable of a field is its name with the prefix
-    `PROMPTQ_`.
+    """Settings that every process has. The environment variable of a field is its name with the
+    prefix `PROMPTQ_`.
 
-    A process has a subclass with the fields that it alone reads, and ignores all other variables.
+    Each kind of process has a subclass with further fields. The process ignores all other
+    variables.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore")
@@ -46,7 +47,7 @@ class Settings(BaseSettings):
 
 
 class ReaperSettings(Settings):
-    """Settings of workers and jobs: both wait for their server, and both reap leases."""
+    """Settings of processes that wait for their server and reap leases: workers and jobs."""
 
     redis_wait: float = Field(
         0.0,
@@ -62,7 +63,7 @@ class ReaperSettings(Settings):
         " file tries as long",
     )
     lease_ms: int = Field(
-        10_000, ge=100, description="how long a worker that sends nothing keeps its requests"
+        10_000, ge=100, description="milliseconds after which a silent worker loses its requests"
     )
     max_crashes: int = Field(
         3,
@@ -75,7 +76,7 @@ class ReaperSettings(Settings):
 def read_settings(**overrides: Any) -> Settings:
     """Returns the settings that all processes have. Raises ConfigurationError.
 
-    `overrides` come before the environment.
+    `overrides` take precedence over the environment.
     """
     return read_settings_of(Settings, flag_of, **overrides)
 
@@ -83,8 +84,8 @@ def read_settings(**overrides: Any) -> Settings:
 def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **overrides: Any) -> T:
     """Returns the settings of one class. Raises ConfigurationError.
 
-    `overrides` come before the environment, unless they are None. `named` returns the name that a
-    message has for a setting.
+    `overrides` take precedence over the environment, unless they are None. `named` returns the name
+    of a setting for messages.
     """
     try:
         return kind(**{name: value for name, value in overrides.items() if value is not None})
@@ -99,6 +100,7 @@ def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **over
 
 
 def flag_of(name: str) -> str:
-    """Returns a setting's command-line flag, or describes how else a command takes the setting."""
+    """Returns the command-line flag of a setting, or a description if the setting has no such
+    flag."""
     others = {"redis_url": "--redis", "engine_arguments": "-- ARGUMENTS"}
     return others.get(name) or "--" + name.replace("_", "-")

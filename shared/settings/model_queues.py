@@ -1,4 +1,4 @@
-"""Which queue each of several models has, if a command starts them together."""
+"""Assigns a queue to each of several models that one command starts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from promptq.shared.errors import ConfigurationError
 def queues_of_models(
     models: Sequence[str], queues: Sequence[str], first_queue: str
 ) -> dict[str, str | None]:
-    """Models by their queues. Without `queues`, the first one has `first_queue`.
+    """Returns a mapping from a queue's name to the queue's model. If `queues` is empty, the first
+    model's queue is `first_queue`, and the others are named after their models.
 
-    Raises ConfigurationError if there are too few or too many queues, or two of one name.
+    Raises ConfigurationError if there are too few or too many queues, or two with the same name.
     """
     if len(models) < 2 and len(queues) < 2:
         return {queues[0] if queues else first_queue: models[0] if models else None}
@@ -39,7 +40,8 @@ def queues_of_models(
 
 
 def _queue_like(model: str) -> str:
-    """A queue's name from that of a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`, `a/B.gguf` -> `B`."""
+    """Returns the name of a queue for a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`, `a/B.gguf` ->
+    `B`."""
     path = Path(model)
     name = path.stem if path.suffix.lower() == ".gguf" and not path.is_dir() else path.name
     return re.sub(r"[^A-Za-z0-9_.\-]", "-", name)[:64] or "model"

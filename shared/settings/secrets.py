@@ -1,4 +1,4 @@
-"""Takes secrets out of the environment of a process that has read its settings."""
+"""Removes secrets from the environment of a process that has read its settings."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SECRETS = (
 
 
 def forget_secrets() -> None:
-    """Remove secrets from the environment, also from what `/proc/self/environ` shows.
+    """Removes secrets from the environment, and from the text of `/proc/self/environ`.
 
-    That file shows the memory in which the process got its environment, and removing a variable
-    leaves its text there, so the text is overwritten. Processes that start later do not get the
+    That file shows the memory in which the process got its environment. Removing a variable does
+    not clear the memory, so this function overwrites the text. Child processes do not get the
     secrets.
     """
     names = [name for secret in _SECRETS if (name := ENV_PREFIX + secret) in os.environ]

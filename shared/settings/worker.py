@@ -20,7 +20,7 @@ class WorkerSettings(ReaperSettings):
     upstream: str | None = Field(
         None,
         description="URL of a running inference server, such as http://localhost:8000; its"
-        " redirects are not followed; default: the worker starts a server and ends it",
+        " redirects are not followed; default: the worker starts and stops a server",
     )
     upstream_key: SecretStr | None = Field(
         None,
@@ -51,11 +51,11 @@ class WorkerSettings(ReaperSettings):
         None,
         min_length=1,
         max_length=200,
-        description="name by which clients ask for the model; default: the hub name, or the name of"
-        " the directory or file",
+        description="name of the model for clients; default: the hub name, or the name of the"
+        " directory or file",
     )
     trust_remote_code: bool = Field(
-        False, description="run code that comes with the model; leave it off unless you read it"
+        False, description="run Python code from the model's files; read that code first"
     )
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto: cuda where there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -130,13 +130,13 @@ class WorkerSettings(ReaperSettings):
     share_prefix_cache: bool = Field(
         False,
         description="let tenants share cached prefixes of prompts; off: each tenant has its own, so"
-        " none can learn from the cache what another has sent",
+        " no tenant can learn from the cache what another has sent",
     )
     pooling: Literal["last", "mean"] | None = Field(
         None,
-        description="which hidden states of a prompt become its vector, unless a request says:"
-        " that of the last token, or the mean of all; default: as the model's 1_Pooling/config.json"
-        " says, or else last",
+        description="how a prompt becomes a vector, unless a request sets it: the last token's"
+        " hidden state, or the mean of all; default: as in the model's 1_Pooling/config.json,"
+        " otherwise last",
     )
     output_style: str = Field(
         "auto",
@@ -155,28 +155,28 @@ class WorkerSettings(ReaperSettings):
         None,
         gt=0,
         description="above this rate, tokens of one stream are sent together, up to 100 ms late;"
-        " first tokens, ends and streams with stop strings are never held back; inf: each token is"
+        " first tokens, ends and streams with stop strings are never delayed; inf: each token is"
         " sent by itself; default: 500 for each core",
     )
     stuck_seconds: float = Field(
         120.0,
         gt=0,
-        description="seconds that one step may take; after that the engine counts as hung, and the"
-        " worker gives everything back and exits; of an inference server: seconds that a stream may"
-        " bring no token",
+        description="seconds that one step may take; after that, the engine counts as hung, and the"
+        " worker returns its requests to the queue and exits; with an inference server: seconds"
+        " that a stream may bring no token",
     )
     drain_seconds: float = Field(
-        20.0, ge=0, description="how long a stopping worker continues its running requests"
+        20.0, ge=0, description="seconds for which a stopping worker continues its running requests"
     )
     swap_least_seconds: float = Field(
         15.0,
         ge=0,
-        description="with several models: least seconds that a model with work stays loaded",
+        description="with several models: minimum seconds that a model with work stays loaded",
     )
     swap_longest_wait: float = Field(
         60.0,
         gt=0,
-        description="with several models: most seconds that a request waits for its model while"
+        description="with several models: maximum seconds that a request waits for its model while"
         " another model has work",
     )
     swap_idle_seconds: float = Field(
@@ -212,5 +212,6 @@ class WorkerSettings(ReaperSettings):
 
 
 def read_worker_settings(**overrides: Any) -> WorkerSettings:
-    """Returns a worker's settings. `overrides` come first. Raises ConfigurationError."""
+    """Returns a worker's settings. `overrides` take precedence over the environment. Raises
+    ConfigurationError."""
     return read_settings_of(WorkerSettings, flag_of, **overrides)

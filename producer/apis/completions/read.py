@@ -1,7 +1,6 @@
-"""Reads a call of /v1/chat/completions or /v1/completions: from its body to a payload's fields.
+"""Reads a call of /v1/chat/completions or /v1/completions, and returns it as a `CompletionCall`.
 
-`read_chat` returns a chat's `CompletionCall`. `prepare` (calls/call_to_payloads.py) makes its
-payloads.
+`prepare` (calls/call_to_payloads.py) makes payloads from the call.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from promptq.producer.clients.request_builder import Prompt
 from promptq.shared.protocol.request import Objects
 
 DEFAULT_MAX_TOKENS = 16
-"""The default of /v1/completions, as in the OpenAI API."""
+"""Default of `max_tokens` at /v1/completions, as in the OpenAI API."""
 
 
 class CallOptions(GeneratingOptions, FieldsWithoutEffect, FixedFields):
-    """Fields that completions and chats take."""
+    """The fields that completions and chats have in common."""
 
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
     stream_options: StreamOptions | None = Field(
@@ -88,7 +87,7 @@ class ChatOptions(CallOptions):
 
 
 def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Returns the call. Raises InvalidRequestError naming the field or header that is wrong."""
+    """Returns the call. Raises InvalidRequestError that names the wrong field or header."""
     options, fields = read_options(ChatOptions, body, headers)
     _check_streaming(options, fields)
     if options.max_completion_tokens is not None:
@@ -109,7 +108,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 
 
 def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Returns the call. Raises InvalidRequestError naming the field or header that is wrong."""
+    """Returns the call. Raises InvalidRequestError that names the wrong field or header."""
     options, fields = read_options(CompletionOptions, body, headers)
     _check_streaming(options, fields)
     min_tokens = fields.get("min_tokens", 0)

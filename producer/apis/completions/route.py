@@ -67,7 +67,7 @@ router = APIRouter(
 async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
-    """Answer a chat, in one piece or, with `stream`, as it is generated."""
+    """Answer a chat: as one object, or with `stream`, piece by piece."""
     return await _create(request, gateway, caller, "chats")
 
 
@@ -81,7 +81,7 @@ async def create_chat_completion(
     response_class=Response,
 )
 async def create_completion(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
-    """Continue one prompt or several, in one piece or, with `stream`, as it is generated."""
+    """Continue one prompt or several: as one object, or with `stream`, piece by piece."""
     return await _create(request, gateway, caller, "completions")
 
 
@@ -97,7 +97,7 @@ async def _create(
 async def respond(
     request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
-    """Enqueue a call and answer it, or resume a stream that was interrupted."""
+    """Enqueues a call and answers it, or resumes a stream that was interrupted."""
     call = prepared.call
     last_event_id = request.headers.get("last-event-id")
     if last_event_id:
@@ -112,9 +112,10 @@ async def respond(
 
 
 async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> None:
-    """Check a call that resumes a stream, before its body is read.
+    """Checks a call that resumes a stream, before its body is read.
 
-    Raises InvalidRequestError, and RequestNotFoundError if the stream is not the caller's.
+    Raises InvalidRequestError. Raises RequestNotFoundError if the stream does not belong to the
+    caller.
     """
     completion_id, have = read_event_id(last_event_id)
     check_completion_id(completion_id)
@@ -157,7 +158,8 @@ def stream_of(
     *,
     is_new: bool = False,
 ) -> EventStream:
-    """The stream of a completion, from where its client stopped reading.
+    """Returns the stream of a completion, beginning after the positions `have` that its client has
+    read.
 
     Raises InvalidRequestError unless `have` is empty or has one position for each choice.
     """
@@ -171,7 +173,7 @@ def stream_of(
 
 
 class _Frames(Frames):
-    """The frames of a completion: chunks of all its choices, then its usage and the end."""
+    """The frames of a completion: the chunks of all choices, then the usage and the end."""
 
     def __init__(
         self, served: ServedQueue, completion: Completion, have: Sequence[Position], out: Out
@@ -186,7 +188,7 @@ class _Frames(Frames):
         self._num_tokens = 0
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
-        """Write an event of the choice at `place`."""
+        """Writes the chunk for an event of the choice at `place`."""
         if event.finish_reason is not None:
             so_far = self._num_tokens + event.end
             names = self._completion.names
@@ -233,8 +235,8 @@ class _Frames(Frames):
                 ]
                 self._positions = [writer.position for writer in self._writers]
                 if roles := role_chunks(self._completion, self._have):
-                    # They have no ids: a client that has read nothing else begins anew. They go
-                    # out together, as nothing may come between them.
+                    # These chunks have no ids: a client that has read only them begins anew. They
+                    # are sent together, because no other frame may come between them.
                     frames = "".join(f"data: {chunk}\n\n" for chunk in roles)
                     await self._out.write_all(frames.encode("ascii"))
         await self._write_in_turns(place, event)

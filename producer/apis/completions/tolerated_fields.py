@@ -1,8 +1,8 @@
-"""Fields from clients of other servers: fields without effect, and other names for promptq's
+"""Fields that clients of other servers send: fields without effect, and other names for promptq's
 fields.
 
-promptq knows fields of OpenAI's API and of vLLM's server by name, so that a program that was
-written for these need not be changed. A value that requests an unsupported feature is refused.
+promptq knows fields of OpenAI's API and of vLLM's server by name, so that programs written for
+these servers work unchanged. A value that requests an unsupported feature is refused.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from promptq.producer.calls.call import (
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import check_tools, wanted_output
 
-_log = logging.getLogger("promptq.calls")  # a local batch has no other log
+_log = logging.getLogger("promptq.calls")  # local batches may lack structlog
 
 
 class FieldsWithoutEffect(BaseModel):
-    """Fields that are accepted with any value of their type. The log names each of them once."""
+    """Fields that are accepted with any value of their type. The log mentions each field once."""
 
     model_config = ConfigDict(strict=True)
 
@@ -70,12 +70,12 @@ class FixedFields(BaseModel):
 
 @lru_cache(maxsize=len(FieldsWithoutEffect.model_fields))
 def warn_of(field: str) -> None:
-    """Log once in a process that calls have a field without effect."""
+    """Logs, once in a process, that calls have a field without effect."""
     _log.warning("a field of a call has no effect: %(field)s", {"field": field})
 
 
 def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames fields of a body that have other names in other servers' APIs.
+    """Returns a body with promptq's names in place of the names that other servers use.
 
     Raises InvalidRequestError for a feature that is not supported.
     """
@@ -103,7 +103,8 @@ def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_in(body: Mapping[str, Any]) -> dict[str, str]:
-    """Returns vLLM's names for the format of the output, if a body has them; see `in_api_names`."""
+    """Returns vLLM's names of the output format's fields, for each such field in a body; see
+    `in_api_names`."""
     name = next((name for name in _FORMS if name in body), None)
     if name is None:
         return {}
@@ -116,14 +117,14 @@ _FORMS = (
     "structured_outputs",
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-"""vLLM's fields for the format of the output, the newer one first."""
+"""vLLM's fields for the format of the output, the newest first."""
 
 
 def _format_of(name: str, value: Any) -> dict[str, Any]:
-    """The `response_format` with the same meaning."""
+    """Returns the `response_format` that means the same as a field of vLLM's."""
     kind = name.removeprefix("guided_")
     if name == "structured_outputs":
-        if isinstance(value, dict):  # vLLM's own class may be written out whole
+        if isinstance(value, dict):  # clients may send all fields of vLLM's class
             value = {key: member for key, member in value.items() if member not in _UNSET}
         if not (isinstance(value, dict) and len(value) == 1 and {*value} <= _KINDS):
             members = ", ".join(value)[:80] if isinstance(value, dict) and value else "none"
@@ -143,7 +144,7 @@ def _format_of(name: str, value: Any) -> dict[str, Any]:
         return response_format
     if kind == "json_object" and value is True:
         return {"type": "json_object"}
-    if kind == "json" and isinstance(value, str):  # as vLLM takes it, too
+    if kind == "json" and isinstance(value, str):  # vLLM accepts this, too
         try:
             value = from_json(value)
         except ValueError as error:
@@ -158,9 +159,9 @@ _KINDS = {"json", "json_object", "regex", "choice", "grammar"}
 
 
 def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], str]:
-    """The tools that are allowed, and whether one of them must be called.
+    """Returns the allowed tools, and whether the model must call one of them.
 
-    A tool that may not be called is not shown to the model either.
+    The model does not see a tool that it may not call.
     """
     allowed = choice.get("allowed_tools", choice)
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
@@ -173,7 +174,7 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], st
         )
     tools = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     try:
-        check_tools(tools)  # also those that are not shown
+        check_tools(tools)  # including those that the model will not see
     except ValueError as error:
         raise InvalidRequestError(str(error), field="tools") from None
     return tools_named([name_of_tool(tool) for tool in listed], tools), mode

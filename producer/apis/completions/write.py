@@ -26,13 +26,13 @@ from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.turns import Work, at_once
 
 _FEW = 16
-"""Tokens whose log-probabilities are written at once."""
+"""Number of tokens whose log-probabilities are written in one slice."""
 
 
 def answer(
     completion: Completion, results: Sequence[Result], style: OutputStyle | None
 ) -> Work[dict[str, Any]]:
-    """The body of the answer. Raises ApiError if a result is no answer."""
+    """Returns the body of the answer. Raises ApiError if a result is an error."""
     if (error := failure_of(results, completion.names)) is not None:
         raise error
     choices = []
@@ -52,7 +52,8 @@ def answer(
 
 
 def failure_of(results: Sequence[Result], names: Mapping[str, str]) -> ApiError | None:
-    """The first failure among the results. A deadline is a failure only without any output."""
+    """Returns the first failure among the results; None if there is none. A missed deadline is a
+    failure only if there is no output."""
     num_tokens = sum(len(result.token_ids) for result in results)
     failures = (
         failure(result.finish_reason, result.error, num_tokens, names) for result in results
@@ -98,7 +99,8 @@ def _choice(
 
 
 class ChoiceWriter:
-    """Writes one choice as chunks, from all of its events; skips what the client already has."""
+    """Writes the chunks of one choice. Needs all events of the choice, and skips what the client
+    has already."""
 
     def __init__(
         self, completion: Completion, index: int, have: Position, style: OutputStyle | None
@@ -106,7 +108,7 @@ class ChoiceWriter:
         self.position = "0-0" if have.is_start else str(have)
         """The client's position after all chunks so far."""
         self.usage: Usage | None = None
-        """Set when the choice has ended."""
+        """The usage of the choice; None until it has ended."""
         self._have = have
         self._is_chat = completion.is_chat
         self._with_logprobs = completion.with_logprobs
@@ -121,21 +123,24 @@ class ChoiceWriter:
         self._before += f'{{"index":{index},'
 
     def chunk(self, event: TokenEvent) -> str | None:
-        """The chunk for an event, as JSON; None if there is nothing new for the client."""
+        """Returns the chunk for an event, as JSON; None if the event has nothing new for the
+        client."""
         if (news := self._news(event)) is None:
             return None
         text, logprobs = news
         return self._chunk(event, text, at_once(self._logprobs(logprobs)) if logprobs else None)
 
     def chunk_in_parts(self, event: TokenEvent) -> Work[str | None]:
-        """Like `chunk`, for events with many log-probabilities. For others `chunk` is faster."""
+        """Writes a chunk like `chunk`, in slices, for events with many log-probabilities. For other
+        events `chunk` is faster."""
         if (news := self._news(event)) is None:
             return None
         text, logprobs = news
         return self._chunk(event, text, (yield from self._logprobs(logprobs)))
 
     def _news(self, event: TokenEvent) -> tuple[str, list[FirstToken | TokenLogprob]] | None:
-        """The text and the log-probabilities that the client does not have."""
+        """Returns the text and the log-probabilities of an event that the client does not have;
+        None if there are none."""
         have, text, logprobs = self._have, event.text, event.logprobs or []
         if self._echo_only:
             text, logprobs = "", []
@@ -146,7 +151,7 @@ class ChoiceWriter:
         if event.finish_reason is not None:
             self.usage = event.usage or Usage()
         if event.index < have.tokens or have.ended:
-            # The client has read some of this text, but the reader of calls must read it again.
+            # The client has read some of this text, but the parser of calls must read it again.
             self._reader.feed(text[: max(0, have.chars - chars_before)])
             known = logprobs[: have.tokens - event.index]
             self._offset += text_length([*of_prompt, *known])
@@ -158,7 +163,8 @@ class ChoiceWriter:
         return text, [*of_prompt, *logprobs]
 
     def _chunk(self, event: TokenEvent, text: str, logprobs: str | None) -> str | None:
-        """Returns a chunk as JSON. `logprobs` is JSON, or None if there are no new ones."""
+        """Returns a chunk as JSON; None if it would be empty. `logprobs` is JSON, or None if there
+        are no new ones."""
         piece = self._reader.feed(text)
         is_last = event.is_last
         if is_last:
@@ -217,9 +223,10 @@ def is_large(event: TokenEvent) -> bool:
 
 
 def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
-    """The first chunks of a chat with several choices: the role of each choice, in order.
+    """Returns the first chunks of a chat with several choices: the role of each choice, in order.
 
-    OpenAI's client (`chat.completions.stream`) finds a choice by the number of choices before it.
+    OpenAI's client (`chat.completions.stream`) identifies a choice by the number of choices that
+    came before it.
     """
     if not (_roles_come_first(completion) and all(position.is_start for position in have)):
         return []
@@ -229,7 +236,7 @@ def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
 
 
 def usage_chunk(completion: Completion, usages: list[Usage]) -> str:
-    """The last chunk, for clients that want the usage."""
+    """Returns the last chunk, which has the usage. Only clients that request the usage get it."""
     before, _ = _frame_of(completion)
     return f'{before}],"usage":{json.dumps(completion.usage(usages))}}}'
 

@@ -1,4 +1,4 @@
-"""Reads a call of /v1/embeddings: from its body to the fields of payloads."""
+"""Reads a call of /v1/embeddings, and returns it as a `CompletionCall`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NAMES = {
     "embed: dimensions": "dimensions",
     "embed: pooling": "pooling",
 }
-"""Names of fields here, by their names in a payload; see `in_api_names`."""
+"""For names of fields in a payload, their names in the body; see `in_api_names`."""
 MAX_INPUTS = 2048
-"""The limit of the OpenAI API."""
+"""The most inputs of one call, as in the OpenAI API."""
 _OF_OTHER_ENDPOINTS = ("prompt", "messages", "embed", "tokenize", "detach", "stream")
 
 
@@ -46,7 +46,7 @@ class EmbeddingOptions(BodyOptions):
 
 
 def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Returns the call. Raises InvalidRequestError naming the field or header that is wrong."""
+    """Returns the call. Raises InvalidRequestError that names the wrong field or header."""
     options, fields = read_options(EmbeddingOptions, body, headers)
     refuse(fields, [*SamplingParams.model_fields, *_OF_OTHER_ENDPOINTS])
     if not options.input:

@@ -26,7 +26,7 @@ router = APIRouter(
     dependencies=[needs("completions")],
 )
 _READ_AT_ONCE = 16
-"""Most results of a call that are read at once: each takes a round trip."""
+"""The most results of a call that are read at the same time; each takes a round trip."""
 
 
 @router.post(
@@ -49,7 +49,8 @@ async def create_embeddings(request: Request, gateway: ThisGateway, caller: This
 
 
 async def _results(served: ServedQueue, request_ids: list[str]) -> list[Result]:
-    """Returns the results of all. Raises ApiError if one has no vector, and PromptqError."""
+    """Returns the results of all requests. Raises PromptqError, and ApiError if a request has no
+    vector."""
     turns = asyncio.Semaphore(_READ_AT_ONCE)
 
     async def read(request_id: str) -> Result:

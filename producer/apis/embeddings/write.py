@@ -14,14 +14,15 @@ from promptq.shared.protocol.events import Result
 
 
 def failure_of_embedding(result: Result) -> ApiError | None:
-    """The error of a request that ended without a vector."""
+    """Returns the error of a request that ended without a vector; None if there is a vector."""
     return failure(result.finish_reason, result.error, num_tokens=0, names=NAMES)
 
 
 async def embeddings_json(completion: Completion, results: Sequence[Result]) -> bytes:
-    """The body of the answer. Other calls have their turns while a long one is written.
+    """Returns the body of the answer as JSON. A long answer is written in slices, so that other
+    calls continue.
 
-    Raises ApiError if a result is no vector.
+    Raises ApiError if a result has no vector.
     """
     data = []
     for index, result in enumerate(results):
@@ -32,7 +33,8 @@ async def embeddings_json(completion: Completion, results: Sequence[Result]) -> 
 
 
 def embeddings_body(completion: Completion, results: Sequence[Result]) -> dict[str, Any]:
-    """The body of the answer as Python values. Raises ApiError if a result is no vector."""
+    """Returns the body of the answer as Python values. Raises ApiError if a result has no
+    vector."""
     data = [_datum(completion, index, result) for index, result in enumerate(results)]
     return {"object": "list", "data": data, "model": completion.model, **_usage(results)}
 
@@ -42,7 +44,7 @@ def _datum(completion: Completion, index: int, result: Result) -> dict[str, Any]
         raise error
     try:
         numbers = result.vector
-    except ValueError:  # a stranger wrote into the queue
+    except ValueError:  # another program wrote into the queue
         message = "the queue's record of this request has no vector"
         raise ApiError(409, message, code="spoilt_record") from None
     shown = result.embedding if completion.encoding_format == "base64" else numbers

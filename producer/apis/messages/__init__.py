@@ -1,1 +1,1 @@
-"""/v1/messages, as Anthropic's clients send and read it."""
+"""/v1/messages, compatible with Anthropic's API."""

@@ -1,4 +1,4 @@
-"""Reads a call of /v1/messages: from Anthropic's fields to those of a chat's payload."""
+"""Reads a call of /v1/messages: converts Anthropic's fields to those of a chat's payload."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ NAMES = {
     ".function.parameters": ".input_schema",
     "output_prefix": "messages",
 }
-"""Names of fields here, by their names in a payload; see `in_api_names`.
+"""For names of fields in a payload, their names in the body; see `in_api_names`.
 
-An output's prefix is the last message, if that is the assistant's.
+The output's prefix is the last message, if this is the assistant's.
 """
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
-"""Fields of a payload whose effect a message cannot show."""
+"""Fields of a payload that are refused, because a message cannot show their effect."""
 _UNSUPPORTED = ("thread", "context_management")
-"""Fields that Anthropic's tool runners send. After an error about them, the runners continue
-without `thread`."""
+"""Fields that Anthropic's tool runners send. After an error about these fields, the runners
+continue without `thread`."""
 _THINKING = ("type", "budget_tokens", "display")
 _THINKING_TYPES = ("enabled", "disabled", "adaptive")
 
@@ -48,7 +48,7 @@ _SERVED = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
-"""The types of blocks that are served, by roles."""
+"""For each role, the types of content blocks that are supported."""
 _BETWEEN_TURNS = "\n\n"
 
 _CHOICES: dict[str, str] = {"auto": "auto", "any": "required", "none": "none"}
@@ -89,7 +89,7 @@ class MessageOptions(CountOptions, GeneratingOptions):
 
 
 def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """The chat that a call becomes. Raises InvalidRequestError naming the field that is wrong."""
+    """Returns the call as a chat. Raises InvalidRequestError that names the wrong field."""
     options, fields = read_options(MessageOptions, body, headers)
     prefill = _set_chat(options, fields)
     fields |= without_none(
@@ -105,7 +105,8 @@ def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall
 
 
 def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """The call that counts the tokens of a conversation. Raises as `read_message_call` does."""
+    """Returns the call that counts a conversation's tokens. Raises the errors of
+    `read_message_call`."""
     options, fields = read_options(CountOptions, body, headers)
     _format_of(options.output_config or {})
     if prefill := _set_chat(options, fields):
@@ -114,7 +115,8 @@ def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 
 
 def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
-    """Sets the fields of a payload that make up the chat. Returns the beginning of the answer.
+    """Sets the fields of a payload that make up the chat. Returns the text with which the answer
+    begins.
 
     Raises InvalidRequestError, ApiError.
     """
@@ -137,7 +139,7 @@ def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
 
 
 def _format_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `response_format` of a payload."""
+    """Returns the `response_format` of a payload; None if the call sets no format."""
     for name in config:
         check_one_of("output_config", name, ("effort", "format"))
     wanted = config.get("format")
@@ -153,7 +155,7 @@ def _format_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any:
-    """The variables of the chat template; None if there are none."""
+    """Returns the variables of the chat template; None if there are none."""
     thinking = options.thinking or {}
     for name in thinking:
         check_one_of("thinking", name, _THINKING)
@@ -182,8 +184,8 @@ def chat_of(
 ) -> tuple[list[Message], str]:
     """Returns the messages of a chat, and the text with which the answer begins.
 
-    If the last message is the assistant's, it becomes that text. Successive messages of one role
-    become one. Raises InvalidRequestError for a block that is not served, such as an image.
+    If the last message is the assistant's, it becomes this text. Successive messages of one role
+    are joined. Raises InvalidRequestError for an unsupported block, such as an image.
     """
     chat: list[Message] = []
     if system:
@@ -210,7 +212,7 @@ def chat_of(
 
 
 def _add_user(chat: list[Message], where: str, blocks: Sequence[Mapping[str, Any]]) -> None:
-    """Add a user's message. Each result of a tool becomes a separate message."""
+    """Adds a user's message. Each result of a tool becomes a separate message."""
     texts: list[str] = []
     for block in blocks:
         if block["type"] == "text":
@@ -252,7 +254,7 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(chat: list[Message], message: Message) -> None:
-    """Add a message. It is joined to the last message if that has the same role."""
+    """Adds a message. If the last message has the same role, the two are joined."""
     if not chat or chat[-1]["role"] != message["role"] or message["role"] == "system":
         chat.append(message)
         return
@@ -269,7 +271,8 @@ def _text_of(where: str, content: Any) -> str:
 
 
 def _blocks_of(where: str, content: Any, served: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The blocks of a content, all of types that are served. A text is one block."""
+    """Returns the blocks of a content. A text is one block. Raises InvalidRequestError for a block
+    of an unsupported type."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -289,7 +292,8 @@ def _blocks_of(where: str, content: Any, served: Sequence[str]) -> list[Mapping[
 def payload_tools(
     tools: Sequence[Mapping[str, Any]] | None, choice: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Any]:
-    """The `tools` and the `tool_choice` of a payload. A choice without effect is None.
+    """Returns the `tools` and the `tool_choice` of a payload. The choice is None if it has no
+    effect.
 
     Raises InvalidRequestError for tools that Anthropic runs, such as a web search.
     """

@@ -41,7 +41,7 @@ router = APIRouter(
     "/v1/messages", openapi_extra=operation(MessageOptions, hidden=_HIDDEN), response_class=Response
 )
 async def create_message(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
-    """Answer a conversation, in one piece or, with `stream`, as it is generated."""
+    """Answer a conversation: as one object, or with `stream`, piece by piece."""
     async with read_call(request, gateway, caller, "messages") as read:
         return await respond(request, gateway, caller, *read)
 
@@ -49,7 +49,7 @@ async def create_message(request: Request, gateway: ThisGateway, caller: ThisCal
 async def respond(
     request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
-    """Enqueues a call, and answers it."""
+    """Enqueues a call and answers it."""
     served, completion, rates = await begin(gateway, caller, prepared, hold)
     headers = {**rates, "Request-Id": completion.id}
     if prepared.call.stream:
@@ -64,7 +64,8 @@ async def respond(
 async def count_tokens(
     request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> dict[str, int]:
-    """Count the tokens of a conversation. A worker does that, in the order of the queue."""
+    """Count the tokens of a conversation. A worker counts them when the call's turn in the queue
+    comes."""
     async with read_call(request, gateway, caller, "counts") as (prepared, hold):
         result, _ = await prompt_tokens(request, gateway, caller, prepared, hold)
     return {"input_tokens": result.usage.prompt_tokens}
@@ -73,7 +74,7 @@ async def count_tokens(
 def message_stream(
     gateway: Gateway, served: ServedQueue, completion: Completion, *, is_new: bool = False
 ) -> EventStream:
-    """The stream of a message, from its beginning."""
+    """Returns the stream of a message, from its beginning."""
     begin = partial(_Frames, served, completion)
     return EventStream(gateway, served, completion, begin, is_new=is_new)
 
@@ -104,7 +105,7 @@ class _Frames(Frames):
 
 
 async def _whole(served: ServedQueue, completion: Completion) -> str:
-    """The message, once it is over. Raises ApiError if there is no answer."""
+    """Returns the message as JSON after it has ended. Raises ApiError if there is no answer."""
     events: list[TokenEvent] = []
     await served.client.follow(completion.id, events.append)
     writer = MessageWriter(*await with_model_and_style(served, completion))

@@ -18,29 +18,31 @@ from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
-"""Sent to keep the connection open while there is no other event."""
+"""Event that keeps the connection open while there is no other event."""
 
 _DELTAS: dict[Kind, tuple[str, str]] = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""The type of a block's delta, and the member that has its text."""
+"""For each kind of output, the type of a block's delta, and the member that has its text."""
 _NO_DETAILS = '"stop_details":null,"container":null'
 _NO_USAGE = '"cache_creation":null,"server_tool_use":null,"service_tier":null,"inference_geo":null'
-"""Members of Anthropic's objects that clients expect and that have no meaning here."""
+"""Members of Anthropic's objects that clients expect, and that have no meaning in promptq."""
 _NO_MARK = "\0"
-"""A letter that neither continues a mark nor is white space: text before it becomes no mark."""
+"""A character that neither continues a mark nor is white space. After it, the text before it cannot
+become a mark."""
 _BROKEN = "INVALID_JSON"
 """The only member of a tool's input if the model's text is not a JSON object."""
 
 
 class MessageWriter:
-    """Writes frames (server-sent events) from all events of a request, in their order."""
+    """Writes the frames (server-sent events) of a message, from all events of the request in their
+    order."""
 
     def __init__(self, completion: Completion, style: OutputStyle | None) -> None:
         self.whole = ""
-        """The message as JSON, once it has ended."""
+        """The message as JSON after it has ended; empty before."""
         self._completion = completion
         self._text = OutputText(style, completion.expected)
         self._prefill = _Prefill(completion, style) if completion.prefill else None
@@ -52,7 +54,7 @@ class MessageWriter:
         self._frames: list[str] = []
 
     def write(self, event: TokenEvent) -> str:
-        """The frames for an event. Raises ApiError if the event ends the request without an
+        """Returns the frames for an event. Raises ApiError if the event ends the request without an
         answer."""
         num_tokens = event.end if event.usage is None else event.usage.completion_tokens
         error = failure(event.finish_reason, event.error, num_tokens, NAMES)
@@ -68,7 +70,7 @@ class MessageWriter:
             prefill, text = self._prefill.split(event)
             if prefill and not text:
                 self._num_prefilled = event.end
-            # Half a call is of no use, so a call that the prefill begins is written whole.
+            # A part of a call is useless, so a call that the prefill begins is written completely.
             self._write([piece for piece in self._text.feed(prefill) if piece.kind == "call"])
         self._write(self._own(self._text.feed(text)))
         if event.finish_reason is not None:
@@ -78,7 +80,7 @@ class MessageWriter:
         return frames
 
     def _own(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces without the prefill."""
+        """Returns the pieces without the prefill."""
         return pieces if self._prefill is None else self._prefill.without(pieces)
 
     def _end(self, event: TokenEvent, reason: FinishReason) -> None:
@@ -142,20 +144,21 @@ class MessageWriter:
 
 
 class _Prefill:
-    """The beginning of the answer, as the call gave it. The answer does not repeat this text."""
+    """The prefill: the text from the call with which the answer begins. The answer does not repeat
+    it."""
 
     def __init__(self, completion: Completion, style: OutputStyle | None) -> None:
         self._prefill = completion.prefill
         self._alone = OutputText(style, completion.expected)
         self._mark = "" if style is None else style.reasoning_before
         self._held: Piece | None = None
-        """The end of the prefill that may still become a mark, so the reader holds it back."""
+        """The end of the prefill that the reader holds back, because it may still become a mark."""
 
     def split(self, event: TokenEvent) -> tuple[str, str]:
-        """Splits the text of the first event behind the prefill.
+        """Splits the text of the first event after the prefill. Returns both parts.
 
-        The mark of reasoning that the chat template has opened may come before. A worker sends the
-        prefill as one event, so a tokenizer may write it in another form.
+        In front of the prefill may be the mark of reasoning that the chat template has opened. A
+        worker sends the prefill as one event, and its tokenizer may have changed the text.
         """
         text = event.text
         at = text.find(self._prefill, 0, len(self._mark) + len(self._prefill))
@@ -166,9 +169,8 @@ class _Prefill:
         return text[:end], text[end:]
 
     def without(self, pieces: list[Piece]) -> list[Piece]:
-        """Returns the pieces without the end of the prefill, which the reader had held back and now
-        repeats.
-        """
+        """Returns the pieces without the end of the prefill. The reader held this end back, so it
+        comes again."""
         output = []
         for piece in pieces:
             held, self._held = self._held, None
@@ -211,7 +213,8 @@ class _Block:
 
 
 def _input_of(arguments: str) -> str:
-    """The arguments of a call as a JSON object. Arguments that `max_tokens` cut are incomplete."""
+    """Returns the arguments of a call as a JSON object. Arguments that `max_tokens` cut off are
+    incomplete."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:
@@ -220,7 +223,7 @@ def _input_of(arguments: str) -> str:
 
 
 def _usage(usage: Usage, num_prefilled: int) -> str:
-    """The usage as Anthropic counts it: without cached tokens, and with the prefill as input."""
+    """Returns the usage as Anthropic counts: input without cached tokens, but with the prefill."""
     details = "null"
     if usage.reasoning_tokens is not None:
         details = f'{{"thinking_tokens":{usage.reasoning_tokens}}}'
@@ -233,5 +236,5 @@ def _usage(usage: Usage, num_prefilled: int) -> str:
 
 
 def error_frame(error: ApiError) -> bytes:
-    """An event with the reason why a stream breaks off."""
+    """Returns the event that reports why a stream breaks off."""
     return f"event: error\ndata: {json.dumps(error.messages_body)}\n\n".encode("ascii")

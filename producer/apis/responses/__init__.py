@@ -1,5 +1,5 @@
 """/v1/responses: OpenAI's responses, and their records in Redis.
 
 A response is one request with the same id. The queue has its state, log and result; the record in
-Redis has only the rest.
+Redis has the rest.
 """

@@ -1,4 +1,5 @@
-"""The output of a response that is over. Its record keeps the output longer than the queue."""
+"""The output of a response that has ended. Its record keeps the output longer than the queue
+does."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _MOST_MS = 1e12
 
 
 class Piece(BaseModel):
-    """The text of one event, and the log-probabilities of its tokens if the call wants them."""
+    """The text of one event, and the log-probabilities of its tokens if the call requests them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -36,13 +37,14 @@ class Ending(BaseModel):
     error: ErrorInfo | None = None
     usage: Usage = Usage()
     took_ms: float = 0.0
-    """Time between the enqueuing and the end."""
+    """Milliseconds from enqueueing to the end."""
 
 
 class EndedOutput(BaseModel):
-    """The output of a response, event by event, so that a later stream is the same as the first.
+    """The output of a response, event by event, so that a later stream has the same events as the
+    first.
 
-    `model` and `style` (JSON) are the queue's at the end of the response.
+    `model` and `style` (JSON) are those of the queue at the end of the response.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -54,7 +56,7 @@ class EndedOutput(BaseModel):
 
     @classmethod
     def of(cls, events: Sequence[TokenEvent], model: str, style: OutputStyle | None) -> Self:
-        """The output of all events of a request, which include the last one."""
+        """Returns the output in all events of a request, including the last event."""
         return cls(
             model=model,
             style=None if style is None else style.to_json(),
@@ -64,14 +66,14 @@ class EndedOutput(BaseModel):
 
     @classmethod
     def failed(cls, error_type: str, message: str) -> Self:
-        """The output of a response whose events cannot be read."""
+        """Returns an output with an error, for a response whose events cannot be read."""
         error = ErrorInfo(type=error_type, message=message)
         ending = Ending(finish_reason=FinishReason.ERROR, error=error)
         return cls(model="", pieces=[], ending=ending)
 
     @classmethod
     def parse(cls, text: bytes) -> Work[Self]:
-        """The output that `to_json` wrote. Raises ValueError."""
+        """Parses the JSON of `to_json`. Raises ValueError."""
         fields = yield from object_in(text.decode(), {"pieces": Piece.model_validate})
         return cls.model_validate(fields)
 
@@ -109,5 +111,5 @@ def ending_of(event: TokenEvent) -> Ending:
         finish_reason=event.finish_reason,
         error=event.error,
         usage=event.usage or Usage(),
-        took_ms=took_ms if 0 <= took_ms < _MOST_MS else 0.0,  # a stranger may have written it
+        took_ms=took_ms if 0 <= took_ms < _MOST_MS else 0.0,  # any program may have written it
     )

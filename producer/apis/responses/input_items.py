@@ -1,4 +1,5 @@
-"""The items of a conversation, from what clients send to what chat templates expect."""
+"""Converts the items of a conversation from the form of clients to the messages that chat templates
+expect."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pydantic_core import from_json
 from promptq.producer.calls.call import check_one_of, wrong_field
 
 MAX_ITEMS = 16_384
-"""The most items of one response. Each read of its input looks at all of them."""
+"""The most items of one response. Each call that reads the input goes through all items."""
 
 _ROLES = ("user", "assistant", "system", "developer")
 _PREFIXES = {
@@ -19,15 +20,15 @@ _PREFIXES = {
     "function_call_output": "fco",
     "reasoning": "rs",
 }
-"""Prefixes of the ids of items, by the types that are served."""
+"""For each supported type of item, the prefix of the items' ids."""
 
 
 def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:
-    """The items of an `input`, in their full form. `unique` makes their ids unique.
+    """Returns the items of an `input`, in their full form. `unique` makes their ids unique.
 
-    The id is the first member of each item, so that it is found without reading the rest.
+    The id is the first member of each item, so that `id_of` need not read the rest.
 
-    Raises InvalidRequestError for an item other than text, a function call, its output or
+    Raises InvalidRequestError for an item other than text, a function call, a function's output or
     reasoning.
     """
     if isinstance(text_or_items, str):
@@ -45,12 +46,13 @@ def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str
 
 
 def id_of(line: bytes) -> bytes:
-    """The id of an item of `read_items` that was written as JSON."""
+    """Returns the id in the JSON of an item that `read_items` returned."""
     return line.split(b'"', 4)[3]
 
 
 def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat. Reasoning and calls belong to the assistant's message around them."""
+    """Returns the messages of a chat. Reasoning and calls become part of the assistant's message
+    next to them."""
     messages: list[dict[str, Any]] = []
     reasoning = ""
     for item in items:
@@ -79,7 +81,7 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _checked(place: str, item: Any) -> dict[str, Any]:
-    """The item in its full form. Raises InvalidRequestError."""
+    """Returns the item in its full form. Raises InvalidRequestError."""
     if not isinstance(item, Mapping):
         raise wrong_field(place, "is not an object")
     kind = item.get("type") or ("message" if "role" in item else None)
@@ -117,7 +119,7 @@ def _checked(place: str, item: Any) -> dict[str, Any]:
 
 
 def _parts(place: str, name: str, content: Any, default: str) -> list[dict[str, Any]]:
-    """The parts of a content. A text is one part, of the type `default`."""
+    """Returns the parts of a content. A text is one part, of the type `default`."""
     if isinstance(content, str):
         content = [{"type": default, "text": content}]
     if not isinstance(content, list):

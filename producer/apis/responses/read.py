@@ -1,4 +1,4 @@
-"""Reads a call of /v1/responses: from its fields to those of a chat's payload."""
+"""Reads a call of /v1/responses: converts its fields to those of a chat's payload."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
 }
-"""Names of fields here, by their names in a payload; see `in_api_names`."""
+"""For names of fields in a payload, their names in the body; see `in_api_names`."""
 LOGPROBS = "message.output_text.logprobs"
 _OTHER_INCLUDES = (
     "file_search_call.results",
@@ -50,10 +50,10 @@ _OTHER_INCLUDES = (
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
 )
-"""Values of `include` that are accepted and ignored: promptq has no such items."""
+"""Values of `include` that are accepted and have no effect: promptq has no such items."""
 
 _UNSET_OF_TOOL = {"description": None, "parameters": None, "strict": None}
-"""Members of a tool that an answer repeats as null if the call has none."""
+"""Members of a tool that an answer repeats as null if the call leaves them out."""
 _REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 
 _FUNCTION = ("name", "description", "parameters", "strict")
@@ -112,10 +112,11 @@ class ResponseOptions(InputOptions, GeneratingOptions):
 def read_response(
     body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
 ) -> CompletionCall:
-    """The chat that a call becomes, with a NewResponse as its `extra`.
+    """Returns the call as a chat. Its `extra` is a NewResponse.
 
-    `history` has the items of earlier responses, one a line. Raises HistoryNeededError if it is
-    None and the call continues one, InvalidRequestError naming the field that is wrong.
+    `history` has the items of earlier responses, one on each line. Raises HistoryNeededError if
+    `history` is None and the call continues a response. Raises InvalidRequestError that names the
+    wrong field.
     """
     options, fields = read_options(ResponseOptions, body, headers)
     _check_options(options)
@@ -148,7 +149,8 @@ def read_response(
 def read_input_count(
     body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
 ) -> CompletionCall:
-    """The call that counts the tokens of a conversation. Raises as `read_response` does."""
+    """Returns the call that counts a conversation's tokens. Raises the errors of
+    `read_response`."""
     options, fields = read_options(InputOptions, body, headers)
     payload_format(options.text)
     _set_chat(options, fields, response_id, history)
@@ -159,7 +161,8 @@ def read_input_count(
 def _set_chat(
     options: InputOptions, fields: dict[str, Any], response_id: str, history: bytes | None
 ) -> list[dict[str, Any]]:
-    """Sets the fields of a payload that make up the chat. Returns the call's own items."""
+    """Sets the fields of a payload that make up the chat. Returns the items in the call itself,
+    without earlier responses' items."""
     refuse(fields, NAMES, NAMES)
     refuse(fields, ["embed", "prompt_logprobs", "tokenize"])
     own = read_items(options.input, response_id.removeprefix("resp_"))
@@ -168,7 +171,7 @@ def _set_chat(
     try:
         earlier = [from_json(line) for line in (history or b"").splitlines()]
         fields["messages"] = messages_of([*earlier, *own])
-    except UNREADABLE:  # its own items were checked
+    except UNREADABLE:  # the call's items were checked before
         raise wrong_field("previous_response_id", "the stored conversation is spoilt") from None
     if options.instructions:
         fields["messages"].insert(0, {"role": "system", "content": options.instructions})
@@ -190,7 +193,7 @@ def _check_options(options: ResponseOptions) -> None:
 
 
 def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> Any:
-    """The variables of the chat template that the call changes; None if it changes none."""
+    """Returns the variables of the chat template that the call sets; None if it sets none."""
     for name in options.reasoning or ():
         check_one_of("reasoning", name, _REASONING)
     effort = (options.reasoning or {}).get("effort")
@@ -200,7 +203,8 @@ def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> Any
 
 
 def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
-    """The members of the response object that repeat the call's fields."""
+    """Returns the members of the response object that repeat the call's fields, as JSON without
+    braces."""
     described = (options.text or {}).get("format") or {"type": "text"}
     if described["type"] == "json_schema":
         described = {"description": None, "strict": True, **described}
@@ -233,9 +237,10 @@ def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
 def payload_tools(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
 ) -> tuple[list[Tool], Any]:
-    """The `tools` and the `tool_choice` of a payload. A choice without effect is None.
+    """Returns the `tools` and the `tool_choice` of a payload. The choice is None if it has no
+    effect.
 
-    Raises InvalidRequestError for tools that this API has beside functions, such as `web_search`.
+    Raises InvalidRequestError for a tool that is not a function, such as `web_search`.
     """
     nested = [_function(tool) for tool in tools or ()]
     if tool_choice is None or tool_choice in _WORDS:
@@ -252,7 +257,8 @@ def payload_tools(
 
 
 def payload_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The `response_format` of a payload for `text`. Raises InvalidRequestError."""
+    """Returns the `response_format` of a payload that corresponds to `text`. Raises
+    InvalidRequestError."""
     for name in text or ():
         check_one_of("text", name, ("format", "verbosity"))
     described = (text or {}).get("format")

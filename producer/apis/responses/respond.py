@@ -1,4 +1,4 @@
-"""From a call of /v1/responses to its answer, whole, as a stream, or in the background."""
+"""Answers a call of /v1/responses: as one object, as a stream, or in the background."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from promptq.shared.runtime.logs import bind
 
 JSON = "application/json"
 _LARGE_BYTES = 65_536
-"""The least bytes of a frame that is written alone. Smaller frames go out together."""
+"""Frames with at least this many bytes are sent alone. Smaller frames are sent together."""
 
 
 async def respond(
@@ -60,8 +60,8 @@ async def respond(
 class AnsweredResponse:
     """A response whose client waits for the events after number `after`.
 
-    `stored` is its record, if it has one. With `at_once`, the first events do not wait for output,
-    and an error is an event.
+    `stored` is the response's record; None if it is not stored. With `at_once`, the first events
+    are sent before there is output, and an error is sent as an event.
     """
 
     records: ResponseRecords
@@ -72,13 +72,13 @@ class AnsweredResponse:
     at_once: bool = False
 
     async def keep(self, output: EndedOutput) -> None:
-        """Keep the output. If this fails, `ResponseRecords` keeps the output later."""
+        """Stores the output in the record. If this fails, `ResponseRecords` stores it later."""
         if self.stored is not None:
             with suppress(RedisError, PromptqError):
                 await self.records.stored.end(self.stored, output)
 
     async def refuse(self, error: ApiError) -> None:
-        """Forgets the response, and raises the error."""
+        """Deletes the response's record, and raises the error."""
         await _forget(self.records, self.stored)
         raise error
 
@@ -86,13 +86,13 @@ class AnsweredResponse:
 def stream_of(
     gateway: Gateway, answering: AnsweredResponse, *, is_new: bool = False
 ) -> EventStream:
-    """The stream of a response that is not over yet."""
+    """Returns the stream of a response that has not ended yet."""
     begin = partial(_Frames, answering)
     return EventStream(gateway, answering.served, answering.call, begin, is_new=is_new)
 
 
 class _Frames(Frames):
-    """The frames of a response that is not over yet."""
+    """The frames of a response that has not ended yet."""
 
     def __init__(self, answering: AnsweredResponse, out: Out) -> None:
         self._answering = answering
@@ -141,7 +141,7 @@ class _Frames(Frames):
                 await self._out.write_all(frames)
                 await self._answering.served.client.turns.give_way()
                 frames = b""
-        if frames:  # without any bytes, it would end the body
+        if frames:  # an empty part would end the body
             await self._out.write_all(frames)
 
     async def _learn_and_write(self, event: TokenEvent) -> None:
@@ -152,7 +152,7 @@ class _Frames(Frames):
 
 
 async def _whole(answering: AnsweredResponse) -> str:
-    """The response object, once it is over. Raises ApiError if there is no answer."""
+    """Returns the response object as JSON after its end. Raises ApiError if there is no answer."""
     events: list[TokenEvent] = []
     await answering.served.client.follow(answering.call.id, events.append)
     output = EndedOutput.of(events, *await model_and_style(answering.served))
@@ -166,7 +166,7 @@ async def _whole(answering: AnsweredResponse) -> str:
 async def _begin(
     gateway: Gateway, records: ResponseRecords, caller: Caller, prepared: Prepared, hold: Hold
 ) -> tuple[AnsweredResponse, Mapping[str, str]]:
-    """Stores and enqueues a call. Returns the response, and headers that report the rates."""
+    """Stores and enqueues a call. Returns the response, and headers that report the rate limits."""
     new = prepared.extra
     assert isinstance(new, NewResponse)
     served, view = await place_of(gateway, caller, prepared)
@@ -197,7 +197,7 @@ async def _begin(
 
 
 async def _forget(records: ResponseRecords, stored: StoredResponse | None) -> None:
-    """Forgets a response. If the server is away, the record stays until it expires."""
+    """Deletes a response's record. If the server is away, the record stays until it expires."""
     if stored is not None:
         with suppress(RedisError, PromptqError):
             await records.stored.forget(stored.call.id, stored.tenant)

@@ -26,8 +26,8 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 class ResponseCall:
     """All data from which a response is written, except its output.
 
-    `echo` are the members of the object that repeat the call's fields, as JSON without braces. They
-    may be megabytes, so they are written once and never read again.
+    `echo` has the members of the response object that repeat the call's fields, as JSON without
+    braces. They may have megabytes, so they are written once and never parsed.
     """
 
     id: str
@@ -37,7 +37,7 @@ class ResponseCall:
     store: bool = True
     detach: bool = False
     reading: dict[str, Any] = field(default_factory=dict)
-    """The fields of its payload that `ExpectedOutput.of` needs."""
+    """The fields of the call's payload that `ExpectedOutput.of` needs."""
     with_logprobs: bool = False
     previous_response_id: str | None = None
 
@@ -51,12 +51,12 @@ class ResponseCall:
 
     @property
     def unique(self) -> str:
-        """The part of the id that all ids of its items contain."""
+        """The response's id without its prefix. The ids of all its items contain this part."""
         return self.id.removeprefix(_PREFIX)
 
     @property
     def created(self) -> int:
-        """Creation time in Unix seconds. It is part of the id, so that all readers see the same
+        """Creation time in Unix seconds. It is read from the id, so that all readers see the same
         time."""
         return self._created_ms // 1000
 
@@ -66,7 +66,7 @@ class ResponseCall:
 
     @property
     def url(self) -> str:
-        """The path at which its stream can be read again, or '' if it is not stored."""
+        """The path at which the stream can be read again; '' if the response is not stored."""
         return f"/v1/responses/{self.id}?stream=true" if self.store else ""
 
     def object(
@@ -80,9 +80,9 @@ class ResponseCall:
         incomplete: str | None = None,
         took_ms: float = 0.0,
     ) -> str:
-        """OpenAI's response object as JSON. `output` are items as JSON.
+        """Returns OpenAI's response object as JSON. `output` has items as JSON.
 
-        `took_ms` is the time between its creation and its end.
+        `took_ms` is the time between the response's creation and its end.
         """
         completed = str(int(self._created_ms + took_ms) // 1000)
         reason = f'{{"reason":{quoted(incomplete)}}}' if incomplete else "null"
@@ -97,7 +97,7 @@ class ResponseCall:
 
 
 def new_response_id() -> str:
-    """An id that sorts after those of earlier responses."""
+    """Returns an id that sorts after those of earlier responses."""
     return _PREFIX + new_request_id().replace("-", "")
 
 
@@ -107,7 +107,7 @@ def is_response_id(text: str) -> bool:
 
 
 def not_known(response_id: str) -> RequestNotFoundError:
-    """The error for a response that is unknown or another tenant's."""
+    """Returns the error for a response that is unknown or belongs to another tenant."""
     return RequestNotFoundError(
         f"no response {response_id[:80]!r} is known; it never was stored, or it was deleted or has"
         " expired"
@@ -128,7 +128,7 @@ def _usage(usage: Usage | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NewResponse:
-    """A response that begins, and its own input: items as JSON, one a line."""
+    """A new response, and the input items in its call: JSON, one on each line."""
 
     call: ResponseCall
     input_lines: bytes
@@ -143,6 +143,6 @@ class NewResponse:
 
     @classmethod
     def unpack(cls, header: dict[str, Any], parts: Sequence[Payload]) -> NewResponse:
-        """Returns the response that was packed."""
+        """Returns the response that `pack` packed."""
         echo, lines = map(bytes, parts)
         return cls(ResponseCall(**{**header, "echo": echo.decode()}), lines)

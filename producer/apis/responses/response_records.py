@@ -1,7 +1,7 @@
-"""Looks after stored responses: reads the state of each, and keeps its output once it is over.
+"""Manages stored responses: reads the state of each, and stores its output after its end.
 
-The queue keeps a result for an hour by default. The first read of a response after its end keeps
-its output, and a task of each gateway looks for responses that nobody has read.
+The queue keeps a result for an hour by default. The first read of a response after its end stores
+its output. For responses that nobody reads, a task of each gateway does this.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from promptq.shared.runtime.logs import get_logger
 
 _LOOK_SECONDS = 5.0
 _NOT_SINCE_MS = 10_000
-"""The time between two looks at a response. Most readers come earlier, and their reads keep the
-output."""
+"""Milliseconds between two checks of a response. Most clients read a response earlier, which stores
+its output."""
 _PAGE = 200
 MOST_LINKS = 500
-"""The most responses of one conversation. Each call reads all of them one by one."""
+"""The most responses of one conversation. Each call reads all of them, one after the other."""
 _BEGIN_SECONDS = 60.0
-"""The longest time between storing a response and enqueueing its request."""
+"""The longest time in seconds between storing a response and enqueueing its request."""
 
 
 class ResponseRecords:
@@ -58,12 +58,14 @@ class ResponseRecords:
         self._gateway = gateway
 
     async def get(self, response_id: str, caller: Caller) -> StoredResponse:
-        """Returns a record. Raises RequestNotFoundError for one that is not the caller's."""
+        """Returns a record. Raises RequestNotFoundError if the record does not belong to the
+        caller."""
         tenants = None if caller.is_admin else (caller.tenant or "",)
         return await self.stored.get(response_id, tenants)
 
     async def served(self, stored: StoredResponse) -> ServedQueue:
-        """The queue that has its request. Raises ApiError 503 if this gateway does not serve it."""
+        """Returns the queue that has the response's request. Raises ApiError 503 if this gateway
+        does not serve the queue."""
         for served in [*await self._gateway.queues.all(), *self._gateway.queues.opened]:
             if served.name == stored.queue:
                 return served
@@ -75,11 +77,12 @@ class ResponseRecords:
         )
 
     async def output(self, stored: StoredResponse) -> EndedOutput | None:
-        """Returns the output, and keeps it; None while the response is not over."""
+        """Returns the output, and stores it in the record; None while the response has not
+        ended."""
         if stored.result is not None:
             try:
                 return await self.stored.turns.run(EndedOutput.parse(stored.result))
-            except UNREADABLE as error:  # a stranger wrote it
+            except UNREADABLE as error:  # any program may have written it
                 note(spoilt_record(f"response {stored.call.id!r}", error))
                 raise not_known(stored.call.id) from None
         served, response_id = await self.served(stored), stored.call.id
@@ -90,7 +93,7 @@ class ResponseRecords:
             return None
         events: list[TokenEvent] = []
         output = EndedOutput.failed(
-            "not_kept", "the queue forgot the output before a gateway could keep it"
+            "not_kept", "the output expired in the queue before a gateway could store it"
         )
         if state is not None:
             try:
@@ -105,18 +108,18 @@ class ResponseRecords:
         return output
 
     async def cancel(self, stored: StoredResponse) -> None:
-        """Cancel a response, unless it is over."""
+        """Cancels a response that has not ended."""
         if await self.output(stored) is None:
             await (await self.served(stored)).client.cancel(stored.call.id)
 
     async def current(self, stored: StoredResponse) -> str:
-        """The response object as JSON."""
+        """Returns the response object as JSON."""
         output = await self.output(stored)
         if output is not None:
             return (await self.stored.turns.run(finished_writer(stored.call, output))).whole
         state, is_cancelled = await self._state(await self.served(stored), stored.call.id)
         status: Status = "in_progress"
-        if is_cancelled:  # its worker will notice
+        if is_cancelled:  # the worker will end the request
             status = "cancelled"
         elif state is not RequestState.ACTIVE and stored.call.background:
             status = "queued"
@@ -125,15 +128,17 @@ class ResponseRecords:
     async def history(
         self, response_id: str, caller: Caller, on_size: Callable[[int], object]
     ) -> bytes:
-        """The items of a response and of all responses before it, as JSON, one a line.
+        """Returns the items of a response and of all responses before it, as JSON, one on each
+        line.
 
         Calls `on_size` with the number of bytes so far. Raises ApiError 400 if a response is
-        unknown or not over, InvalidRequestError if the conversation is longer than a payload.
+        unknown or has not ended, and InvalidRequestError if the conversation is longer than a
+        payload may be.
         """
         turns: list[bytes] = []
         num_bytes, previous = 0, response_id
         seen = set[str]()
-        while previous and previous not in seen:  # another program may have made a circle
+        while previous and previous not in seen:  # a forged record may make a circle
             if len(seen) == MOST_LINKS:
                 raise _no_history(
                     f"the conversation has more than the {MOST_LINKS} responses that may be"
@@ -167,7 +172,8 @@ class ResponseRecords:
     async def _state(
         self, served: ServedQueue, response_id: str
     ) -> tuple[RequestState | None, bool]:
-        """The state of its request, None if unknown, and whether somebody cancelled the request."""
+        """Returns the state of the response's request (None if unknown), and whether a client has
+        cancelled it."""
         key = served.queue.keys.request(response_id)
         fields = ["HMGET", key, "state", "cancelled"]
         reading: Call[list[bytes | None]] = Call("", fields, list, lambda: [None] * 2)
@@ -176,7 +182,7 @@ class ResponseRecords:
         return (None, False) if state is None else (state_of(state), cancelled is not None)
 
     async def keep_all(self) -> None:
-        """Keep the output of responses that nobody reads. Runs until it is cancelled."""
+        """Stores the output of responses that nobody reads. Runs until it is cancelled."""
         while True:
             due: list[StoredResponse] = []
             try:

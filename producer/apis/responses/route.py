@@ -1,4 +1,4 @@
-"""Routes of /v1/responses: creates, reads, continues, cancels and deletes responses."""
+"""Routes of /v1/responses: create, read, continue, cancel and delete responses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MAX_NUMBER = 2**53
 
 
 def records_of(gateway: ThisGateway) -> ResponseRecords:
-    """The stored responses of the gateway."""
+    """Returns the stored responses of the gateway."""
     return ResponseRecords(gateway)
 
 
@@ -56,7 +56,7 @@ TheseRecords = Annotated[ResponseRecords, Depends(records_of)]
 async def create_response(
     request: Request, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> Response:
-    """Answer a conversation: whole, with `stream` as it is generated, or in the background."""
+    """Answer a conversation: as one object, with `stream` piece by piece, or in the background."""
     history = records.history
     async with read_call(request, gateway, caller, "responses", history=history) as read:
         return await respond(request, gateway, caller, *read)
@@ -70,7 +70,8 @@ async def create_response(
 async def count_input_tokens(
     request: Request, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> dict[str, object]:
-    """Count the tokens of a conversation. A worker does that, in the order of the queue."""
+    """Count the tokens of a conversation. A worker counts them when the call's turn in the queue
+    comes."""
     history = records.history
     async with read_call(request, gateway, caller, "input_counts", history=history) as read:
         result, _ = await prompt_tokens(request, gateway, caller, *read)
@@ -79,7 +80,8 @@ async def count_input_tokens(
 
 @router.post("/v1/responses/{name}", include_in_schema=False)
 async def refuse_other_calls(request: Request, name: str) -> None:
-    """Answer 404 to a name that is no id, such as `compact`: OpenAI has more calls."""
+    """Answer 404 for a path that is no response's id, such as `compact`, which is another call at
+    OpenAI."""
     if is_response_id(name):
         raise method_not_allowed("POST", request.url.path, "GET, DELETE")
     raise HTTPException(404)
@@ -94,7 +96,7 @@ async def retrieve_response(
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0, le=_MAX_NUMBER)] = None,
 ) -> Response:
-    """Read a stored response, or with `stream` its events after the number `starting_after`."""
+    """Read a stored response, or with `stream`, its events after the number `starting_after`."""
     bind(request_id=response_id)
     if starting_after is not None and not stream:
         raise wrong_field("starting_after", "needs stream=true")
@@ -107,7 +109,7 @@ async def retrieve_response(
         writer = ResponseWriter(stored.call, after)
         return FramesInTurns(records.stored.turns, frames_of(writer, output))
     served = await records.served(stored)
-    call = replace(stored.call, detach=True)  # a reader that leaves does not cancel it
+    call = replace(stored.call, detach=True)  # a reader that disconnects does not cancel it
     answering = AnsweredResponse(records, served, call, stored, after, at_once=True)
     return stream_of(gateway, answering)
 
@@ -116,7 +118,7 @@ async def retrieve_response(
 async def delete_response(
     response_id: str, caller: ThisCaller, records: TheseRecords
 ) -> dict[str, object]:
-    """Delete a stored response. A response that is not over is cancelled."""
+    """Delete a stored response. A response that has not ended is cancelled."""
     bind(request_id=response_id)
     stored = await records.get(response_id, caller)
     await records.cancel(stored)
@@ -130,7 +132,7 @@ async def delete_response(
 async def cancel_response(
     response_id: str, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> Response:
-    """Cancel a response in the background, and return it. A response that is over does not
+    """Cancel a response in the background, and return it. A response that has ended does not
     change."""
     bind(request_id=response_id)
     stored = await records.get(response_id, caller)

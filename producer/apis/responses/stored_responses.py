@@ -1,7 +1,8 @@
-"""Records of responses in Redis, under the keys of the gateway's own queue.
+"""Records of responses in Redis, under the keys of the gateway's queue.
 
-The state of a response is that of its request in the queue that serves it. A record has what the
-queue does not have, and once the response is over, its output. Records expire by themselves.
+The state of a response is the state of its request, in the queue that serves it. The record has the
+data that the queue does not have, and after the response's end, its output. Records expire by
+themselves.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.turns import Turns
 
 _OVERHEAD_BYTES = 500
-"""About the memory of a record in Redis beside its longer fields."""
+"""Approximate memory of a record in Redis, in bytes, without its longer fields."""
 _FIELDS = ("tenant", "queue", "call", "echo", "result")
 _CALLS = TypeAdapter(ResponseCall)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A record. `queue` serves its request; `result` is the JSON of its output, or None until the
-    response is over."""
+    """A record. `queue` is the queue that serves the response's request. `result` is the JSON of
+    the output; None until the response has ended."""
 
     call: ResponseCall
     tenant: str
@@ -48,21 +49,21 @@ class StoredResponse:
 
 
 class StoredResponses:
-    """The records of a queue. All methods raise redis.RedisError if the server is away."""
+    """The records in a queue. All methods raise redis.RedisError if the server is away."""
 
     def __init__(
         self, queue: AsyncRequestQueue, turns: Turns, *, seconds: int, most: int, most_bytes: int
     ) -> None:
-        """Keep each record for `seconds`. A tenant has at most `most` records, with `most_bytes` in
-        all; 0 means no limit."""
+        """Each record is kept for `seconds`. A tenant has at most `most` records, with at most
+        `most_bytes` in all; 0 means no limit."""
         self._queue = queue
         self._keys = queue.keys
         self.turns = turns
-        """Shares the event loop among long work with outputs."""
+        """Divides the event loop's time among long work with outputs."""
         self._limits = (seconds * 1000, most, most_bytes)
 
     async def add(self, new: NewResponse, tenant: str, queue: str) -> None:
-        """Store a new response. Raises ApiError 413 if its tenant may not have more."""
+        """Stores a new response. Raises ApiError 413 if its tenant has reached a limit."""
         call = new.call
         options = asdict(call)
         del options["id"], options["echo"]
@@ -78,25 +79,27 @@ class StoredResponses:
             raise self._full(tenant, reply[1], int(reply[2]))
 
     async def end(self, stored: StoredResponse, output: EndedOutput) -> None:
-        """Store the output, unless the record has an output already or was deleted."""
+        """Stores the output, unless the record has an output already or was deleted."""
         result = await self.turns.run(output.to_json())
         await self._run("end", stored.tenant, stored.call.id, {"result": result})
 
     async def forget(self, response_id: str, tenant: str) -> None:
-        """Delete a record, if there is one."""
+        """Deletes a record, if it exists."""
         await self._run("forget", tenant, response_id, {})
 
     async def get(self, response_id: str, tenants: Sequence[str] | None = None) -> StoredResponse:
-        """Returns a record. With `tenants`, the record must belong to one of these. Raises
-        RequestNotFoundError."""
-        if is_response_id(response_id):  # otherwise it might name another key
+        """Returns a record. With `tenants`, the record must belong to one of these tenants.
+
+        Raises RequestNotFoundError.
+        """
+        if is_response_id(response_id):  # another text might name another key
             record = await self._queue.run(self._read(response_id))
             if record is not None and (tenants is None or record.tenant in tenants):
                 return record
         raise not_known(response_id)
 
     async def input_lines(self, stored: StoredResponse) -> list[bytes]:
-        """The items of the response's input, each as JSON, without earlier responses' items."""
+        """Returns the items in the call's input, each as JSON, without earlier responses' items."""
         key = self._keys.response(stored.call.id)
         return await self._queue.run(Call("", ["HGET", key, "input"], _lines))
 
@@ -104,7 +107,7 @@ class StoredResponses:
         """Returns up to `limit` responses without output that no gateway has checked for
         `not_since_ms`, the longest unchecked first, and marks them as checked now.
 
-        The calls of these responses have only the id, because the rest of each may be megabytes.
+        The `call` of these responses has only the id, because the rest of each may have megabytes.
         """
         now = int(time.time() * 1000)
         key = self._keys.unfinished_responses
@@ -173,13 +176,14 @@ class StoredResponses:
 
 
 def _place(reply: list[bytes | None]) -> tuple[str, str] | None:
-    """The tenant and the queue of a record; None without a record."""
+    """Returns the tenant and the queue of a record; None if there is no record."""
     tenant, queue = reply
     return None if tenant is None or queue is None else (tenant.decode(), queue.decode())
 
 
 def _lines(reply: bytes | None) -> list[bytes]:
-    """The items of an input. Raises an error for an input that no gateway wrote."""
+    """Returns the items of an input, each as JSON. Raises an error for an input that no gateway
+    wrote."""
     lines = (reply or b"").split(b"\n")
     for line in lines:
         id_of(line).decode()
@@ -188,12 +192,12 @@ def _lines(reply: bytes | None) -> list[bytes]:
 
 
 def _record(response_id: str, reply: Any) -> StoredResponse | None:
-    """The record of a reply; None without a record."""
+    """Returns the record in a reply; None if there is no record."""
     if None in reply[:-1]:
         return None
     tenant, queue, options, echo = (field.decode() for field in reply[:-1])
     call = _CALLS.validate_python(
         {**from_json(options, allow_inf_nan=False), "id": response_id, "echo": echo}
     )
-    _ = call.expected  # raises an error if a stranger wrote it
+    _ = call.expected  # raises an error if the field is not valid
     return StoredResponse(call, tenant, queue, reply[-1])

@@ -1,9 +1,9 @@
-"""The events of a response's stream, and the whole object at its end.
+"""Writes the events of a response's stream, and the whole object at its end.
 
-An event with a piece of text or arguments takes one sequence number for each of the piece's
-characters, any other event takes one. An event is sent with the last number that it takes. So a
-number names a place in the output, wherever the pieces begin, and a client can continue after any
-number at any gateway.
+An event with a piece of text or arguments uses one sequence number for each character of the piece;
+any other event uses one number. An event is sent with the last number that it uses. So a number
+identifies a place in the output, however the text is divided into events, and a client can continue
+after any number at any gateway.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ _STATUSES: dict[FinishReason, Status] = {
     FinishReason.ERROR: "failed",
 }
 _LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""The last event, by status. OpenAI has none for `cancelled`, so `response.incomplete` ends it."""
+"""Type of the last event, by status. OpenAI has none for `cancelled`, so `response.incomplete` is
+used."""
 
 
 class ResponseWriter:
-    """Writes frames (server-sent events) with the events after number `after`.
+    """Writes frames (server-sent events): the events after number `after`.
 
-    Its methods take all of a response, in order: `opening`, `write` for each event, `end`.
+    Call its methods in this order: `opening`, then `write` for each event of the request, then
+    `end`.
     """
 
     def __init__(self, call: ResponseCall, after: int = -1) -> None:
         self.whole = ""
-        """The response object as JSON, once it has ended."""
+        """The response object as JSON after it has ended; empty before."""
         self.items: list[str] = []
-        """The output items as JSON that are finished."""
+        """The finished output items, as JSON."""
         self._call = call
         self._after = after
         self._model = call.model
@@ -73,7 +75,7 @@ class ResponseWriter:
         self._text = OutputText(style, self._call.expected)
 
     def opening(self) -> str:
-        """The events before any output."""
+        """Returns the events that come before any output."""
         first: Status = "queued" if self._call.background else "in_progress"
         self._event("response.created", lambda: f'"response":{self._object(first)}')
         if self._call.background:
@@ -83,7 +85,7 @@ class ResponseWriter:
         return self._take()
 
     def write(self, text: str, logprobs: Sequence[TokenLogprob] | None) -> str:
-        """The frames for an event of the request."""
+        """Returns the frames for an event of the request."""
         self._begin()
         pieces = self._text.feed(text)
         is_calling = self._item is not None and self._item.kind == "call"
@@ -94,7 +96,8 @@ class ResponseWriter:
         return self._take()
 
     def end(self, ending: Ending) -> Iterator[str]:
-        """The last frames, one by one: each may have all log-probabilities, which are megabytes."""
+        """Yields the last frames one by one, because each may have all log-probabilities, which are
+        megabytes."""
         self._begin()
         self._write(self._text.finish())
         yield self._take()
@@ -123,7 +126,8 @@ class ResponseWriter:
         yield self._take()
 
     def failure_of(self, ending: Ending) -> ApiError | None:
-        """The error of a request that ended without an answer; None if there is an answer."""
+        """Returns the error of a request that ended without an answer; None if there is an
+        answer."""
         num_tokens = ending.usage.completion_tokens
         return failure(ending.finish_reason, ending.error, num_tokens, NAMES)
 
@@ -131,8 +135,8 @@ class ResponseWriter:
         return self._call.object(status, model=self._model)
 
     def _begin(self) -> None:
-        """Writes the event `in_progress` once; for a response in the background, with the first
-        output."""
+        """Writes the event `in_progress` once. For a response in the background, this happens with
+        the first output."""
         if not self._has_begun:
             self._has_begun = True
             self._event("response.in_progress", lambda: f'"response":{self._object("in_progress")}')
@@ -185,7 +189,7 @@ class ResponseWriter:
         )
 
     def _closing(self, status: str) -> Iterator[None]:
-        """Writes the events at the end of an item. Yields after each of them."""
+        """Writes the events at the end of an item. Yields after each event."""
         assert self._item is not None
         item, self._item = self._item, None
         item.logprobs += self._logprobs
@@ -215,7 +219,7 @@ class ResponseWriter:
         return place if item.kind == "call" else f'{place},"content_index":0'
 
     def _event(self, kind: str, members: Callable[[], str]) -> None:
-        """Writes an event, unless its client has it."""
+        """Writes an event, unless the client has it already."""
         number, self._number = self._number, self._number + 1
         if number > self._after:
             self._frame(kind, members(), number)
@@ -258,7 +262,7 @@ class _Item:
         return self._json(status, text, [self.part(text, ",".join(self.logprobs))])
 
     def part(self, text: str, logprobs: str = "") -> str:
-        """The item's one part of content as JSON."""
+        """Returns the item's only part of content, as JSON."""
         if self.kind == "reasoning":
             return f'{{"type":"reasoning_text","text":{quoted(text)}}}'
         return (
@@ -281,7 +285,8 @@ class _Item:
 
 
 def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
-    """A writer that has passed all events of a finished response, and kept no frames."""
+    """Returns a writer that has processed all events of a finished response, without keeping their
+    frames."""
     writer = ResponseWriter(call, after=sys.maxsize)
     for _ in frames_of(writer, output):
         yield
@@ -289,7 +294,7 @@ def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWri
 
 
 def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
-    """Yields the frames of a response that is over. Some are empty."""
+    """Yields the frames of a response that has ended. Some frames are empty."""
     writer.learn(output.model, output.output_style)
     yield writer.opening()
     for piece in output.pieces:
@@ -298,7 +303,8 @@ def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
 
 
 def error_frame(error: ApiError, number: int) -> str:
-    """An event with the reason why a stream breaks off. OpenAI's client raises it."""
+    """Returns the event that reports why a stream breaks off. OpenAI's client raises it as an
+    error."""
     details: Any = error.body["error"]
     shown = {name: details[name] for name in ("code", "message", "param")}
     body = {"type": "error", "sequence_number": number, **shown, "error": details}
@@ -306,6 +312,7 @@ def error_frame(error: ApiError, number: int) -> str:
 
 
 def _error_object(error: ApiError) -> dict[str, Any]:
-    """The `error` of a response. OpenAI has a closed list of codes, so ours is the `type`."""
+    """Returns the `error` of a response. OpenAI has a closed list of codes, so promptq's code
+    becomes the `type`."""
     code = "invalid_prompt" if error.status == 400 else "server_error"
     return {"code": code, "message": str(error), "type": error.code, "param": error.param}

@@ -1,1 +1,1 @@
-"""Reads what a model writes: its reasoning, the content, and calls of tools."""
+"""Parses the text that a model writes: reasoning, content, and calls of tools."""

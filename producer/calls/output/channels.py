@@ -1,4 +1,4 @@
-"""Separates the messages of a text in which each message names its channel and its recipient."""
+"""Separates the messages of a text whose messages each name their channel and recipient."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 _LONGEST_HEADER = 256
 _SLICE = 1024
-"""Number of letters that are read at once. The search for a mark scans all of them."""
+"""Number of characters that are read at once. The search for a mark scans all of them."""
 _BETWEEN_MESSAGES = "\n"
 _REASONING, _CONTENT, _CALL, _REST = "reasoning", "content", "call", "rest"
 
 
 class ChannelText:
-    """Reads a text in the form `channels`.
+    """Parser of a text in the form `channels`.
 
-    A text that begins with no header is content, or the object that workers of earlier releases
-    write if a call is `forced`.
+    A text without a header is content. If a call is `forced`, it may instead be the object that
+    workers of earlier releases write.
     """
 
     def __init__(self, style: OutputStyle, *, with_tools: bool, forced: bool = False) -> None:
@@ -35,14 +35,14 @@ class ChannelText:
         )
         self._blank: list[str] = []  # white space in front of a text that may begin with a header
         self._held = ""
-        self._kind = ""  # of the message that is open
+        self._kind = ""  # of the current message
         self._is_empty = True
-        """Whether nothing was read of the open message."""
+        """Whether no text of the current message was read yet."""
         self._texts = {_REASONING: "", _CONTENT: ""}
         self._kinds_read = set[str]()
         self._deltas: list[ToolDelta] = []
         self._json: JsonDepth | None = None
-        """Reads the arguments of a call up to their end."""
+        """Parser that finds the end of a call's arguments."""
         self._in_header = False
 
     @property
@@ -51,7 +51,8 @@ class ChannelText:
         return self._num_calls if self._object is None else self._object.num_calls
 
     def feed(self, text: str) -> tuple[str, str, list[ToolDelta]]:
-        """Reads more text. Returns the reasoning, the content and the pieces of calls."""
+        """Reads more text. Returns the reasoning, the content and the pieces of calls that are
+        certain now."""
         for start in range(0, len(text), _SLICE):
             self._held += text[start : start + _SLICE]
             if self._forced and self._is_at_start and self._held.lstrip().startswith("{"):
@@ -65,7 +66,7 @@ class ChannelText:
         return self._take()
 
     def finish(self) -> tuple[str, str, list[ToolDelta]]:
-        """Ends the text. Returns the part that was held back."""
+        """Ends the text. Returns the parts that were not certain before."""
         if self._object is not None:
             return "", *self._object.finish()
         if self._kind:
@@ -82,13 +83,14 @@ class ChannelText:
         return texts[_REASONING], texts[_CONTENT], deltas
 
     def _read_part(self) -> bool:
-        """Reads up to the end of a header or a message; False if that needs more text."""
+        """Reads up to the end of a header or a message. Returns False if more text is needed."""
         if self._in_header:
             return self._read_header()
         return self._read_message() if self._kind else self._read_start()
 
     def _read_start(self) -> bool:
-        """Reads up to the header of a message, or to the text of a message without a header."""
+        """Reads up to the header of a message, or to the text of a message without a header.
+        Returns False if more text is needed."""
         begun = self._held.lstrip()
         self._blank.append(self._held[: len(self._held) - len(begun)])
         self._held = begun
@@ -126,10 +128,11 @@ class ChannelText:
         return True
 
     def _read_arguments(self, json: JsonDepth) -> bool:
-        """Reads a JSON object, whose strings contain no marks. Ignores text after the object."""
+        """Reads a JSON object and ignores text after it. Returns False if more text is needed.
+        Strings in the object contain no marks."""
         begun = self._held.lstrip() if self._is_empty else self._held
         if self._is_empty and begun and not begun.startswith("{"):
-            self._json = None  # no object: all up to the next mark
+            self._json = None  # not an object: all text up to the next mark
             return True
         size = 0
         while size < len(begun) and (json.depth or not size):

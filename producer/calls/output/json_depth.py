@@ -1,17 +1,17 @@
-"""Finds the end of JSON, letter by letter."""
+"""Finds the end of JSON, character by character."""
 
 from __future__ import annotations
 
 
 class JsonDepth:
-    """Counts the objects and lists that are open. Brackets in strings do not count."""
+    """Counts the objects and lists that are not closed yet. Brackets in strings do not count."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
         self._in_string = self._escaped = False
 
     def feed(self, letter: str) -> None:
-        """Reads the next letter."""
+        """Reads the next character."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False

@@ -1,4 +1,4 @@
-"""Converts a call's arguments from literals, such as city="Paris", days=[1, None], to JSON."""
+"""Converts a call's arguments to JSON from literals, such as city="Paris", days=[1, None]."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _ESCAPES = {
     "v": "\\u000b",
     "0": "\\u0000",
 }
-"""JSON for what follows a backslash in a string of Python or JSON."""
+"""JSON for the character after a backslash in a string of Python or JSON."""
 _NULLS = {"null": "None", "none": "None", "nil": "None"}
 _CHARACTERS = 0x110000
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class LiteralArguments:
-    """Reads arguments letter by letter, up to the first letter of the mark after the call.
+    """Reads arguments character by character, up to the first character of the mark after the call.
 
-    If the schema of an argument allows no text, a text is read as the JSON in it: some templates
-    write all values of earlier calls as texts.
+    If the schema of an argument does not allow a string, a string is read as the JSON in it: some
+    templates write all values of earlier calls as strings.
     """
 
     def __init__(self, style: OutputStyle, types: Mapping[str, frozenset[str]]) -> None:
@@ -42,15 +42,15 @@ class LiteralArguments:
         self._wants_key, self._lacks_value = True, False
         self._key: str | None = None  # a key that was a string
         self._allowed = frozenset[str]()
-        self._word: list[str] = []  # letters outside of strings
+        self._word: list[str] = []  # characters outside strings
         self._held = ""
         self._string_end = ""
-        self._kept: list[str] | None = None  # a string that is no text, or a key
+        self._kept: list[str] | None = None  # characters of a string that is a key or JSON
         self._escape = ""
         self._state: Callable[[str], str] = self._outside
 
     def feed(self, letter: str) -> str:
-        """Reads the next letter. Returns the JSON that is certain now."""
+        """Reads the next character. Returns the JSON that is certain now."""
         return self._state(letter)
 
     def _outside(self, letter: str) -> str:
@@ -83,13 +83,13 @@ class LiteralArguments:
         return value
 
     def _take_word(self) -> str:
-        """Returns the word before the last letter."""
+        """Returns the word before the last character, and forgets it."""
         word = "".join(self._word[:-1]).rstrip()
         self._word.clear()
         return word
 
     def _item(self) -> str:
-        """Returns the JSON before a value, such as a comma in a list."""
+        """Returns the JSON that comes before a value, such as a comma in a list."""
         self._lacks_value = False
         if self._closers[-1] != "]":
             return ""
@@ -106,7 +106,8 @@ class LiteralArguments:
         return f"{before}{json.dumps(key)}: "
 
     def _value(self, word: str) -> str:
-        """Returns the JSON of a word that is no string: of a number, a constant or else a text."""
+        """Returns the JSON of a word outside quotes: a number, a constant, or otherwise a
+        string."""
         allowed = self._allowed if len(self._closers) == 1 else frozenset[str]()
         for written in (_NULLS.get(word, word), _number(word)):
             json_text = as_json(written, allowed)
@@ -171,7 +172,7 @@ class LiteralArguments:
         return self._item() + as_json(text, self._allowed)
 
     def _in_escape(self, letter: str) -> str:
-        """Reads what follows a backslash. `_escape` is the part so far."""
+        """Reads the text of an escape sequence. `_escape` is the part so far."""
         kind, digits = (self._escape + letter)[1], (self._escape + letter)[2:]
         if kind not in _HEX_DIGITS:
             self._escape = ""
@@ -188,7 +189,8 @@ class LiteralArguments:
 
 
 def _number(word: str) -> str:
-    """Returns a number of Python that is no JSON, such as `1.`, as JSON; another word as it is."""
+    """Returns a Python number that is not valid JSON, such as `1.`, as JSON. Returns any other word
+    unchanged."""
     try:
         return repr(float(word))
     except ValueError:

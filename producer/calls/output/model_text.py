@@ -1,7 +1,7 @@
-"""Reads a model's text as reasoning, content and calls: all of it, or piece by piece.
+"""Parses a model's text into reasoning, content and calls, as a whole or piece by piece.
 
-The result depends on the text alone, not on the pieces in which it came. So a stream can be read
-again, and all pieces together are equal to the whole text's result.
+The result depends only on the text, not on the pieces in which it came. So a stream can be read
+again, and its pieces together equal the result for the whole text.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from promptq.shared.protocol.schema_types import types_of
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutput:
-    """The form of output that a chat's call allows. It decides how the answer's text is read."""
+    """The output that a chat's call allows. The parser of the answer's text depends on it."""
 
     with_tools: bool = False
-    """Whether the model was shown tools."""
+    """Whether the prompt describes tools to the model."""
     is_forced: bool = False
     """Whether the whole text is the call of a tool."""
     with_reasoning: bool = False
-    """Whether the text may begin with reasoning. A text that a grammar binds may not."""
+    """Whether the text may begin with reasoning. If a grammar constrains the whole text, it may
+    not."""
     types: ParameterTypes = field(default_factory=dict)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> ExpectedOutput:
-        """The expected output for the fields of a chat's payload."""
+        """Returns the expected output for the fields of a chat's payload."""
         tools, choice = fields.get("tools"), fields.get("tool_choice")
         wanted = fields.get("response_format")
         is_json = isinstance(wanted, Mapping) and wanted.get("type") != "text"
@@ -52,7 +53,7 @@ class ExpectedOutput:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text whose kind has become certain."""
+    """Text whose kind (reasoning, content or call) is certain."""
 
     reasoning: str = ""
     content: str = ""
@@ -62,7 +63,7 @@ class Piece:
         return bool(self.reasoning or self.content or self.calls)
 
     def __add__(self, later: Piece) -> Piece:
-        """Both pieces as one, in which each call has one delta."""
+        """Joins two pieces. The result has one delta for each call."""
         return Piece(
             self.reasoning + later.reasoning,
             self.content + later.content,
@@ -71,7 +72,7 @@ class Piece:
 
 
 class ModelText:
-    """Reads a text piece by piece. Without a style, all of it is content."""
+    """Parses a text piece by piece. Without a style, all of the text is content."""
 
     def __init__(self, style: OutputStyle | None, expected: ExpectedOutput) -> None:
         self._reasoning: ReasoningText | None = None
@@ -96,12 +97,12 @@ class ModelText:
 
     @property
     def num_calls(self) -> int:
-        """How many calls there are so far."""
+        """Number of calls so far."""
         calls = self._channels or self._tools
         return calls.num_calls if calls is not None else 0
 
     def feed(self, text: str) -> Piece:
-        """Read more text."""
+        """Reads more text. Returns the part whose kind is certain now."""
         if self._channels is not None:
             return Piece(*self._channels.feed(text))
         reasoning = ""
@@ -110,7 +111,7 @@ class ModelText:
         return self._answer(reasoning, text)
 
     def finish(self) -> Piece:
-        """Ends the text. Returns the part that was held back."""
+        """Ends the text. Returns the part whose kind was not certain before."""
         if self._channels is not None:
             return Piece(*self._channels.finish())
         reasoning, text = "", ""
@@ -120,20 +121,20 @@ class ModelText:
         return piece if self._tools is None else piece + Piece("", *self._tools.finish())
 
     def _answer(self, reasoning: str, text: str) -> Piece:
-        """Reads the text behind the reasoning, which may have calls."""
+        """Reads the text after the reasoning, which may contain calls."""
         if self._tools is None:
             return Piece(reasoning, text)
         return Piece(reasoning, *self._tools.feed(text))
 
 
 def read_whole(text: str, style: OutputStyle | None, expected: ExpectedOutput) -> Piece:
-    """Reads a text that has ended."""
+    """Returns the reasoning, content and calls of a complete text."""
     reader = ModelText(style, expected)
     return reader.feed(text) + reader.finish()
 
 
 def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The smallest fields for which `ExpectedOutput.of` returns the same as for these."""
+    """Returns the smallest set of fields for which `ExpectedOutput.of` returns the same result."""
     expected = ExpectedOutput.of(fields)
     needed: dict[str, Any] = {}
     if expected.with_tools:

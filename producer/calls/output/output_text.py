@@ -1,4 +1,4 @@
-"""Splits what a model writes into reasoning, content and calls, in their order."""
+"""Parses a model's text into pieces of reasoning, content and calls, in the order of the text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["reasoning", "content", "call"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More text of one part. The first piece of a call has its `name`."""
+    """A further piece of a part of the output. The first piece of a call has its `name`."""
 
     kind: Kind
     text: str
@@ -22,22 +22,22 @@ class Piece:
 
 
 class OutputText:
-    """Reads a text in any pieces. Their borders do not change where parts begin and end."""
+    """Parses a text that comes in pieces. The result does not depend on where the pieces begin."""
 
     def __init__(self, style: OutputStyle | None, expected: ExpectedOutput) -> None:
         self._reader = ModelText(style, expected)
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns the pieces whose kind is certain now."""
+        """Reads more text. Returns the pieces whose kind is certain now."""
         if self._reader.is_plain:
             return [Piece("content", text)] if text else []
         pieces: list[Piece] = []
-        for letter in text:  # one by one, as a piece of the reader has no order of its parts
+        for letter in text:  # one by one, because a piece of `ModelText` does not order its parts
             pieces += _in_order(self._reader.feed(letter))
         return _joined(pieces)
 
     def finish(self) -> list[Piece]:
-        """Ends the text. Returns the part that was held back."""
+        """Ends the text. Returns the pieces whose kind was not certain before."""
         return _joined(_in_order(self._reader.finish()))
 
 

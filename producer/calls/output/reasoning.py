@@ -1,4 +1,4 @@
-"""Separates the reasoning, which a model writes first and between marks, from its answer."""
+"""Separates a model's reasoning, which comes first and between marks, from its answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from promptq.producer.calls.output.marks import overlap
 
 
 class ReasoningText:
-    """Reads the text up to the end of its reasoning, and passes on the rest.
+    """Parses the reasoning at the beginning of a text. The text after it is returned unchanged.
 
     White space around the reasoning belongs to neither part. The result depends only on the text so
     far.
@@ -22,11 +22,12 @@ class ReasoningText:
         self._state: Callable[[str], tuple[str, str]] = self._at_start
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Reads more text. Returns the reasoning and the rest that are certain now."""
+        """Reads more text. Returns the parts of the reasoning and of the answer that are certain
+        now."""
         return self._state(text)
 
     def finish(self) -> tuple[str, str]:
-        """Ends the text. Returns the part that was held back."""
+        """Ends the text. Returns the parts that were not certain before."""
         held, self._held = self._held, ""
         if self._state == self._inside:
             return self._certain(held.rstrip()), ""
@@ -61,7 +62,8 @@ class ReasoningText:
         return reasoning, ""
 
     def _certain(self, text: str) -> str:
-        """Returns a text that is reasoning, with the white space between it and the text before."""
+        """Returns a part of the reasoning, preceded by the white space between it and the part
+        before."""
         if not text:
             return ""
         text = "".join(self._blank) + text if self._has_begun else text.lstrip()

@@ -1,4 +1,4 @@
-"""Converts a call's arguments from tags, such as <parameter=city>Paris</parameter>, to JSON."""
+"""Converts a call's arguments to JSON from tags, such as <parameter=city>Paris</parameter>."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ JSON_TYPES: dict[type, frozenset[str]] = {
     type(None): frozenset({"null"}),
 }
 _WORDS = {"True": True, "False": False, "None": None}
-"""Templates write earlier calls with these words, so models write them too."""
+"""Python's words for constants. Templates write earlier calls with them, so models write them
+too."""
 _LONGEST_KEY = 256
 
 
 class TaggedArguments:
-    """Reads arguments letter by letter.
+    """Reads arguments character by character.
 
-    A value is text if its tag says so, or if its schema has the type `string` alone. Another value
-    is JSON if its JSON has a type that the schema allows, and text otherwise.
+    A value is a string if its tag says so, or if its schema allows only the type `string`. Any
+    other value is read as JSON if the schema allows the JSON's type, otherwise as a string.
     """
 
     def __init__(
@@ -38,18 +39,18 @@ class TaggedArguments:
         self._value_after = style.value_after.strip()
         self._is_typed = bool(style.key_after_json)
         self._in_lines = in_lines
-        """Whether a value may have a line to itself."""
+        """Whether a value may be on a separate line, so that line breaks around it do not count."""
         self.are_over = False
         self._types = types
         self._held = ""
-        self._parts: list[str] = []  # of a value that is no text, before what is held
+        self._parts: list[str] = []  # of a value that is not a string, before `_held`
         self._key, self._allowed = "", frozenset[str]()
         self._is_text = False
         self._num_values = 0
         self._state: Callable[[], str] = self._between
 
     def feed(self, letter: str) -> str:
-        """Reads the next letter. Returns the JSON that is certain now."""
+        """Reads the next character. Returns the JSON that is certain now."""
         self._held += letter
         return self._state()
 
@@ -110,18 +111,21 @@ class TaggedArguments:
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
-    """Returns the value in a text as JSON: of a type that is allowed, otherwise the text."""
+    """Returns the value in a text as JSON: the parsed value if its type is allowed, otherwise the
+    text as a string."""
     try:
         value: Any = _WORDS[text] if text in _WORDS else json.loads(text, parse_constant=_no)
         if not allowed or JSON_TYPES[type(value)] & allowed:
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)  # 1e999 is no number
+            return json.dumps(
+                value, ensure_ascii=False, allow_nan=False
+            )  # fails for 1e999, which is not valid JSON
     except (ValueError, RecursionError):
         pass
     return json.dumps(text, ensure_ascii=False)
 
 
 def inside(text: str) -> str:
-    """Returns the text as the inside of a JSON string."""
+    """Returns the text as the inside of a JSON string, without the quotation marks."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

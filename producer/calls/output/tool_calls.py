@@ -1,7 +1,7 @@
-"""Tool calls as OpenAI's clients get them, found in the text that a model writes.
+"""Finds tool calls in the text that a model writes, in the form that OpenAI's clients expect.
 
-The search reads letter by letter. Its result depends only on the text, not on the pieces in which
-the text came. So a stream that is read again gives the same chunks.
+The parser reads character by character. Its result depends only on the text, not on the pieces in
+which the text came. So a stream that is read again has the same chunks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from promptq.producer.calls.output.tagged_arguments import TaggedArguments
 from promptq.shared.protocol.output_style import ELEMENTS, LITERALS, NAMED, TAGGED, OutputStyle
 
 _STRING, _NAME, _FIRST_KEY = "", "\0", "\1"
-"""Elements of a head beside its literals: the tool's name as a JSON string; the name up to a mark;
-the first argument's name or the end of the call."""
+"""Elements of a call's head that are not literals: the tool's name as a JSON string; the name up to
+a mark; the first argument's name or the end of the call."""
 
 _HALF_CHARACTER = "\ufffd"
 _LONGEST_NAME, _LONGEST_MARK = 256, 256
-"""Most letters, with white space. A longer text is content."""
+"""The most characters of a name and of a mark, including white space. Longer text is content."""
 
 _index = attrgetter("index")
 
 ParameterTypes = Mapping[str, Mapping[str, frozenset[str]]]
-"""The JSON types that the schema of each tool's parameter names; empty: any type."""
+"""For each tool and each of its parameters, the JSON types that the schema allows; empty: any
+type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """One more piece of call `index`. The first piece has the `name`."""
+    """A further piece of the call number `index`. The first piece has the `name`."""
 
     index: int
     arguments: str
@@ -48,7 +49,7 @@ class ToolDelta:
 class ToolText:
     """Separates calls from the text around them.
 
-    If a call is `forced`, the whole text is one call, and even a part of it is never content.
+    If a call is `forced`, the whole text is one call, and no part of it is ever content.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class ToolText:
         self._content: list[str] = []
         self._deltas: list[ToolDelta] = []
         self._held = ""  # text that may still turn out to be a call
-        self._blank: list[str] = []  # white space behind it
-        self._follows_call = False  # but for white space
+        self._blank: list[str] = []  # white space after `_held`
+        self._follows_call = False  # whether only white space came after a call
         self._object: list[str] = []  # a call whose members come in another order
         self._element, self._matched, self._name, self._opened_at = 0, "", "", 0
-        self._dense = ""  # what is matched, without white space
+        self._dense = ""  # the matched text without white space
         self._json = JsonDepth()
         self._arguments: TaggedArguments | LiteralArguments | None = None
         self._state: Callable[[str], None] = self._in_content
@@ -91,12 +92,12 @@ class ToolText:
             key = json.dumps(self._arguments_key)
             of_object = ("{", json.dumps(self._name_key), ":", _STRING, ",", key, ":", "{")
             self._head = (self._before, *(of_object if self._is_object else (_NAME, "{")))
-        if style.has_pairs:  # the reader of the arguments takes the mark at their end
+        if style.has_pairs:  # the arguments' parser reads the mark after them
             if not self._name_ends[0]:
                 self._name_ends = [squeezed(style.key_before), self._after]
             self._after = self._after[1:] if style.form == LITERALS else ""
         self._starts = {mark: element for mark, element in starts.items() if mark}
-        """The marks that begin a call, and which element of the head comes next."""
+        """For each mark that begins a call, the index of the head's element that comes next."""
         # Without marks, a text that begins with a call has one.
         self._is_bare = not self._before and (
             style.form == LITERALS or (self._is_object and not opening)
@@ -114,7 +115,7 @@ class ToolText:
         return self._take()
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """Ends the text. Returns the part that was held back."""
+        """Ends the text. Returns the parts that were not certain before."""
         self._hold_blank()
         if self._forced:
             if self._state == self._in_head and self._name and not self.num_calls:
@@ -137,7 +138,7 @@ class ToolText:
         return content, deltas
 
     def _at_forced(self, letter: str) -> None:
-        """Begin a forced call, in the style's form or as an object (see `OutputStyle`)."""
+        """Begins a forced call, in the style's form or as an object (see `OutputStyle`)."""
         if letter.isspace():
             return
         self._read_again("")
@@ -172,7 +173,7 @@ class ToolText:
             self._follows_call = False
 
     def _mark_begun(self) -> str:
-        """Returns the held text if it may begin a mark.
+        """Returns the text in `_held` if it may be the beginning of a mark; otherwise ''.
 
         White space before the mark counts only after a call.
         """
@@ -182,7 +183,7 @@ class ToolText:
         self._content.append(letter)
 
     def _expect(self, element: int) -> None:
-        """Begin a call with this element of its head."""
+        """Begins a call. `element` is the index of the next element of its head."""
         self._element = element if self._head[element] else element + 1
         self._matched = self._dense = self._name = ""
         self._state = self._in_head
@@ -252,7 +253,8 @@ class ToolText:
             self._no_call()
 
     def _next_element(self, argument: str = "") -> None:
-        """Go to the head's next element. `argument` is the text of arguments so far."""
+        """Goes to the next element of the call's head. `argument` is the text of arguments that was
+        read already."""
         self._matched = self._dense = ""
         self._element += 1
         if self._element == 2:
@@ -263,9 +265,10 @@ class ToolText:
                 self._state(letter)
 
     def _no_call(self) -> None:
-        """Handle a text that only looked like a call. A call may begin after its first letter.
+        """Handles text that turned out not to be a call. Another call may begin after its first
+        character.
 
-        Members of an object that come in another order are read once the object is whole.
+        An object whose members come in another order is parsed after its end.
         """
         held, self._held = self._held, ""
         if self._is_object and self._before and self._element > 1 and not self._forced:
@@ -315,7 +318,7 @@ class ToolText:
             self._state = self._in_object if self._is_object else self._in_tail
 
     def _in_object(self, letter: str) -> None:
-        """Skip what follows the arguments inside of their object."""
+        """Skips the members that follow the arguments in a call's object."""
         self._json.feed(letter)
         if self._json.depth == 0:
             self._state = self._in_tail
@@ -341,7 +344,7 @@ class ToolText:
 
     def _call_of(self, text: str) -> tuple[str | None, Any]:
         """Returns the name and the arguments of a call that is a JSON object. The name is None if
-        the text is no call."""
+        the text is not a call."""
         try:
             call = from_json(text, allow_inf_nan=False)
             arguments = call.get(self._arguments_key)
@@ -355,7 +358,7 @@ class ToolText:
         return (name if is_call else None), arguments
 
     def _in_tail(self, letter: str) -> None:
-        """Read the text after a call: the next call, or the mark after the call."""
+        """Reads the text after a call: the next call, or the mark after the call."""
         self._held += letter
         end = squeezed(self._held)
         if self._between and end == self._between:
@@ -375,7 +378,7 @@ class ToolText:
         return bool(self._between) and self._between.startswith(end)
 
     def _up_to_after(self, letter: str) -> None:
-        """Skip everything up to the mark after the call, or to the next call."""
+        """Skips all text up to the mark after the call, or up to the next call."""
         if letter.isspace():
             return
         self._dense = (self._dense + letter)[-_LONGEST_MARK:]
@@ -386,24 +389,25 @@ class ToolText:
 
 
 def call_id(request_id: str, index: int) -> str:
-    """The id of a request's call, the same for each reader."""
+    """Returns the id of a request's call. It is the same for every reader."""
     digest = hashlib.sha256(f"{request_id}\n{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"
 
 
 def chat_call(request_id: str, delta: ToolDelta) -> dict[str, Any]:
-    """Returns a call that begins with this delta, in the form of the OpenAI API."""
+    """Returns the call that begins with this delta, in the form of OpenAI's API."""
     function = {"name": delta.name, "arguments": delta.arguments}
     return {"id": call_id(request_id, delta.index), "type": "function", "function": function}
 
 
 def _escapes(text: str) -> bool:
-    """Whether the next letter is escaped, by an odd number of backslashes."""
+    """Returns whether the next character is escaped: the text ends in an odd number of
+    backslashes."""
     return (len(text) - len(text.rstrip("\\"))) % 2 == 1
 
 
 def merged(deltas: list[ToolDelta]) -> list[ToolDelta]:
-    """The deltas, joined to one for each call."""
+    """Returns the deltas joined, so that each call has one delta."""
     return [
         ToolDelta(index, "".join(delta.arguments for delta in of_one), of_one[0].name)
         for index, of_one in ((index, list(group)) for index, group in groupby(deltas, _index))

@@ -1,1 +1,1 @@
-"""Server, workers, gateway and jobs started from one terminal."""
+"""Starts server, workers, gateway and jobs from one terminal."""

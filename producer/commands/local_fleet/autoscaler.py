@@ -1,4 +1,5 @@
-"""Autoscaling on this machine: starts and ends workers of one queue by its load."""
+"""Autoscaling on this machine: starts and stops workers of one queue according to the queue's
+load."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ _PAUSE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerRange:
-    """The least and the most workers that may run."""
+    """The smallest and the largest number of workers that may run."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> WorkerRange:
-        """Read a number such as `2`, or a range such as `1-4`. Raises ConfigurationError."""
+        """Parses a number such as `2`, or a range such as `1-4`. Raises ConfigurationError."""
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
         least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if most < least:
@@ -48,11 +49,11 @@ class WorkerRange:
 
 
 class Autoscaler:
-    """Keeps the number of workers that one queue needs. Their names are `NAME 1`, `NAME 2`.
+    """Runs the number of workers that one queue needs. The workers' names are `NAME 1`, `NAME 2`.
 
-    Workers of other machines count too: the autoscaler only adds to them. Its calls to the server
-    are in a separate thread, so that nothing else waits while the server is away. The number of
-    workers shrinks only once fewer were enough for `hold_seconds`.
+    Workers on other machines count too: the autoscaler only starts the missing ones. It calls the
+    server in a separate thread, so that nothing waits while the server is away. Workers are stopped
+    only after fewer have been enough for `hold_seconds`.
     """
 
     def __init__(
@@ -76,18 +77,19 @@ class Autoscaler:
         self._target = target_seconds
         self._hold = hold_seconds
         self._latest: tuple[Scaling, QueueStats] | None = None
-        self._wanted: list[tuple[float, int]] = []  # when, how many: of the hold
+        self._wanted: list[tuple[float, int]] = []  # (time, wanted number) within the hold time
         self._paused_until = 0.0
         self._last_error = ""
         self._is_over = threading.Event()
         threading.Thread(target=self._read_on, daemon=True).start()
 
     def close(self) -> None:
-        """Stop reading the queue's load."""
+        """Stops reading the queue's load."""
         self._is_over.set()
 
     def adjust(self) -> None:
-        """Start or end workers by the latest reading, without waiting for one."""
+        """Starts or stops workers according to the latest reading. Does not wait for a new
+        reading."""
         latest, self._latest = self._latest, None
         if latest is None:
             return
@@ -110,15 +112,14 @@ class Autoscaler:
                 names[worker.worker_id]: worker.num_running + worker.num_prefetched
                 for worker in stats.workers
             }
-            # Ending the workers that hold the least loses the least.
+            # Stopping the workers with the fewest requests disturbs the fewest requests.
             by_load = sorted(staying, key=lambda name: held.get(name, -1))
             for name in by_load[: len(staying) - wanted]:
                 self._supervisor.remove(name)
 
     def _add(self, needed: int, num_staying: int, scaling: Scaling, num_others: int) -> None:
-        """Start workers. Draining workers count towards the maximum: they still hold places, such
-        as GPUs.
-        """
+        """Starts workers. Draining workers count towards the maximum, because they still use
+        resources such as GPUs."""
         num_processes = len(self._supervisor.processes(self._command))
         num_added = min(needed - num_staying, self._range.most - num_processes)
         if num_added <= 0:
@@ -126,7 +127,7 @@ class Autoscaler:
         self._show_change(num_staying + num_added, num_staying, scaling, num_others)
         for _ in range(num_added):
             self._supervisor.add(self._free_name(), self._command, is_extra=True)
-        # A worker that cannot start, such as for want of memory, is not tried all the time.
+        # A worker that cannot start, for example without memory, is not restarted all the time.
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
     def _show_change(self, wanted: int, before: int, scaling: Scaling, num_others: int) -> None:
@@ -135,7 +136,7 @@ class Autoscaler:
         self._show(f"{self._name}: {wanted} instead of {before} ({why})")
 
     def _name_of(self, worker: WorkerStats) -> str | None:
-        """The name of the process that is this worker; None if the autoscaler did not start the
+        """Returns the name of a worker's process; None if the autoscaler did not start the
         worker."""
         if worker.host != socket.gethostname():
             return None
@@ -151,7 +152,7 @@ class Autoscaler:
             error = ""
             try:
                 self._latest = self._client.scaling(self._target), self._client.stats()
-            except Exception as problem:  # a stranger's record must not end the scaling
+            except Exception as problem:  # a wrong record must not end the scaling
                 error = str(problem) or type(problem).__name__
             if error and error != self._last_error and not self._is_over.is_set():
                 self._show(f"{self._name}: as many workers as before: {printable(error)}")
@@ -160,13 +161,14 @@ class Autoscaler:
 
 
 def _is_gone(worker: WorkerStats) -> bool:
-    """Whether the worker's process has died, although its last heartbeat has not expired."""
+    """Returns whether the worker's process has died, although its last heartbeat has not
+    expired."""
     if worker.host != socket.gethostname() or worker.pid <= 0:
         return False
     try:
         os.kill(worker.pid, 0)
     except ProcessLookupError:
         return True
-    except (OSError, OverflowError):  # another user's, or no process id
+    except (OSError, OverflowError):  # another user's process, or not a process id
         pass
     return False

@@ -1,4 +1,4 @@
-"""Starts, watches and ends child processes."""
+"""Starts, watches and stops child processes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ exit "$status"
 
 
 def worker_command(args: Sequence[str]) -> list[str]:
-    """The command line of a worker process."""
+    """Returns the command line of a worker process."""
     return _command("promptq.worker", args)
 
 
 def promptq_command(args: Sequence[str]) -> list[str]:
-    """The command line of a process that runs a command, such as `gateway`."""
+    """Returns the command line of a process that runs a `promptq` command, such as `gateway`."""
     return _command("promptq.producer.cli", args)
 
 
@@ -42,10 +42,10 @@ def _command(module: str, args: Sequence[str]) -> list[str]:
 
 
 class ChildProcess:
-    """A process that ends when its owner ends, and its output.
+    """A process that ends when the process that started it ends, and its output.
 
-    It is ready when a line of its output begins with `ready`. `show` is called with each line of
-    output, from a thread.
+    The child is ready when a line of its output begins with `ready`. `show` is called from a thread
+    with each line of output.
     """
 
     def __init__(
@@ -62,43 +62,43 @@ class ChildProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for the owner, which then ends this one
+            start_new_session=True,  # Ctrl-C is for the owner, which then stops it
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code: None while it runs; 128 + n if signal n ended it."""
+        """Exit code of the process: None while it runs, 128 + n if signal n ended it."""
         return self._shell.poll()
 
     @property
     def output(self) -> str:
-        """The last lines of the process's output, once the process has ended."""
+        """The last lines of the process's output. Read this only after the process has ended."""
         self._reader.join(timeout=2.0)
         return "\n".join(self.last_lines)
 
     def has(self, pid: int) -> bool:
-        """Whether the process with this id on this machine belongs to the session of this
+        """Returns whether the process `pid` on this machine belongs to the session of this child
         process."""
-        with suppress(OSError, OverflowError):  # it is gone, or a stranger wrote the number
+        with suppress(OSError, OverflowError):  # no such process, or a wrong number
             return os.getsid(pid) == self._shell.pid
         return False
 
     def drain(self) -> None:
-        """Make the process finish its work and end."""
+        """Makes the process finish its work and exit."""
         if self._shell.stdin is not None:
             self._shell.stdin.close()
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Ends the process at once."""
         self.drain()
         with suppress(ProcessLookupError):
             os.killpg(self._shell.pid, signal.SIGKILL)
         self.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds. Returns whether the process has ended."""
+        """Waits up to `timeout` seconds. Returns whether the process has ended."""
         try:
             self._shell.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -30,7 +30,8 @@ from promptq.shared.server.embedded import EmbeddedServer
 from promptq.shared.settings.common import ENV_PREFIX
 
 SLOTS = 6
-"""Fewer slots than requests, so that requests wait and priorities matter."""
+"""Number of slots. It is smaller than the number of requests, so that requests wait and priorities
+matter."""
 
 CANCEL_AFTER_TOKENS = 16
 _FRAMES_PER_SECOND = 12
@@ -40,7 +41,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Part:
-    """A request of the demo; `fields` are its payload's."""
+    """One request of the demo. `fields` are the fields of its payload."""
 
     title: str
     fields: dict[str, Any]
@@ -78,7 +79,7 @@ PARTS: Sequence[Part] = [
 
 
 def run_demo(worker_args: Sequence[str] = ()) -> int:
-    """Run the demo. Ctrl-C ends everything that it started. Returns the exit code."""
+    """Runs the demo and returns the exit code. Ctrl-C ends everything that the demo started."""
     console = SafeConsole(highlight=False)
     try:
         with EmbeddedServer() as server:
@@ -93,7 +94,8 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
 
 @contextmanager
 def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator[ChildProcess]:
-    """Start a worker. Shows the worker's warnings and errors once it is ready."""
+    """Context manager with a running worker. Shows the worker's warnings and errors after it is
+    ready."""
     env = {
         f"{ENV_PREFIX}REDIS_URL": url,
         f"{ENV_PREFIX}LOG_LEVEL": "warning",
@@ -115,10 +117,10 @@ def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator
 
 
 async def _interruptible(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run `play` until it ends, or until SIGTERM or Ctrl-C.
+    """Runs `play` until it ends, or until SIGTERM or Ctrl-C.
 
-    `play` is a function, not a coroutine: a signal before the first step would leave a coroutine
-    unawaited.
+    `play` is a function, not a coroutine: if a signal came before the first step, a coroutine would
+    never be awaited.
     """
     this, task = asyncio.current_task(), asyncio.create_task(play())
     assert this is not None
@@ -133,7 +135,7 @@ async def _interruptible(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def _play(console: Console, url: str, worker: ChildProcess) -> None:
     await _wait_until_ready(console, worker)
     async with await open_async_redis(url) as connection, AsyncClient(connection) as client:
-        # Open connections first, two for each stream, so that the times shown do not include it.
+        # Connect first, twice for each stream, so that the shown times do not include connecting.
         await asyncio.gather(*(connection.ping() for _ in range(2 * len(PARTS))))
         shown = await _run_parts(console, client, worker)
         console.print(requests_table(shown, console.width))
@@ -143,7 +145,7 @@ async def _play(console: Console, url: str, worker: ChildProcess) -> None:
 async def _wait_until_ready(console: Console, worker: ChildProcess) -> None:
     started = time.monotonic()
     loading = "worker   loads the model; at first it also compiles native code ..."
-    if not console.is_terminal:  # it shows no status
+    if not console.is_terminal:  # such a console shows no status
         console.print(f"  {loading}")
     with console.status(loading):
         await _watch(worker, lambda: worker.is_ready)
@@ -153,7 +155,7 @@ async def _wait_until_ready(console: Console, worker: ChildProcess) -> None:
 
 
 async def _watch(worker: ChildProcess, is_over: Callable[[], bool]) -> None:
-    """Wait until `is_over`. Raises WorkersFailedError if the worker ends earlier."""
+    """Waits until `is_over`. Raises WorkersFailedError if the worker ends earlier."""
     while not is_over():
         if (exit_code := worker.exit_code) is not None:
             raise WorkersFailedError(
@@ -163,7 +165,8 @@ async def _watch(worker: ChildProcess, is_over: Callable[[], bool]) -> None:
 
 
 async def _run_parts(console: Console, client: AsyncClient, worker: ChildProcess) -> list[Shown]:
-    """Enqueue all requests at once and show them until the last one ends."""
+    """Enqueues all requests at once, and shows them until the last one ends. Returns what was shown
+    of each."""
     ids = await client.enqueue_many([part.fields for part in PARTS])
     console.print(f"[green]✓[/] queue    {len(ids)} requests pushed in, {SLOTS} run at a time\n")
     shown = [
@@ -212,8 +215,8 @@ def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[ob
 async def _read_missing_times(
     queue: AsyncRequestQueue, ids: Sequence[str], shown: Sequence[Shown]
 ) -> None:
-    """Read times from the records of requests that a script has ended. Such requests have no
-    statistics."""
+    """Reads missing times from the records of requests that a script has ended, because such
+    requests have no statistics."""
     for request_id, one in zip(ids, shown, strict=True):
         if one.queue_ms is None:
             record = await queue.run(lookups.record(queue.keys, request_id))
@@ -222,7 +225,7 @@ async def _read_missing_times(
 
 
 async def _final_heartbeat(client: AsyncClient) -> list[WorkerStats]:
-    """The worker's statistics after the last request."""
+    """Returns the worker's statistics, sent after the last request."""
     now_ms = await client.queue.run(lookups.server_time_ms())
     deadline = time.monotonic() + _HEARTBEAT_SECONDS
     while time.monotonic() < deadline:

@@ -10,7 +10,7 @@ from promptq.producer.commands.local_fleet.child_process import ChildProcess
 from promptq.shared.errors import PromptqError
 
 DRAIN_SECONDS = 30.0
-"""Seconds for a process to end. After that it is killed."""
+"""Seconds that a process has to exit before it is killed."""
 
 _MAX_FAILURES = 5
 _STEADY_SECONDS = 60.0
@@ -19,12 +19,12 @@ _LOOK_SECONDS = 0.1
 
 
 class WorkersFailedError(PromptqError):
-    """Processes end as soon as they start. Their output is above."""
+    """Processes exit as soon as they start. Their output is printed above the error."""
 
 
 @dataclass
 class _Place:
-    """One process to keep running, and its current instance."""
+    """A process to keep running: its command, and the current process."""
 
     name: str
     command: tuple[str, ...]
@@ -33,16 +33,16 @@ class _Place:
     failures: int = 0
     restart_at: float | None = None
     is_leaving: bool = False
-    """Whether this process was removed, so that it is not restarted after its end."""
+    """Whether the process was removed, so that it is not restarted after its exit."""
     is_extra: bool = False
-    """Whether the others continue without it if it does not start."""
+    """Whether the other processes continue if this process does not start."""
 
 
 class Supervisor:
-    """Starts processes, restarts those that die, and ends them all.
+    """Starts processes, restarts processes that die, and stops them all.
 
-    The keys of `commands` are names such as `worker 2`. `show` is called with each line to show,
-    also the lines of processes.
+    The keys of `commands` are names such as `worker 2`. `show` is called with each line to print,
+    including the output of the processes.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Supervisor:
         at_each_look: Sequence[Callable[[], None]] = (),
         once_ready: Callable[[], None] | None = None,
     ) -> None:
-        """Keep the processes running until `is_over`. Raises WorkersFailedError if restarts do not
+        """Keeps the processes running until `is_over`. Raises WorkersFailedError if restarts do not
         help.
 
-        `once_ready` is called when all of them are ready for the first time.
+        `once_ready` is called when all processes are ready for the first time.
         """
         while not is_over():
             for place in [*self._places]:
@@ -80,31 +80,35 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def add(self, name: str, command: Sequence[str], *, is_extra: bool = False) -> None:
-        """Start one more process. The others continue without an extra one that keeps ending."""
+        """Starts one more process. If it is extra and keeps exiting, the others continue without
+        it."""
         process = self._start(name, command)
         place = _Place(name, tuple(command), process, time.monotonic(), is_extra=is_extra)
         self._places.append(place)
 
     def staying(self, command: Sequence[str]) -> dict[str, ChildProcess]:
-        """Returns the processes of a command that will stay, by name."""
+        """Returns a mapping from names to the processes that run a command, except those that were
+        removed."""
         return {place.name: place.process for place in self._of(command) if not place.is_leaving}
 
     def processes(self, command: Sequence[str]) -> dict[str, ChildProcess]:
-        """Returns all processes of a command by name, also those that are ending."""
+        """Returns a mapping from names to all processes that run a command, including those that
+        were removed and have not exited yet."""
         return {place.name: place.process for place in self._of(command)}
 
     def _of(self, command: Sequence[str]) -> list[_Place]:
         return [place for place in self._places if place.command == tuple(command)]
 
     def remove(self, name: str) -> None:
-        """Let one process finish its work and end."""
+        """Lets one process finish its work and exit, without restarting it."""
         for place in self._places:
             if place.name == name:
                 place.is_leaving = True
                 place.process.drain()
 
     def drain(self, is_enough: Callable[[], bool]) -> None:
-        """Let all processes finish their work, and kill the rest once `is_enough` returns True."""
+        """Lets all processes finish their work. Kills the rest when `is_enough` returns True, or
+        after DRAIN_SECONDS."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for place in self._places:
             place.process.drain()
@@ -135,7 +139,7 @@ class Supervisor:
             self._take_note(place, exit_code)
 
     def _take_note(self, place: _Place, exit_code: int) -> None:
-        """Plan the restart of a process that ended unexpectedly."""
+        """Plans the restart of a process that has exited unexpectedly."""
         was_steady = time.monotonic() - place.started > _STEADY_SECONDS
         place.failures = 1 if was_steady else place.failures + 1
         by_itself = 0 < exit_code < 128

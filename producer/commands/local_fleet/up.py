@@ -35,15 +35,16 @@ _LOOK_SECONDS = 0.1
 
 @dataclass
 class UpOptions:
-    """Options of `promptq up`. `redis_url` is the address of a server that runs already."""
+    """Options of `promptq up`. `redis_url` is the address of a running server; None starts an
+    embedded server."""
 
     redis_url: str | None = None
     redis_port: int | None = None
     data_dir: Path | None = None
     models: Mapping[str, str | None] = field(default_factory=lambda: {"default": None})
-    """Models by their queues; None: the workers' default."""
+    """Maps a queue's name to the queue's model. None stands for the workers' default model."""
     workers: WorkerRange = field(default_factory=lambda: WorkerRange(1, 1))
-    """The number of workers for each model."""
+    """The smallest and the largest number of workers for each model."""
     http_port: int | None = None
     logs_requests: bool = False
     """Whether the gateway logs each call."""
@@ -51,7 +52,8 @@ class UpOptions:
 
 
 class StopSignals:
-    """Counts Ctrl-C and SIGTERM inside its block: the first drains, a second stops at once."""
+    """Context manager that counts Ctrl-C and SIGTERM: the first drains the processes, the second
+    stops them at once."""
 
     def __enter__(self) -> Self:
         self._count = 0
@@ -76,13 +78,14 @@ class StopSignals:
 
 
 def run_up(options: UpOptions, console: Console) -> None:
-    """Run until a stop signal. Raises PromptqError if a process does not start."""
+    """Runs the server, the workers and the other processes until a stop signal. Raises PromptqError
+    if a process does not start."""
     if options.http_port and not is_free(options.http_port):
         raise ConfigurationError(
             f"--port: {options.http_port} on 127.0.0.1 is taken; name another one, or 0 for any"
         )
     for queue in options.models:
-        Keys(queue)  # refuses a wrong name before anything starts
+        Keys(queue)  # raises for a wrong name, before any process starts
     with StopSignals() as signals, _server(options) as url:
         _print(_parts(options, url), console)
         show = partial(console.out, highlight=False)
@@ -113,7 +116,7 @@ def _server(options: UpOptions) -> Iterator[str]:
 
 
 def run_server(port: int | None, data_dir: Path | None, console: Console) -> None:
-    """Run the embedded server alone until a stop signal. Raises ConfigurationError."""
+    """Runs only the embedded server until a stop signal. Raises ConfigurationError."""
     options = UpOptions(redis_port=port, data_dir=data_dir)
     with StopSignals() as signals, _server(options) as url:
         where = f"{without_password(url)} ({how_to_find(url)})"
@@ -124,7 +127,8 @@ def run_server(port: int | None, data_dir: Path | None, console: Console) -> Non
 
 
 def beside(url: str) -> list[str]:
-    """Returns lines about commands in other terminals, if this user runs more embedded servers."""
+    """Returns lines about the server that commands in other terminals use; empty if this user runs
+    no other embedded server."""
     latest, *others = [urlsplit(url).port for url in all_advertised()] or [None]
     if latest != urlsplit(url).port or not others:
         return []
@@ -146,7 +150,7 @@ def run_supervised(
     target_seconds: float,
     hold_seconds: float,
 ) -> None:
-    """Keep as many processes of a worker's command as the queue needs, until a stop signal."""
+    """Runs a worker's command in as many processes as the queue needs, until a stop signal."""
     show = partial(console.out, highlight=False)
     times = {"target_seconds": target_seconds, "hold_seconds": hold_seconds}
     env = {**_environment(url), f"{ENV_PREFIX}QUEUE": queue}
@@ -165,7 +169,7 @@ def run_supervised(
 def _autoscalers(
     options: UpOptions, supervisor: Supervisor, url: str, show: Callable[[str], None]
 ) -> Iterator[Autoscaler]:
-    """Yields an autoscaler for each model, if the number of workers may change."""
+    """Yields an autoscaler for each model, if the number of workers is a range."""
     if not options.workers.is_fixed:
         for queue, (name, command) in _workers(options).items():
             client = Client(url, queue)
@@ -173,7 +177,7 @@ def _autoscalers(
 
 
 def _workers(options: UpOptions) -> dict[str, tuple[str, list[str]]]:
-    """Returns the name and command of each queue's workers."""
+    """Returns, for each queue, the name and the command of its workers."""
     workers = {}
     for queue, model in options.models.items():
         of_model = [] if model is None else ["--model", model]
@@ -183,7 +187,7 @@ def _workers(options: UpOptions) -> dict[str, tuple[str, list[str]]]:
 
 
 def _commands(options: UpOptions) -> dict[str, list[str]]:
-    """Returns the commands to run, by name."""
+    """Returns a mapping from the name of each process to its command."""
     commands = {}
     for name, worker in _workers(options).values():
         for number in range(1, options.workers.least + 1):
@@ -213,7 +217,7 @@ def _print(lines: Sequence[str], console: Console) -> None:
 
 
 def _parts(options: UpOptions, url: str) -> list[str]:
-    """Returns lines about the running server and the starting processes."""
+    """Returns lines about the running server and the processes that start."""
     own = options.redis_url is None
     kept = f"kept in {escape(str(options.data_dir))}" if options.data_dir else "nothing is kept"
     if options.redis_port is None and urlsplit(url).port != PREFERRED_PORT:
@@ -240,7 +244,7 @@ def _parts(options: UpOptions, url: str) -> list[str]:
 
 
 def _welcome(options: UpOptions, url: str) -> list[str]:
-    """Returns lines about the next steps, printed when all processes are ready."""
+    """Returns lines about next steps, which are printed when all processes are ready."""
     own, queue = options.redis_url is None, next(iter(options.models))
     where = "" if own else f" --redis {without_password(url)}"
     where += escape(queue_option(queue))

@@ -1,1 +1,1 @@
-"""Renders the output of commands for a terminal."""
+"""Formats the output of commands for a terminal."""

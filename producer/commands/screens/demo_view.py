@@ -1,4 +1,4 @@
-"""The screens of the demo: a panel for each request while they run, then a table."""
+"""The screens of the demo: a panel for each request while requests run, then a table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COLOURS = {
 
 @dataclass
 class Shown:
-    """A request as its subscriber sees it. Times are seconds of a monotonic clock."""
+    """The client's view of a request. Times are seconds of a monotonic clock."""
 
     title: str
     priority: int
@@ -56,12 +56,13 @@ class Shown:
 
     @property
     def first_token_ms(self) -> float | None:
-        """Milliseconds from enqueueing to the first token, measured by the subscriber."""
+        """Milliseconds from enqueueing to the first token, measured by the client."""
         return None if self.first_token is None else (self.first_token - self.enqueued) * 1000
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The worker's measurement; by default from the first to the last token that arrived."""
+        """Tokens per second, measured by the worker. Without statistics, measured by the client
+        from the first to the last token."""
         if self.worker_rate:
             return self.worker_rate
         if self.first_token is None or self.last_token is None or self.num_tokens < 2:
@@ -69,7 +70,7 @@ class Shown:
         return (self.num_tokens - 1) / max(self.last_token - self.first_token, 1e-9)
 
     def add(self, event: TokenEvent) -> None:
-        """Record the stream's next event."""
+        """Records the stream's next event."""
         if event.token_ids:
             self.last_token = time.monotonic()
             self.first_token = self.first_token or self.last_token
@@ -84,7 +85,7 @@ class Shown:
 
 
 class Board:
-    """All requests side by side, each with as many lines as fit into the terminal."""
+    """All requests side by side. Each panel has the lines that fit into the terminal."""
 
     def __init__(self, shown: Sequence[Shown], slots: int) -> None:
         self._shown = shown
@@ -114,7 +115,8 @@ class Board:
 
 
 def _grid(count: int, width: int, height: int) -> tuple[int, int]:
-    """Returns the numbers of columns and of lines in a panel that show the most text."""
+    """Returns the number of columns and the number of lines in a panel with which the most text is
+    visible."""
 
     def lines(columns: int) -> int:
         return height // -(-count // columns) - _FRAME
@@ -146,7 +148,7 @@ def _panel(shown: Shown, width: int, lines: int) -> Panel:
 
 
 def finished_text(shown: Shown) -> Text:
-    """A request that has ended, for output that is not a terminal."""
+    """Returns a request that has ended as text, for output that is not a terminal."""
     headline = f"── {shown.title} (priority {shown.priority:+d}): {shown.state},"
     headline += f" {shown.num_tokens} tokens ──\n"
     return Text(headline + (shown.error or shown.prompt + shown.text).strip() + "\n")

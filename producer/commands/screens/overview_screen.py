@@ -33,7 +33,8 @@ _DROPPED_FIRST = (
 
 
 def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -> RenderableType:
-    """The whole screen. `samples` are of the last hour, `width` is the terminal's columns."""
+    """Returns the whole screen. `samples` are those of the last hour. `width` is the number of the
+    terminal's columns."""
     return Group(
         _title(overview),
         _figures(overview, samples, width),
@@ -44,7 +45,7 @@ def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -
 
 
 def queues_list(views: Sequence[QueueView], shown: str, hint: str) -> RenderableType:
-    """Returns a server's queues, a line each; `shown` is the one with its overview below."""
+    """Returns a server's queues, one on each line. `shown` is the queue whose overview is below."""
     table = plain_table("queue", "model", "workers", "waiting", "active", left=["queue", "model"])
     for view in views:
         numbers = (num_workers_of(view), f"{view.num_waiting:,}", f"{view.num_active:,}")
@@ -109,8 +110,8 @@ def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
 def _peaks(
     samples: Sequence[Sample], value: Callable[[Sample], float | None], now_ms: int, columns: int
 ) -> list[float | None]:
-    """Returns the maximum in each of `columns` equal parts of the last hour, oldest first; None for
-    a part without samples."""
+    """Returns the maximum of `value` in each of `columns` equal parts of the last hour, oldest
+    first; None for a part without samples."""
     parts: list[list[float]] = [[] for _ in range(columns)]
     for sample in samples:
         at = (sample.at - (now_ms - _HOUR_MS)) * columns // _HOUR_MS
@@ -139,7 +140,8 @@ def _priorities(overview: Overview, width: int) -> RenderableType:
 
 
 def _workers(overview: Overview, width: int) -> RenderableType:
-    """Returns a row for each worker, and the wanted number of workers if it differs."""
+    """Returns a table row for each worker, and the wanted number of workers if the current number
+    is different."""
     table = _workers_table(overview, width)
     wanted = overview.scaling
     if wanted.desired == wanted.workers:
@@ -149,7 +151,7 @@ def _workers(overview: Overview, width: int) -> RenderableType:
 
 
 def _workers_table(overview: Overview, width: int) -> RenderableType:
-    """Returns a table without the least important columns, if not all fit."""
+    """Returns a table of workers. If not all columns fit, the least important ones are left out."""
     if not overview.workers:
         return Text(why_no_worker(overview))
     columns = {

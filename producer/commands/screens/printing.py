@@ -1,4 +1,4 @@
-"""Follows a stream on standard output, for `promptq submit` and `promptq watch`."""
+"""Prints a stream on standard output, for `promptq submit` and `promptq watch`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SILENT_SECONDS = 3.0
 
 
 class StreamPrinter:
-    """Prints one stream as it comes, and reports on standard error how it ended."""
+    """Prints one stream as its events arrive, and reports its end on standard error."""
 
     def __init__(self, client: Client, request_id: str, as_json: bool) -> None:
         self._client = client
@@ -40,19 +40,20 @@ class StreamPrinter:
         self._as_json = as_json
         self._console = SafeConsole(stderr=True, highlight=False)
         self._is_interrupted = False
-        self._enqueued_at: float | None = None  # unless that was before this process
+        self._enqueued_at: float | None = None  # None if another process enqueued it
         self._first_token_ms: float | None = None
         self._ends_in_newline = True
 
     def submit(self) -> int:
-        """Print to the end. Ctrl-C or a closed pipe cancels the request. Returns the exit code."""
+        """Prints the stream to its end. Ctrl-C or a closed pipe cancels the request. Returns the
+        exit code."""
         self._enqueued_at = time.monotonic()
         with self._cancelling_on_ctrl_c():
             try:
                 last = self._follow()
             except KeyboardInterrupt:
                 self._end_line()
-                self._say(f"asked to cancel {self._id}; no worker has answered yet")
+                self._say(f"the cancel of {self._id} is requested; no worker has answered yet")
                 return EXIT_INTERRUPTED
             except BrokenPipeError:
                 self._client.cancel(self._id)
@@ -63,7 +64,7 @@ class StreamPrinter:
         return self._report_end(last)
 
     def watch(self) -> int:
-        """Print to the end. Ctrl-C only stops watching. Returns the exit code."""
+        """Prints the stream to its end. Ctrl-C only stops printing. Returns the exit code."""
         try:
             return self._report_end(self._follow())
         except KeyboardInterrupt:
@@ -85,7 +86,7 @@ class StreamPrinter:
         return last
 
     def _print_prompt(self) -> None:
-        """At a terminal, begin with the text that the model continues."""
+        """At a terminal, prints the prompt that the model continues."""
         if self._as_json or not sys.stdout.isatty():
             return
         queue, prompt = self._client.queue, None
@@ -112,7 +113,8 @@ class StreamPrinter:
 
     @contextmanager
     def _explaining_silence(self) -> Iterator[Callable[[], None]]:
-        """At a terminal, explain why no event comes. Call the yielded function at each event."""
+        """At a terminal, explains after some time why no event comes. Call the yielded function at
+        each event."""
         num_heard, is_over = 0, threading.Event()
 
         def heard() -> None:
@@ -140,7 +142,7 @@ class StreamPrinter:
             is_over.set()
 
     def _why_silent(self, *, has_begun: bool) -> str:
-        """Returns why no event comes, as far as the queue shows; or empty."""
+        """Returns why no event comes, according to the queue; empty if unknown."""
         try:
             stats = self._client.stats()
         except RedisUnavailableError:
@@ -160,9 +162,10 @@ class StreamPrinter:
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:
-        """At the first Ctrl-C, cancel the request in a thread. The stream then gets its last event.
+        """At the first Ctrl-C, cancels the request in a thread. Then the stream gets its last
+        event.
 
-        A second Ctrl-C, or a long wait for that event, raises KeyboardInterrupt.
+        A second Ctrl-C, or a long wait for the last event, raises KeyboardInterrupt.
         """
         main_thread = threading.get_ident()
         give_up = threading.Timer(
@@ -216,6 +219,7 @@ def _tokens(count: int) -> str:
 
 
 def _leave_pipe() -> int:
-    """Prevent the interpreter's error message about the closed pipe when it exits."""
+    """Prevents the error message that the interpreter would print about the closed pipe at its
+    exit. Returns the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_BROKEN_PIPE

@@ -1,4 +1,4 @@
-"""Tables and lists for the terminal."""
+"""Formats tables and lists for the terminal."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 def how_to_start_a_worker(queue: str) -> str:
-    """Returns advice about a queue that no worker serves."""
+    """Returns advice how to start a worker for a queue without workers."""
     return f"start one with `promptq worker{queue_option(queue)}`"
 
 
 def why_no_worker(stats: QueueStats) -> str:
-    """Returns the reason why a queue shows no worker, with advice."""
+    """Returns why a queue has no worker that claims, with advice."""
     if stats.has_standby:
         return "The model is not loaded: a worker loads it when its turn comes."
     start = how_to_start_a_worker(stats.queue)
@@ -42,18 +42,19 @@ def why_no_worker(stats: QueueStats) -> str:
 
 
 def num_workers_of(view: QueueView) -> str:
-    """Returns the number of workers that have the model loaded, for a table of queues."""
+    """Returns the number of workers that have loaded the model, as text for a table of queues."""
     is_on_call = view.has_standby and not view.num_workers
     return "on call" if is_on_call else f"{view.num_workers:,}"
 
 
 def queue_option(queue: str) -> str:
-    """Returns a command's option for this queue, with a space in front; empty for `default`."""
+    """Returns the option that selects this queue in a command, with a space in front; empty for
+    `default`."""
     return "" if queue == "default" else f" --queue {shlex.quote(printable(queue))}"
 
 
 def milliseconds(value: float | None) -> str:
-    """A duration in a suitable unit."""
+    """Returns a duration (milliseconds) as text in a suitable unit."""
     if value is None:
         return "–"
     if value < 10_000:
@@ -65,12 +66,12 @@ def milliseconds(value: float | None) -> str:
 
 
 def number(value: int | None) -> str:
-    """A count as text; None stands for an unknown count."""
+    """Returns a count as text. None is an unknown count."""
     return "–" if value is None else f"{value:,}"
 
 
 def byte_size(value: float) -> str:
-    """A size in a suitable unit."""
+    """Returns a size (bytes) as text in a suitable unit."""
     if not value:
         return "–"
     for unit in ("B", "KiB", "MiB"):
@@ -81,7 +82,7 @@ def byte_size(value: float) -> str:
 
 
 def plain_table(*columns: str, title: str | Text | None = None, left: Sequence[str] = ()) -> Table:
-    """A table without a frame. The columns in `left` are aligned left, others right."""
+    """Returns a table without a frame. The columns in `left` are aligned left, the others right."""
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -95,14 +96,15 @@ def plain_table(*columns: str, title: str | Text | None = None, left: Sequence[s
 
 
 def width_of(columns: Mapping[str, Sequence[str]]) -> int:
-    """The width of a `plain_table` without line breaks; three characters are between columns."""
+    """Returns the width of a `plain_table` without line breaks, in characters. Three characters
+    separate columns."""
     return sum(3 + max(map(len, (name, *cells))) for name, cells in columns.items()) - 1
 
 
 def fitting(
     columns: Mapping[str, Sequence[str]], width: int, dropped_first: Sequence[str]
 ) -> Mapping[str, Sequence[str]]:
-    """The columns of a `plain_table` that fit into a terminal of this width.
+    """Returns those columns of a `plain_table` that fit into a terminal of this width.
 
     Columns are dropped in the order of `dropped_first`.
     """
@@ -125,7 +127,7 @@ def queue_table(stats: QueueStats) -> Table:
 
 
 def scaling_table(scalings: Sequence[Scaling]) -> Table:
-    """Returns a table of the wanted workers, one row for each queue."""
+    """Returns a table of the wanted numbers of workers, with one row for each queue."""
     texts = ("queue", "because")
     columns = ("queue", "workers", "wanted", "because", "work waiting", "work running")
     table = plain_table(*columns, left=texts)
@@ -141,7 +143,7 @@ def _seconds_of_work(seconds: float | None) -> str:
 
 
 def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
-    """One row for each dead letter."""
+    """Returns a table with one row for each dead letter."""
     table = plain_table("id", "buried", "crashes", "tokens", "payload", left=("id", "payload"))
     for letter in letters:
         buried = clock_time(letter.buried_at)
@@ -151,7 +153,7 @@ def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
 
 
 def dead_webhooks_table(webhooks: Sequence[DeadWebhook]) -> Table:
-    """One row for each webhook."""
+    """Returns a table with one row for each webhook."""
     table = plain_table(
         "given up", "request", "tenant", "attempts", "reason", left=("request", "tenant", "reason")
     )
@@ -164,7 +166,8 @@ def dead_webhooks_table(webhooks: Sequence[DeadWebhook]) -> Table:
 
 
 def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
-    """One row for each key, or one fact on each line if the terminal is too narrow."""
+    """Returns a table with one row for each key. If the terminal is too narrow, returns a list with
+    one fact on each line."""
     now = time.time() * 1000
     columns = {
         "name": [key.name for key in keys],
@@ -191,7 +194,7 @@ def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
 
 
 def _facts_of_one(facts: Mapping[str, str]) -> RenderableType:
-    """Facts about one key, with the first one as a heading."""
+    """Returns facts about one key. The first fact is the heading."""
     (_, heading), *rest = facts.items()
     grid = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for name, fact in rest:
@@ -200,7 +203,7 @@ def _facts_of_one(facts: Mapping[str, str]) -> RenderableType:
 
 
 def _calls(key: ApiKey) -> str:
-    """Returns `all` or the key's scopes, and whether it is for administrators."""
+    """Returns the key's scopes, or `all`, and whether the key is for administrators."""
     calls = "all" if key.scopes is None else " ".join(key.scopes)
     return f"{calls}, admin" if key.is_admin else calls
 
@@ -216,7 +219,7 @@ def _minute(at_ms: int) -> str:
 
 
 def clock_time(unix_ms: float) -> str:
-    """A time of the server in this machine's time zone."""
+    """Returns a time of the server as text, in this machine's time zone."""
     return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M:%S}"
 
 
@@ -225,7 +228,8 @@ def _limit(a_minute: int) -> str:
 
 
 def workers_table(workers: Sequence[WorkerStats]) -> Table:
-    """One column for each worker, as there are usually more facts than workers."""
+    """Returns a table with one column for each worker, because there are usually more facts than
+    workers."""
     table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left", title_style="bold")
     table.add_column("")
     for worker in workers:
@@ -264,7 +268,8 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
 
 
 def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
-    """Returns the settings under the names of their processes, each with value and description."""
+    """Returns the settings of each process under its name. Each setting has its value and
+    description."""
     lines: list[RenderableType] = []
     for process, group in groupby(rows, key=itemgetter("process")):
         title = (process or "common to all processes").capitalize()

@@ -1,1 +1,1 @@
-"""The dashboard: its pages, the data for them, and their actions."""
+"""The dashboard: its page, the data on the page, and the actions of administrators."""

@@ -1,4 +1,4 @@
-"""The dashboard's actions on a queue. Each is logged with the administrator's name."""
+"""Actions of administrators on a queue. Each action is logged with the administrator's name."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from promptq.shared.runtime.logs import get_logger
 
 
 async def same_origin(request: Request) -> None:
-    """Keep other web sites from acting through the browser of an administrator.
+    """Prevents other web sites from acting through an administrator's browser.
 
-    While there is no key, a gateway trusts everybody on its machine, and so every page in a browser
-    there. Browsers send the origin of a page with its requests. Other programs send none, and are
-    trusted. Raises ApiError 403.
+    While no key exists, a gateway trusts all programs on its machine, and so every page in a
+    browser there. A browser sends the origin of a page with the page's requests. Other programs
+    send no origin, and are trusted. Raises ApiError 403.
     """
     if not is_of_own_page(request):
         raise ApiError(403, "another web site may not do this", code="cross_site")
@@ -48,7 +48,7 @@ MAX_DEAD = 1000
 
 
 class One(BaseModel):
-    """A request or a worker."""
+    """The id of a request or a worker."""
 
     id: str
 
@@ -60,14 +60,15 @@ class Move(One):
 
 
 class DeadLetters(BaseModel):
-    """The dead letters with these ids; with `all`, the latest MAX_DEAD ones instead."""
+    """The ids of dead letters. With `all`, stands for the latest MAX_DEAD dead letters instead."""
 
     ids: list[str] = Field([], max_length=MAX_DEAD, fail_fast=True)
     all: bool = False
 
 
 async def admin_log(request: Request, admin: ThisAdmin, served: ThisQueue) -> Any:
-    """Returns a logger of an administrator's actions, with name and address: `log(action=...)`.
+    """Returns a logger for an administrator's actions, which adds name and address:
+    `log(action=...)`.
 
     Raises ApiError 403 for callers without administrators' rights.
     """
@@ -114,7 +115,7 @@ async def reprioritise(
 
 @router.post("/pause")
 async def pause(log: AdminLog, served: ThisQueue) -> dict[str, bool]:
-    """Stop handing out requests. Running ones finish."""
+    """Stop handing out requests. Running requests finish."""
     await served.client.pause()
     log(action="pause")
     return {"paused": True}
@@ -143,7 +144,8 @@ async def drain(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, lis
 async def requeue(
     log: AdminLog, served: ThisQueue, letters: TheseLetters
 ) -> dict[str, dict[str, str]]:
-    """Run dead letters again; returns new ids by old ones. Skips letters that another call took."""
+    """Enqueue dead letters again. Returns a mapping from old ids to new ids. Skips letters that
+    another call has handled."""
     new_ids = {}
     for dead_id in await _chosen(served, letters):
         try:
@@ -171,7 +173,7 @@ async def play(
     served: ThisQueue,
     fields: Annotated[dict[str, Any], Depends(json_body(dict[str, Any]))],
 ) -> dict[str, str]:
-    """Enqueue a request of the playground; its fields are those of a payload."""
+    """Enqueue a request of the playground. The body has the fields of a payload."""
     check_scope(admin, "completions")
     call = CompletionCall(is_chat="messages" in fields, fields=fields, prompts=[None])
     prepared = prepare(call, admin, new_request_id(), await gateway.queues.aliases())

@@ -1,4 +1,5 @@
-"""Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+"""Sends server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) to
+pages."""
 
 from __future__ import annotations
 
@@ -18,23 +19,25 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.tasks import end
 
 SILENCE_SECONDS = 15.0
-"""After this time a comment is sent, so that proxies and pages know that the stream is alive."""
+"""Seconds without a message after which a comment is sent. Proxies and pages then know that the
+stream is alive."""
 
 CHECK_SECONDS = 3.0
-"""Seconds between two checks of the reader's key."""
+"""Seconds between two checks whether the reader's key is still valid."""
 
 
 def message(event: str, data: str) -> str:
-    """One event; `data` is JSON, so it has no line breaks."""
+    """Returns one event as text. `data` is JSON, so it has no line breaks."""
     return f"event: {event}\ndata: {data}\n\n"
 
 
 def event_response(
     request: Request, gateway: Gateway, messages: AsyncGenerator[str, None]
 ) -> StreamingResponse:
-    """Sends messages as they come, until they end, the page goes away or the gateway stops.
+    """Returns a response that sends messages as they come, until they end, the client leaves or the
+    gateway stops.
 
-    The stream also ends when the reader loses the right to read. The page then reconnects, and gets
+    The stream also ends when the client loses the right to read. The page then reconnects, and gets
     the reason.
     """
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -75,7 +78,7 @@ async def _until_over(
 
 
 async def _refused(request: Request, gateway: Gateway) -> None:
-    """Returns once the caller is refused, for example because its key was revoked."""
+    """Waits until the caller is refused, for example because its key was revoked."""
     while True:
         await asyncio.sleep(CHECK_SECONDS)
         try:

@@ -1,4 +1,4 @@
-"""The dashboard's page and the data that it shows. Its actions are in actions.py."""
+"""The dashboard's page and the data on it. Its actions are in actions.py."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 TIMELINE_SECONDS = 1.0
-"""Seconds between two checks of a request's page for changes other than tokens."""
+"""Seconds between two checks whether a request's timeline has changed."""
 
 MAX_SHOWN_PAYLOAD = 65_536
-"""The most characters of a payload that the page shows. A longer payload is cut, because people do
-not read all of it."""
+"""The most characters of a payload that the page shows. A longer payload is cut, because people
+would not read all of it."""
 
 MAX_SHOWN_DEAD = 100
-"""The most dead letters on the page. One more id is read, to see whether there are more."""
+"""The most dead letters on the page. One more id is read, to know whether there are more."""
 
 RequestId = Annotated[str, Query(alias="id")]
 
 
 async def shown_queue(gateway: ThisGateway, queue: str = "") -> ServedQueue:
-    """The queue that the query names; without a name the gateway's own. Raises ApiError 404."""
+    """Returns the queue in the query; without one, the gateway's own queue. Raises ApiError 404."""
     return await gateway.queues.named(queue)
 
 
 ThisQueue = Annotated[ServedQueue, Depends(shown_queue)]
-"""A route's parameter of this type is the queue that its page shows."""
+"""Type of a route's parameter that gets the queue of its page."""
 
 
 class _Dead(BaseModel):
@@ -87,13 +87,13 @@ def _files() -> dict[str, bytes]:
 
 @router.get("/favicon.ico")
 async def favicon() -> Response:
-    """The page's icon, for pages of this gateway that name none."""
+    """The page's icon, for pages of this gateway that name no icon."""
     return await file("icon.svg")
 
 
 @router.get("/")
 async def page() -> Response:
-    """The dashboard's one page. It holds no data, so it is open to anybody."""
+    """The dashboard's only page. It contains no data, so callers need no key."""
     return await file("index.html")
 
 
@@ -169,7 +169,8 @@ async def live_requests(
 async def live_dead(
     request: Request, admin: ThisAdmin, gateway: ThisGateway, served: ThisQueue
 ) -> StreamingResponse:
-    """Stream the ids of the latest dead letters, once a second. Their content never changes."""
+    """Stream the ids of the latest dead letters, once a second. The content of a dead letter never
+    changes."""
     return _live(request, gateway, served, "dead")
 
 
@@ -192,13 +193,13 @@ async def requests(
 async def dead_letters(
     admin: ThisAdmin, served: ThisQueue, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> list[dict[str, object]]:
-    """Dead letters, the latest first. Long payloads are cut."""
+    """List dead letters, the latest first. Long payloads are cut."""
     letters = await served.client.dead_letters(limit)
     return [{**letter.model_dump(), "payload": letter.payload[:4096]} for letter in letters]
 
 
 def _poller_of(request: Request, gateway: Gateway) -> Poller:
-    """The poller of this gateway. It polls from the first page's start to the last page's end."""
+    """Returns the poller of this gateway. It polls while at least one page is open."""
     state = request.app.state
     if not hasattr(state, "poller"):
         state.poller = Poller(partial(_read, gateway))
@@ -207,7 +208,7 @@ def _poller_of(request: Request, gateway: Gateway) -> Poller:
 
 
 async def _read(gateway: Gateway, topic: Topic) -> str:
-    """Returns the state of a topic as JSON. A topic's first word is a queue's name."""
+    """Returns the state of a topic as JSON. The first word of a topic is a queue's name."""
     name, *which = topic
     served = await gateway.queues.named(name)
     return await _as_of_now(served, await _value_of(served, which))
@@ -229,7 +230,8 @@ async def _value_of(served: ServedQueue, which: list[str]) -> BaseModel | None:
 
 
 async def _as_of_now(served: ServedQueue, value: BaseModel | None) -> str:
-    """A value as JSON, with the server's time, because pages show how long ago things were."""
+    """Returns a value as JSON, with the server's time, because pages show how much time has
+    passed."""
     with explained(served.client.url):
         now_ms = await served.queue.run(lookups.server_time_ms())
     text = "null" if value is None else value.model_dump_json()
@@ -244,7 +246,8 @@ def _live(
 
 
 async def _polled(poller: Poller, topic: Topic) -> AsyncGenerator[str, None]:
-    """Yields a topic's samples as server-sent events, named by the topic's second word."""
+    """Yields a topic's samples as server-sent events. The events' name is the topic's second
+    word."""
     async with aclosing(poller.watch(topic)) as samples:
         async for sample in samples:
             yield message("unreachable", "null") if sample is None else message(topic[1], sample)
@@ -263,7 +266,8 @@ async def _overview(served: ServedQueue, poller: Poller) -> AsyncGenerator[str, 
 async def _request(
     served: ServedQueue, request_id: str, timeline: Timeline
 ) -> AsyncGenerator[str, None]:
-    """Streams a request's timeline and tokens through one bounded mailbox: a slow page waits."""
+    """Yields a request's timeline and tokens. A mailbox of limited size makes the stream wait for a
+    slow page."""
     mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
     is_over = asyncio.Event()
 
@@ -296,7 +300,7 @@ async def _request(
         ]
         try:
             await asyncio.gather(*tasks)
-        except Exception as error:  # the page must hear of it, or it would wait forever
+        except Exception as error:  # the page must get the error, or it would wait for ever
             if not isinstance(error, PromptqError):
                 get_logger().exception("not shown", request_id=request_id)
             body = as_api_error(error).body
@@ -327,7 +331,8 @@ def _shown(event: TokenEvent) -> Work[str]:
 
 
 def _at_hand(mailbox: asyncio.Queue[str | None]) -> str:
-    """Take all waiting messages at once, so that a long text is not thousands of packets."""
+    """Returns all waiting messages at once, so that a long text is not sent as thousands of
+    packets."""
     texts: list[str] = []
     while not mailbox.empty():
         text = mailbox.get_nowait()

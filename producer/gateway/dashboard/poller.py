@@ -1,4 +1,4 @@
-"""Reads the data of pages, once a second and once for all pages."""
+"""Reads the data of pages once a second, and only once for all pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Topic = tuple[str, ...]
 
 @dataclass(slots=True)
 class _Watched:
-    """The state of one topic. A slow page misses old values, so nothing piles up."""
+    """The state of one topic. Only the latest value is kept, so a slow page misses older values."""
 
     num_watchers: int = 0
     latest: str | None = None
@@ -28,10 +28,10 @@ class _Watched:
 
 
 class Poller:
-    """Calls `read`, which returns the JSON of a topic, for all topics that are watched.
+    """Calls `read`, which returns the JSON of a topic, for each topic that a page watches.
 
-    The poller stops when nobody watches, so that a gateway without an open dashboard sends the
-    server nothing.
+    The poller stops when nobody watches, so a gateway without an open dashboard sends no commands
+    to the server.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
 
     async def watch(self, topic: Topic) -> AsyncGenerator[str | None, None]:
-        """Yields the topic's JSON, first at once and then after each reading; None if the reading
+        """Yields the topic's JSON at once, and again after each reading; None if the reading
         failed."""
         watched = self._topics.setdefault(topic, _Watched())
         watched.num_watchers += 1
@@ -75,7 +75,7 @@ class Poller:
             latest = await self._read(topic)
         except (RedisSideError, ApiError):
             pass  # pages show that the queue cannot be reached, or is gone
-        except Exception as error:  # data of a stranger must not stop all pages
+        except Exception as error:  # one wrong record must not stop all pages
             note(error, " ".join(topic))
         async with watched.changed:
             watched.latest = latest

@@ -1,8 +1,8 @@
 """Finds requests by state, tenant and the beginning of their id.
 
-Requests that wait or run, and dead letters, are in the queue's sorted sets, which are read page by
-page. No set holds requests that have ended. Such requests are searched among all keys of the
-server, with SCAN.
+Waiting and running requests, and dead letters, are in the queue's sorted sets, which are read page
+by page. No set contains requests that have ended. Such requests are found with SCAN, among all keys
+of the server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 PAGE = 50
 SCAN_COUNT = 500
 MAX_SCANS = 20
-"""The most calls of SCAN for one page, for about 10,000 keys in all."""
+"""The most calls of SCAN for one page. They cover about 10,000 keys."""
 
 SETS = ("waiting", "delayed", "active", "dead")
 STATES = ("", *SETS, *(state.value for state in RequestState if state.value not in SETS))
@@ -32,12 +32,12 @@ _WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
-    """One row. Times are Unix milliseconds of the server; None for an event that has not
-    happened."""
+    """A request that was found. Times are Unix milliseconds of the server; None if the event has
+    not happened."""
 
     request_id: str
     state: str
-    """The request's state, or `delayed` if it waits and is not due yet."""
+    """The request's state; `delayed` if it waits and is not due yet."""
     tenant: str = ""
     priority: int = 0
     attempt: int = 0
@@ -54,11 +54,11 @@ _FIELDS = [name for name in FoundRequest.model_fields if name != "request_id"]
 
 
 class FoundRequests(BaseModel):
-    """A page of requests. `cursor` fetches the next page; None on the last one."""
+    """A page of requests. `cursor` is the argument for the next page; None on the last page."""
 
     requests: list[FoundRequest]
     searched: str
-    """A description of the searched requests."""
+    """Description of the requests that were searched."""
     cursor: str | None
 
 
@@ -70,7 +70,8 @@ async def search(
     prefix: str = "",
     cursor: str = "",
 ) -> FoundRequests:
-    """Returns requests whose id begins with `prefix`. Raises InvalidRequestError, redis errors."""
+    """Returns the requests whose id begins with `prefix`. Raises InvalidRequestError and errors of
+    redis-py."""
     if state not in STATES:
         raise InvalidRequestError(
             f"state: {state!r} is not one of {', '.join(STATES)}", field="state"
@@ -99,7 +100,8 @@ class _Wanted:
         self._state, self._tenant, self._prefix = state, tenant, prefix
 
     async def of_sets(self, start: int) -> FoundRequests:
-        """A page of one sorted set, or of each tenant's waiting ids one after the other."""
+        """Returns a page of one sorted set. Without a tenant, the waiting ids of all tenants follow
+        each other."""
         names = await self._set_names()
         sizes = await self._queue.run([Call("", ["ZCARD", name], int, int) for name in names])
         total, at, left = sum(sizes), start, PAGE
@@ -126,7 +128,7 @@ class _Wanted:
         )
 
     async def of_keys(self, position: int) -> FoundRequests:
-        """Matches among the server's keys, from a position of SCAN on."""
+        """Returns matches among the server's keys, beginning at a position of SCAN."""
         is_first = position == 0
         rows = await self.exactly() if self._prefix and is_first else []
         seen = {self._keys.request(row.request_id).encode() for row in rows}
@@ -152,7 +154,7 @@ class _Wanted:
         )
 
     async def exactly(self) -> list[FoundRequest]:
-        """Returns the request with exactly this id, if the request matches."""
+        """Returns the request with exactly this id; empty if it does not match the search."""
         return self._matching(await self._rows([self._prefix.encode()]))
 
     async def _set_names(self) -> list[str]:
@@ -167,7 +169,7 @@ class _Wanted:
         return [self._keys.pending, *map(self._keys.pending_of, names)]
 
     def _pattern(self) -> str:
-        """The pattern for SCAN. Wildcards in the id stand for themselves."""
+        """Pattern for SCAN. Wildcards in the id are escaped."""
         return re.sub(r"([*?\[\]\\^])", r"\\\1", self._keys.request(self._prefix)) + "*"
 
     def _of_tenant(self, rows: list[FoundRequest]) -> list[FoundRequest]:

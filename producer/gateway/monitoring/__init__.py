@@ -1,1 +1,1 @@
-"""Routes about the gateway itself: probes, metrics, documentation, autoscaling."""
+"""Routes about the gateway itself: probes, metrics, API documentation, autoscaling."""

@@ -1,4 +1,5 @@
-"""Autoscaling by other software, such as KEDA: serves the number of workers of each queue."""
+"""Serves the wanted number of workers of each queue, for autoscaling by other software such as
+KEDA."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ router = APIRouter(tags=["metrics"], responses=described(404, 503))
 
 
 class ScalingOfQueues(BaseModel):
-    """One entry for each queue."""
+    """The scaling of each queue."""
 
     queues: list[Scaling]
 
@@ -37,7 +38,7 @@ async def scale(
 ) -> ScalingOfQueues:
     """Returns the number of workers that each queue should have, and the reason.
 
-    A queue that has never had a worker is found by its name, so that its first worker can be
+    A queue that has never had a worker can be named in `queue`, so that its first worker can be
     started.
     """
     if queue is None:
@@ -52,6 +53,6 @@ async def scale(
             operation = scaling(Keys(name), target_seconds)
             scalings.append(await carry_out_async(operation, gateway.queue.run))
         except (RedisError, RedisSideError, SpoiltRecordError):
-            if len(names) == 1:  # of several queues, one may be away or spoilt
+            if len(names) == 1:  # one of several queues may be away or unreadable
                 raise
     return ScalingOfQueues(queues=scalings)

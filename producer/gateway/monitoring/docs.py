@@ -1,6 +1,6 @@
-"""Serves the OpenAPI document, and a page built from it, which loads nothing from outside.
+"""Serves the OpenAPI document, and a page built from it. The page loads nothing from other servers.
 
-The document and the page need no key, so each is built once and kept as bytes.
+Neither needs a key, so each is built once and kept as bytes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ td { text-align: left; vertical-align: top; padding: 0.2rem 0.8rem 0.2rem 0; }
 
 @router.get("/docs", response_class=HTMLResponse)
 async def docs(request: Request) -> HTMLResponse:
-    """Every endpoint with its parameters, the fields of its body and its errors."""
+    """The API as a page: every endpoint with its parameters, the fields of its body and its
+    errors."""
     return HTMLResponse(_made_once(request.app, _page))
 
 
 @router.api_route("/openapi.json", methods=["GET", "HEAD"])
 async def openapi(request: Request) -> Response:
-    """The description for programs."""
+    """The API as an OpenAPI document."""
     return Response(_made_once(request.app, _document), media_type="application/json")
 
 
@@ -113,7 +114,7 @@ def _row(name: str, *cells: str) -> str:
 
 
 def _text(text: str) -> str:
-    """The text as HTML, with the parts in backticks as code."""
+    """Returns a text as HTML, with the parts in backticks as code."""
     return re.sub("`(.+?)`", r"<code>\1</code>", escape(text))
 
 

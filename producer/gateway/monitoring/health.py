@@ -1,4 +1,4 @@
-"""Probes: whether this process is alive, and whether a request would be served."""
+"""Probes: whether this process is alive, and whether requests would be served."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz", responses=described(503))
 @router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
-    """Answers 200 if the queues can be read, and a worker takes requests and makes progress, or
-    loads a model when work comes; otherwise 503. `warning` names a danger in the Redis server's
-    settings."""
-    # Each call reads the keys, and most publish.
+    """Answers 200 if the queues can be read, and a worker claims requests and makes progress, or
+    loads a model when work comes. Otherwise answers 503.
+
+    `warning` describes a danger in the Redis server's settings.
+    """
+    # Each call to the gateway reads keys, and most calls publish.
     await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     stats = [await served.client.stats() for served, _ in await gateway.queues.views()]
     await gateway.queues.views(now=True)  # so that the next call knows of these workers, too

@@ -1,4 +1,5 @@
-"""Metrics of the queue and of the gateway's HTTP, for Prometheus. Workers expose their own."""
+"""Metrics of the queue and of the gateway's HTTP, for Prometheus. Workers expose their metrics
+separately."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ router = APIRouter(tags=["metrics"])
 
 
 class Scrapes:
-    """Reads and writes the metrics once for all waiting calls, because these calls need no key, and
-    no rate limits them."""
+    """Reads and writes the metrics once for all calls that wait. The calls need no key and have no
+    rate limit, so this bounds their cost."""
 
     def __init__(self) -> None:
         self._making = asyncio.Lock()
@@ -39,7 +40,7 @@ class Scrapes:
         encode: Callable[[CollectorRegistry], bytes],
         content_type: str,
     ) -> bytes:
-        """The metrics in a format, read after this call."""
+        """Returns the metrics in a format. They are read after the call has begun."""
         called_at = time.monotonic()
         async with self._making:
             if self._begun_at < called_at:

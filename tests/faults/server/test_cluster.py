@@ -217,7 +217,7 @@ async def test_a_wrong_address_is_reported_in_a_sentence(
         ),
         (f"redis+cluster://{away}", RedisUnavailableError, "no Redis server answers at"),
         (f"redis+cluster://{nodes}/1", ConfigurationError, "a Cluster has no database but 0"),
-        ("redis+cluster://", ConfigurationError, "it names no node"),
+        ("redis+cluster://", ConfigurationError, "the URL names no node"),
         (f"redis+cluster://me:no@{nodes}", RedisAuthError, "refused the credentials"),
         (f"redis://127.0.0.1:{elsewhere.port}", RedisSideError, "give redis[+]cluster://"),
     ):

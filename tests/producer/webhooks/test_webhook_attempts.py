@@ -207,7 +207,7 @@ def test_receivers_that_misbehave(jobs: Jobs, own_worker: HandWorker, receiving:
     assert again == ["/never", "/status/302"], "gone is gone; a redirect is followed nowhere"
     [dead] = jobs.dead()
     assert (dead.request_id, dead.attempts) == ("status/410", 1)
-    assert dead.reason.endswith("answered 410: it wants no more webhooks")
+    assert dead.reason.endswith("answered 410: the receiver wants no more webhooks")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
@@ -267,7 +267,7 @@ def test_a_record_that_is_gone(jobs: Jobs, own_worker: HandWorker, receiving: Re
     jobs.work()
     [dead] = jobs.dead()
     assert (dead.request_id, dead.attempts) == ("r", 2)
-    assert dead.reason == "its record has expired"
+    assert dead.reason == "the request's record has expired"
 
 
 def test_the_leader_goes_on_beside_what_ends(jobs: Jobs, own_worker: HandWorker) -> None:

@@ -20,5 +20,5 @@ async def test_a_background_task_that_fails_is_logged_and_begins_anew(
 
     await tasks.kept_up("upkeep", work)
     assert times == [0, 1, 2]
-    assert caplog.messages == ["the background task 'upkeep' failed, and begins anew"] * 2
+    assert caplog.messages == ["the background task 'upkeep' failed and is restarted"] * 2
     assert all(record.exc_info is not None for record in caplog.records)

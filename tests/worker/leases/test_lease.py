@@ -69,8 +69,8 @@ def test_an_empty_prompt_is_what_the_tokenizer_puts_in_front_of_a_text() -> None
     assert held.engine_request.prompt_token_ids == [1]
     for fields, why in (
         ({}, "is empty, and this model's tokenizer puts no token in front of a text, so there is"),
-        ({"embed": {}}, "is empty, and there is nothing to embed"),
-        ({"prompt": []}, "holds no tokens, and there is nothing to continue"),
+        ({"embed": {}}, "is empty, so there is nothing to embed"),
+        ({"prompt": []}, "has no tokens, so there is nothing to continue"),
     ):
         with pytest.raises(InvalidRequestError, match=f"^prompt: {why}"):
             prepare(**{"prompt": "", **fields})
