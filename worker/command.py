@@ -62,7 +62,7 @@ def _place_compute_threads() -> None:
 
     Compute threads sleep while they wait for each other, because other threads of this process need
     a core. Spinning cost a third of the tokens on two cores. If there are as many compute threads
-    as cores, each stays on its own core. Otherwise two of them may share a core for tens of
+    as cores, each is bound to its own core. Threads that are not bound may share a core for tens of
     milliseconds, which cost a tenth of the tokens.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -184,8 +184,10 @@ class _SlotPool:
     cluster: _Cluster
 
     def others(self) -> list[Any]:
-        """Returns the pools of all other slots if this is the first client's pool; otherwise an
-        empty list."""
+        """Returns the pools that must be closed with this one.
+
+        Closing the first slot's pool closes those of all slots. The other pools close alone.
+        """
         first, *others = list(self.cluster.clients.values())
         return [other.connection_pool for other in others] if first.connection_pool is self else []
 

@@ -84,8 +84,8 @@ class Swapper:
 
     @property
     def health(self) -> Health:
-        """The owner's health. `is_claiming` is true while models can be loaded, even if none is
-        loaded."""
+        """The health of this process, which owns the processes of the models. `is_claiming` is true
+        while models can be loaded, even if none is loaded."""
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:

@@ -175,7 +175,8 @@ class ToolText:
     def _mark_begun(self) -> str:
         """Returns the text in `_held` if it may be the beginning of a mark; otherwise ''.
 
-        White space before the mark counts only after a call.
+        Between two calls, white space before the mark belongs to the mark. Before the first call,
+        it belongs to the content.
         """
         return "" if self._held[0].isspace() and not self.num_calls else squeezed(self._held)
 

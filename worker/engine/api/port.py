@@ -66,7 +66,7 @@ class Engine(Protocol):
         ...
 
     def recover(self, error: Exception) -> StepOutput:
-        """Compute the work of a step that raised `error` again, in parts if necessary.
+        """Repeat a step that raised `error`, in parts if necessary.
 
         A sequence that fails alone ends with an error. A sequence that lacks memory even alone
         waits without blocks for a few more tries, and is then given back. Raises if the engine

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SpanList:
-    """The key of a list of spans (see decode_work.py)."""
+    """Identifies a list of spans by all that the list depends on (see decode_work.py)."""
 
     pattern: Pattern
     at_once: int

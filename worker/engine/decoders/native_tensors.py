@@ -72,8 +72,8 @@ class NativeTensors:
         return self._weight_at(weight)
 
     def _weight_at(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
-        """Returns the description of a weight where it is. A weight that will be packed may first
-        be copied to be contiguous."""
+        """Returns the description of a weight, with its present address. A weight that will be
+        packed may first be copied, because packing needs contiguous numbers."""
         if isinstance(weight, QuantizedWeight):
             return native_weight(weight)
         if self._is_packed:

@@ -145,8 +145,8 @@ class Dialect(Protocol):
     ) -> AsyncGenerator[Chunk]:
         """Yields the tokens after `emitted`, the output so far, until the server ends the sequence.
 
-        With a mask, yields one token, which may be outside of a large mask. The chunks have every
-        token. Closing the generator closes the connection.
+        With a mask, yields one token, which may be outside of a large mask. No generated token is
+        left out. Closing the generator closes the connection.
         """
         ...
 

@@ -198,7 +198,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 def message_of(body: Any) -> str:
-    """Returns the message of an error object; empty if the body is none."""
+    """Returns the message of an error object; empty if the body is not an error object."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message", error) if isinstance(error, dict) else error or ""
     return str(message)[:_MOST_SHOWN]

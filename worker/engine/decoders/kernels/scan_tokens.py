@@ -28,9 +28,12 @@ def rates_of(
     NUM_HEADS: tl.constexpr,
     IS_DELTA: tl.constexpr,
 ) -> tl.tuple:
-    """Returns the logarithms of the decays, and the rates, of a value head in each row. Both are
-    zero where `is_row` is false. `rates` [rows] points to the first rate or time step of each
-    row."""
+    """Returns the logarithms of the decays and the update rates of one value head, [rows] each.
+    Both are zero where `is_row` is false.
+
+    `rates` [rows] points to the model's numbers of each row: a time step for each head, and for the
+    delta rule before them an update rate for each head. Elsewhere the time step is the rate.
+    """
     column = head + NUM_HEADS if IS_DELTA else head
     time = tl.load(rates + column, mask=is_row, other=0.0).to(tl.float32)
     time = softplus(time + tl.load(biases + head))
