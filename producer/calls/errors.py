@@ -33,6 +33,7 @@ from promptq.shared.errors import (
     RequestNotFoundError,
     SpoiltRecordError,
 )
+from promptq.shared.protocol.output_format import IF_NOT_STRICT
 
 _TYPES = {
     400: "invalid_request_error",
@@ -126,12 +127,14 @@ def in_api_names(
 
     A message begins with the path of a payload's field. `names` maps a payload's fields to those of
     the endpoint. A key of `names` with a dot replaces any part of the path. A key with a colon,
-    such as "embed: pooling", replaces the beginning of a message.
+    such as "embed: pooling", replaces the beginning of a message. The key `IF_NOT_STRICT` replaces
+    that advice, for a field of the endpoint that has no `strict`.
     """
     for inner, outer in names.items():
         if ": " in inner and message.startswith(f"{inner}:"):
             return outer + message.removeprefix(inner), outer
     place, separator, reason = message.partition(": ")
+    reason = reason.replace(IF_NOT_STRICT, names.get(IF_NOT_STRICT, IF_NOT_STRICT))
     path = field or ""
     for inside in (name for name in names if "." in name):
         place, path = (text.replace(inside, names[inside], 1) for text in (place, path))

@@ -15,6 +15,9 @@ from reprlib import repr as shown
 from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+IF_NOT_STRICT = ', or send "strict": false, which ignores it'
+"""The end of a message about a keyword that a schema may have if it is not strict."""
+
 MAX_CHOICES = 1000
 """The most texts in a `choice`. The limit bounds the cost of preparing a request."""
 

@@ -23,7 +23,7 @@ from promptq.producer.calls.call import (
     wrong_field,
 )
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.output_format import check_tools, wanted_output
+from promptq.shared.protocol.output_format import IF_NOT_STRICT, check_tools, wanted_output
 
 _log = logging.getLogger("promptq.calls")  # local batches may lack structlog
 
@@ -109,7 +109,8 @@ def names_in(body: Mapping[str, Any]) -> dict[str, str]:
     if name is None:
         return {}
     schema = ".json" if name == "structured_outputs" else ""
-    return {"response_format": name, ".json_schema.schema": schema}
+    advice = IF_NOT_STRICT.replace("send", "send response_format with", 1)
+    return {"response_format": name, ".json_schema.schema": schema, IF_NOT_STRICT: advice}
 
 
 _FORMER = {"functions": "tools", "function_call": "tool_choice"}

@@ -20,6 +20,7 @@ from promptq.producer.calls.call import (
     wrong_field,
 )
 from promptq.producer.calls.errors import ApiError
+from promptq.shared.protocol.output_format import IF_NOT_STRICT
 from promptq.shared.protocol.request import Objects, Texts
 
 NAMES = {
@@ -92,16 +93,18 @@ def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall
     """Returns the call as a chat. Raises InvalidRequestError that names the wrong field."""
     options, fields = read_options(MessageOptions, body, headers)
     prefill = _set_chat(options, fields)
+    response_format = _format_of(options.output_config or {})
+    names = NAMES if response_format is None else {**NAMES, IF_NOT_STRICT: ""}
     fields |= without_none(
         {
             "max_tokens": options.max_tokens,
             "stop": options.stop_sequences or None,
             "temperature": options.temperature,
-            "response_format": _format_of(options.output_config or {}),
+            "response_format": response_format,
             "output_prefix": {"text": prefill} if prefill else None,
         }
     )
-    return options.call(fields, len(body), form="message", names=NAMES)
+    return options.call(fields, len(body), form="message", names=names)
 
 
 def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:

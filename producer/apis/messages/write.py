@@ -44,6 +44,7 @@ class MessageWriter:
         self.whole = ""
         """The message as JSON after it has ended; empty before."""
         self._completion = completion
+        self._names = {**NAMES, **completion.names}
         self._text = OutputText(style, completion.expected)
         self._prefill = _Prefill(completion, style) if completion.prefill else None
         self._is_open = False
@@ -57,7 +58,7 @@ class MessageWriter:
         """Returns the frames for an event. Raises ApiError if the event ends the request without an
         answer."""
         num_tokens = event.end if event.usage is None else event.usage.completion_tokens
-        error = failure(event.finish_reason, event.error, num_tokens, NAMES)
+        error = failure(event.finish_reason, event.error, num_tokens, self._names)
         if error is not None:
             raise error
         if not self._is_open:

@@ -21,6 +21,7 @@ import numpy as np
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import (
+    IF_NOT_STRICT,
     ChoiceOutput,
     GrammarOutput,
     JsonOutput,
@@ -387,7 +388,7 @@ def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) 
     return f"{wanted.field}: the schema is refused: {_reworded(reason)}"
 
 
-_NOT_ENFORCED = 'cannot be enforced; leave it out, or send "strict": false, which ignores it'
+_NOT_ENFORCED = f"cannot be enforced; leave it out{IF_NOT_STRICT}"
 
 
 def _reworded(reason: str) -> str:

@@ -345,11 +345,16 @@ def test_a_worker_that_refuses_a_field_names_it_as_the_endpoint_does(
 
 
 PLACE = ".properties.x.not"
+FORMAT: dict[str, Any] = {"type": "json_schema", "schema": {}}
 CALLS_WITH_SCHEMAS: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": "Go"}, "response_format", ".json_schema.schema"),
     ("chat/completions", {"messages": TURNS}, "response_format", ".json_schema.schema"),
     ("responses", {"input": "Go"}, "text.format", ".schema"),
-    ("messages", {"messages": TURNS, "max_tokens": 9}, "output_config.format", ".schema"),
+    (
+        "messages",
+        {"messages": TURNS, "max_tokens": 9, "output_config": {"format": FORMAT}},
+        *("output_config.format", ".schema"),
+    ),
     ("completions", {"prompt": "Go", "guided_json": {}}, "guided_json", ""),
     (
         "chat/completions",
@@ -357,6 +362,16 @@ CALLS_WITH_SCHEMAS: list[tuple[str, dict[str, Any], str, str]] = [
         *("structured_outputs", ".json"),
     ),
 ]
+
+
+NO_STRICT_BESIDE = {
+    "output_config.format": "",
+    **dict.fromkeys(
+        ("guided_json", "structured_outputs"),
+        ', or send response_format with "strict": false, which ignores it',
+    ),
+}
+"""Fields beside whose schema no `strict` may be, and the advice to their callers instead."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -370,12 +385,15 @@ def test_a_worker_that_refuses_a_schema_names_the_place_as_the_endpoint_does(
     schema: str,
     stream: bool,
 ) -> None:
-    message = f"response_format.json_schema.schema{PLACE}: not cannot be enforced"
+    reason = "not cannot be enforced; leave it out"
+    advice = ', or send "strict": false, which ignores it'
+    message = f"response_format.json_schema.schema{PLACE}: {reason}{advice}"
     with failing(own_worker, ErrorInfo(type="unsupported", message=message)):
         answer = http.post(f"/v1/{endpoint}", json={**fields, "stream": stream})
     error = answer.json()["error"]
     assert answer.status_code == 400
-    assert error["message"] == f"{field}{schema}{PLACE}: not cannot be enforced"
+    advice = NO_STRICT_BESIDE.get(field, advice)
+    assert error["message"] == f"{field}{schema}{PLACE}: {reason}{advice}"
     place = f"{field}{schema}{PLACE}"
     assert error.get("param", place) == place
 
