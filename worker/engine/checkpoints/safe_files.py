@@ -19,6 +19,9 @@ from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
 
 _READ = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".spm", ".tiktoken", ".txt"})
 """Endings of the files that promptq or transformers may read."""
+MAX_BYTES = 128 * 2**20
+"""The most bytes of a file that is read whole, that is, of any file but weights. Gemma's tokenizer,
+one of the largest, has 33 MB."""
 HEAD_FOLDER = "mtp"
 _FOLDERS = ("", "additional_chat_templates", "1_Pooling", HEAD_FOLDER)
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
@@ -40,7 +43,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 def check_files(folder: Path) -> None:
-    """Raise UnsupportedModelError if a file leads out of the folder, or is not a regular file.
+    """Raise UnsupportedModelError if a file leads out of the folder, or is not a regular file,
+    or is too large.
 
     Files in the hub's cache are links to the folder `blobs`, beside `snapshots`. These are allowed.
     """
@@ -58,6 +62,12 @@ def check_files(folder: Path) -> None:
             if target.exists() and not target.is_file():
                 raise UnsupportedModelError(
                     f"{folder}: {file.relative_to(folder)} is not a regular file"
+                )
+            is_whole = file.suffix != ".safetensors" and target.exists()
+            if is_whole and (size := target.stat().st_size) > MAX_BYTES:
+                raise UnsupportedModelError(
+                    f"{folder}: {file.relative_to(folder)} has {size:,} bytes; at most"
+                    f" {MAX_BYTES:,} are read"
                 )
 
 
@@ -152,7 +162,7 @@ def read_config(file: Path, source: str) -> dict[str, Any]:
         raise ModelNotFoundError(f"{source}: {file.name} is nested too deeply") from error
     except (ValueError, OSError) as error:
         raise ModelNotFoundError(f"{source}: {file.name} is not JSON: {error}") from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelNotFoundError(f"{source}: {file.name} has no model_type")
     return config
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from promptq.shared.errors import ConfigurationError, ModelError
+from promptq.worker.engine.checkpoints.safe_files import MAX_BYTES
 from promptq.worker.engine.model.loading import LoadOptions, load_model
 from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.shipped import MODEL_DIR
@@ -78,6 +79,22 @@ def test_a_file_that_leads_out_of_the_folder_is_refused(name: str, folder: Path)
     os.mkfifo(folder / name)
     for load in loads(folder):
         assert f"{name} is not a regular file" in refusal(load)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chat_template.jinja", "tokenizer.json", "config.json", "generation_config.json"),
+        *("additional_chat_templates/tool_use.jinja", INDEX, "vocab.txt", "modeling.py"),
+    ],
+)
+def test_a_file_that_would_fill_the_memory_is_refused(name: str, folder: Path) -> None:
+    """A sparse file, which takes no place on the disk."""
+    (folder / name).parent.mkdir(exist_ok=True)
+    with (folder / name).open("ab") as file:
+        file.truncate(MAX_BYTES + 1)
+    for load in loads(folder):
+        assert f"{name} has 134,217,729 bytes; at most 134,217,728 are read" in refusal(load)
 
 
 def test_a_folder_that_is_a_link_to_files_elsewhere_is_refused(folder: Path) -> None:
@@ -207,6 +224,7 @@ NESTED = "[" * 100_000
     ("fields", "expected"),
     [
         ({"num_attention_heads": 0}, "impossible sizes"),
+        ({"model_type": ["llama"]}, "config.json has no model_type"),
         ({"num_hidden_layers": 20_000}, "has num_hidden_layers 20000, more than 2000"),
         ({"num_hidden_layers": 2**31}, "has num_hidden_layers 2147483648, more than"),
         ({"text_config": {"n_layer": 10**9}}, "has n_layer 1000000000, more than 2000"),
