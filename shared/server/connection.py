@@ -46,7 +46,12 @@ from promptq.shared.server.cluster import (
     make_of_cluster,
 )
 from promptq.shared.server.retry import WORTH_TRYING, is_busy, parser_with_busy
-from promptq.shared.server.sentinel import SENTINEL_SCHEMES, make_of_sentinels
+from promptq.shared.server.sentinel import (
+    NOT_FOUND,
+    SENTINEL_SCHEMES,
+    in_short,
+    make_of_sentinels,
+)
 from promptq.shared.server.tls import what_is_wrong
 from promptq.shared.server.url_options import without_defaults
 
@@ -352,6 +357,8 @@ def explain(
         )
     if fault := what_is_wrong(error):
         return RedisProtocolError(f"the server at {shown} cannot be reached by TLS: {fault}")
+    if isinstance(error, NOT_FOUND):
+        error = in_short(error)  # of a client that promptq did not make
     text = str(error).rstrip(".")  # more text may follow this message
     if isinstance(error, InvalidResponse):
         return RedisProtocolError(
