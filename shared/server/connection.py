@@ -98,7 +98,7 @@ def open_redis(url: str) -> redis.Redis:
         client.close()
         raise
     except (RedisError, OSError) as error:
-        if not _hides_version(error):
+        if not hides_info(error):
             client.close()
             raise explain(error, url) from error
     client.set_retry(_retry(redis.retry.Retry, url))
@@ -114,15 +114,17 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
         await client.aclose()
         raise
     except (RedisError, OSError) as error:
-        if not _hides_version(error):
+        if not hides_info(error):
             await client.aclose()
             raise explain(error, url) from error
     client.set_retry(_retry(redis.asyncio.retry.Retry, url))
     return client
 
 
-def _hides_version(error: Exception) -> bool:
-    """Whether the user may not send INFO. Other commands show if the server is too old."""
+def hides_info(error: Exception) -> bool:
+    """Whether the server does not answer INFO, or not to this user.
+
+    Other commands show if the server is too old."""
     return isinstance(error, NoPermissionError) or _is_unknown(error, "INFO")
 
 
@@ -324,8 +326,9 @@ def explain(
             return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {text}")
     if _is_unknown(error, "HELLO"):  # it came with Redis 6
         return RedisTooOldError(
-            f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"
-            f" Valkey {MIN_VALKEY} is needed"
+            f"the server at {shown} does not know HELLO, so it is older than promptq can use"
+            f" (Redis {MIN_REDIS} or Valkey {MIN_VALKEY} is needed), or the command was renamed"
+            " (then add protocol=2 to the address's options)"
         )
     if isinstance(error, NoClusterError):
         return RedisSideError(
