@@ -17,6 +17,8 @@ from promptq.shared.errors import (
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.cluster import address_of_nodes
 from promptq.shared.server.connection import explain
+from promptq.shared.server.sentinel import address_of_sentinels
+from promptq.shared.server.tls import scheme_of
 
 DEFAULT_QUEUE = "default"
 HOW_TO_GET_A_SERVER = (
@@ -50,12 +52,16 @@ def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
 
 def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str:
     """Returns the address of a redis-py client, for error messages."""
-    if (nodes := address_of_nodes(pool)) is not None:
-        return nodes
+    if several := address_of_nodes(pool) or address_of_sentinels(pool):
+        return several
     options = pool.connection_kwargs
     if path := options.get("path"):
         return f"unix://{path}"
-    return f"redis://{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+    host = options.get("host", "localhost")
+    if ":" in host:
+        host = f"[{host}]"  # IPv6
+    database = f"/{options['db']}" if options.get("db") else ""
+    return f"{scheme_of(pool)}://{host}:{options.get('port', 6379)}{database}"
 
 
 def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:

@@ -14,7 +14,6 @@ import json
 import re
 import secrets
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +36,7 @@ from promptq.shared.queue.call import ids_of
 from promptq.shared.queue.lookups import shown
 from promptq.shared.queue.spoilt import alone, is_wrong_type
 from promptq.shared.runtime.logs import get_logger
-from promptq.shared.server.connection import open_redis, without_password
+from promptq.shared.server.connection import MIN_REDIS, hides_info, open_redis, without_password
 
 MakeQueue = Callable[[str, redis.Redis], Queue]
 
@@ -348,8 +347,13 @@ def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
         connection = open_redis(url)
         client: Any = connection
         info: dict[str, Any] = {}
-        with suppress(redis.exceptions.NoPermissionError):  # the role may lack the right to ask
+        try:
             info = client.info("cluster")
+        except redis.ResponseError as error:
+            if not hides_info(error):
+                raise
+            # RQ would take the server for Redis 5, and lose the job of a worker that dies.
+            setattr(connection, "__rq_redis_server_version", (MIN_REDIS, 0, 0))
         if not info.get("cluster_enabled"):
             return connection
         connection.close()

@@ -26,6 +26,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, AuthenticationError, ClusterDownError, TryAgainError
 
 from promptq.shared.protocol.keys import QUEUES, Keys
+from promptq.shared.server.tls import scheme_of
 from promptq.shared.server.url_options import several_hosts
 
 CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
@@ -173,9 +174,8 @@ def address_of_nodes(pool: Any) -> str | None:
     cluster."""
     if not isinstance(pool, (_Pool, _AsyncPool)):
         return None
-    return "redis+cluster://" + ",".join(
-        f"{host}:{port}" for host, port in pool.cluster.nodes.first
-    )
+    hosts = ",".join(f"{host}:{port}" for host, port in pool.cluster.nodes.first)
+    return f"{scheme_of(pool)}+cluster://{hosts}"
 
 
 class _SlotPool:

@@ -46,7 +46,12 @@ from promptq.shared.server.cluster import (
     make_of_cluster,
 )
 from promptq.shared.server.retry import WORTH_TRYING, is_busy, parser_with_busy
-from promptq.shared.server.sentinel import SENTINEL_SCHEMES, make_of_sentinels
+from promptq.shared.server.sentinel import (
+    NOT_FOUND,
+    SENTINEL_SCHEMES,
+    in_short,
+    make_of_sentinels,
+)
 from promptq.shared.server.tls import what_is_wrong
 from promptq.shared.server.url_options import without_defaults
 
@@ -93,7 +98,7 @@ def open_redis(url: str) -> redis.Redis:
         client.close()
         raise
     except (RedisError, OSError) as error:
-        if not _hides_version(error):
+        if not hides_info(error):
             client.close()
             raise explain(error, url) from error
     client.set_retry(_retry(redis.retry.Retry, url))
@@ -110,14 +115,14 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
         await client.aclose()
         raise
     except (RedisError, OSError) as error:
-        if not _hides_version(error):
+        if not hides_info(error):
             await client.aclose()
             raise explain(error, url) from error
     client.set_retry(_retry(redis.asyncio.retry.Retry, url))
     return client
 
 
-def _hides_version(error: Exception) -> bool:
+def hides_info(error: Exception) -> bool:
     """Returns whether the server refused INFO, so that its version is unknown. Later commands fail
     if the server is too old."""
     return isinstance(error, NoPermissionError) or _is_unknown(error, "INFO")
@@ -324,8 +329,9 @@ def explain(
             return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {text}")
     if _is_unknown(error, "HELLO"):  # HELLO came with Redis 6
         return RedisTooOldError(
-            f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"
-            f" Valkey {MIN_VALKEY} is needed"
+            f"the server at {shown} does not know HELLO, so it is older than promptq can use"
+            f" (Redis {MIN_REDIS} or Valkey {MIN_VALKEY} is needed), or the command was renamed"
+            " (then add protocol=2 to the address's options)"
         )
     if isinstance(error, NoClusterError):
         return RedisSideError(
@@ -357,6 +363,8 @@ def explain(
         )
     if fault := what_is_wrong(error):
         return RedisProtocolError(f"the server at {shown} cannot be reached by TLS: {fault}")
+    if isinstance(error, NOT_FOUND):
+        error = in_short(error)  # of a client that promptq did not make
     text = str(error).rstrip(".")  # more text may follow this message
     if isinstance(error, InvalidResponse):
         return RedisProtocolError(

@@ -15,10 +15,13 @@ import redis.retry
 import redis.sentinel
 from redis.backoff import NoBackoff
 
+from promptq.shared.server.tls import scheme_of
 from promptq.shared.server.url_options import several_hosts
 
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 _PORT = 26379
+_POOLS = (redis.sentinel.SentinelConnectionPool, redis.asyncio.sentinel.SentinelConnectionPool)
+NOT_FOUND = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
 
 
 def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> Any:
@@ -69,25 +72,36 @@ class _Sentinel(redis.sentinel.Sentinel):
     def discover_master(self, service_name: str) -> Any:
         try:
             return super().discover_master(service_name)  # type: ignore[no-untyped-call]  # as in redis-py
-        except redis.sentinel.MasterNotFoundError as error:
-            raise _in_short(error) from None
+        except NOT_FOUND as error:
+            raise in_short(error) from None
 
 
 class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
     async def discover_master(self, service_name: str) -> Any:
         try:
             return await super().discover_master(service_name)
-        except redis.asyncio.sentinel.MasterNotFoundError as error:
-            raise _in_short(error) from None
+        except NOT_FOUND as error:
+            raise in_short(error) from None
 
 
-def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
+def in_short(error: redis.ConnectionError) -> redis.ConnectionError:
     """Returns the error without the options of each unreached sentinel. redis-py lists all these
     options, in some versions with passwords."""
     text, _, unreached = str(error).partition(" : ")
     if unreached:
         text += "; a sentinel does not answer, or refuses the connection or its credentials"
     return type(error)(text)
+
+
+def address_of_sentinels(pool: Any) -> str | None:
+    """Returns the URL of a pool's sentinels and service, without credentials. None if the pool does
+    not use sentinels."""
+    if not isinstance(pool, _POOLS):
+        return None
+    sentinels = (each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels)
+    hosts = ",".join(f"{each['host']}:{each['port']}" for each in sentinels)
+    database = f"/{db}" if (db := pool.connection_kwargs.get("db")) else ""
+    return f"{scheme_of(pool)}+sentinel://{hosts}/{pool.service_name}{database}"
 
 
 class _Connection(redis.sentinel.SentinelManagedConnection):

@@ -1,9 +1,13 @@
-"""Explains the fault of an encrypted connection in one sentence, with its remedy."""
+"""Encrypted connections: which clients have them, and a fault in one sentence with its remedy."""
 
 from __future__ import annotations
 
 import re
 import ssl
+from typing import Any
+
+import redis
+import redis.asyncio
 
 _ADVICE = (
     ("certificate.required|handshake failure", "present one: ?ssl_certfile=FILE&ssl_keyfile=FILE"),
@@ -21,6 +25,12 @@ _ADVICE = (
     ("EOF occurred", "if the server wants a certificate: ?ssl_certfile=FILE&ssl_keyfile=FILE"),
     ("wrong.version|record layer", "the server speaks no TLS: give redis:// instead of rediss://"),
 )
+
+
+def scheme_of(pool: Any) -> str:
+    """Returns the scheme that a URL for a redis-py pool has: `rediss` or `redis`."""
+    is_secure = issubclass(pool.connection_class, redis.SSLConnection | redis.asyncio.SSLConnection)
+    return "rediss" if is_secure else "redis"
 
 
 def what_is_wrong(error: BaseException) -> str:

@@ -240,7 +240,9 @@ def _parts(options: UpOptions, url: str) -> list[str]:
     else:
         where = f"http://127.0.0.1:{options.http_port}/" if options.http_port else "a free port,"
         lines.append(f"  HTTP     {where} is the dashboard; /v1 is the API of OpenAI")
-    return [*lines, ""]
+    # Commands use this server from now on, and models may take minutes to load.
+    notes = beside(url) if own else []
+    return [*lines, *(f"[yellow]{escape(line)}[/]" for line in notes), ""]
 
 
 def _welcome(options: UpOptions, url: str) -> list[str]:
@@ -264,6 +266,4 @@ def _welcome(options: UpOptions, url: str) -> list[str]:
             f'  {cli} zadd "{prefix}pending" 0 $id',
             f'  {cli} xread block 5000 streams "{prefix}tokens:$id" 0',
         ]
-        if notes := beside(url):
-            lines += ["", *(f"[yellow]{escape(line)}[/]" for line in notes)]
     return [*lines, "", "[dim]Ctrl-C finishes running requests and stops everything.[/]", ""]

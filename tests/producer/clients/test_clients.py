@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import redis
 import redis.asyncio
+import redis.sentinel
 
 from promptq import AsyncClient, Client
 from promptq.shared.errors import (
@@ -32,6 +33,7 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, FinishReason, RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.scripts import heartbeat
+from promptq.shared.server.connection import make_async_redis
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import KEYS, losing_one_reply, old_server
 from tests.support.roles import as_role
@@ -512,6 +514,38 @@ def test_a_server_too_old(make_client: Make) -> None:
     """Its version is named, and which would do."""
     with old_server("6.2.14") as url, pytest.raises(RedisTooOldError, match=r"6\.2\.14.*Redis 7"):
         make_client(url).enqueue("Hi")
+
+
+ADDRESSES = {
+    "redis://me:secret@localhost:1": "redis://localhost:1",
+    "redis://[::1]:1/2": "redis://[::1]:1/2",
+    "rediss://:secret@localhost:1/0": "rediss://localhost:1",
+    "unix:///run/sock": "unix:///run/sock",
+    "redis+sentinel://:secret@a:1,b:2/service/3": "redis+sentinel://a:1,b:2/service/3",
+    "rediss+sentinel://a:1/service": "rediss+sentinel://a:1/service",
+    "redis+cluster://a:1,b:2": "redis+cluster://a:1,b:2",
+    "rediss+cluster://:secret@a:1": "rediss+cluster://a:1",
+}
+
+
+@pytest.mark.parametrize("url", ADDRESSES)
+async def test_errors_name_the_server_of_a_client_of_redis_py(url: str) -> None:
+    async with make_async_redis(url) as server:
+        assert AsyncClient(server).url == ADDRESSES[url]
+    if "+" not in url:
+        with redis.Redis.from_url(url) as sync_server:
+            assert Client(sync_server).url == ADDRESSES[url]
+
+
+def test_an_error_of_sentinels_does_not_show_their_options() -> None:
+    port = free_port()
+    sentinels = redis.sentinel.Sentinel([("127.0.0.1", port)], sentinel_kwargs={"password": "pw"})
+    with pytest.raises(RedisUnavailableError) as raised:
+        Client(sentinels.master_for("it")).enqueue("Hi")
+    assert str(raised.value) == (
+        f"no Redis server answers at redis+sentinel://127.0.0.1:{port}/it: No master found for"
+        " 'it'; a sentinel does not answer, or refuses the connection or its credentials"
+    )
 
 
 def test_not_a_url(make_client: Make) -> None:

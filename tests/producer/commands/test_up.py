@@ -86,6 +86,16 @@ def test_a_second_server_says_which_one_commands_mean(
             assert advertised(first.port) == first.url
 
 
+def test_a_second_up_says_so_before_its_workers_load(start: Start) -> None:
+    first = start("up", "--model", "model-free", url="")
+    assert "Another embedded server" not in read_until(first, "stops everything.\n")
+    second = start("up", "--model", "model-free", url="")
+    assert "Another embedded server runs on port" in read_until(second, "worker 1 | ")
+    for process in (second, first):
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+
+
 def test_up_uses_a_server_that_is_there(start: Start, own_worker: HandWorker) -> None:
     """With a URL it starts workers alone; they take their leave, and the server stays."""
     process = start("up", "--model", "model-free")

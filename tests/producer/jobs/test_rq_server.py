@@ -136,6 +136,17 @@ def test_rq_runs_jobs_on_a_server_behind_sentinel(tmp_path: Path) -> None:
             assert server.acl_log() == []
 
 
+def test_rq_runs_jobs_on_a_server_that_does_not_know_info(tmp_path: Path) -> None:
+    with OwnServer(tmp_path / "server", "--rename-command", "INFO", "") as server:
+        url = as_role("jobs", server.url)
+        settings = JobsSettings(redis_url=url, files_dir=tmp_path / "files")
+        with open_jobs_redis(settings) as connection, server.client() as by_hand:
+            queue = upkeep_queue("default", connection)
+            enqueue_upkeep(queue, SWEEP, "default")
+            run_worker(queue, settings, burst=True)
+            assert by_hand.hget("rq:job:promptq-default-upkeep-sweep", "status") == b"finished"
+
+
 def test_a_cluster_is_refused(cluster_url: str, redis_url: str) -> None:
     """Also where it is the queue's, and no other server is named."""
     cluster = as_role("jobs", cluster_url)

@@ -17,6 +17,7 @@ from promptq.shared.errors import (
     ConfigurationError,
     RedisAuthError,
     RedisProtocolError,
+    RedisTooOldError,
     RedisUnavailableError,
 )
 from promptq.shared.server.connection import open_async_redis
@@ -136,6 +137,15 @@ async def test_without_info_it_goes_on(tmp_path: Path, how: str) -> None:
             assert client.stats().waiting == 1
             client.cancel(request_id)
         await (await open_async_redis(url)).aclose()
+
+
+async def test_a_renamed_hello_is_no_sign_of_age_alone(tmp_path: Path) -> None:
+    with OwnServer(tmp_path, "--rename-command", "HELLO", "", connect={"protocol": 2}) as server:
+        for url in (server.url, f"{server.url}?protocol=3"):
+            await check(url, RedisTooOldError, "or the command was renamed", "protocol=2")
+        with Client(f"{server.url}?protocol=2") as client:
+            client.enqueue("Hi")
+            assert client.stats().waiting == 1
 
 
 @pytest.mark.parametrize("login", ["worker:wrong@", "nobody:any@", "off:any@", ""])
