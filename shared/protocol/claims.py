@@ -34,6 +34,7 @@ class Room:
       the rest of one worker's share, or a small part of the waiting requests if that is more.
     - `held`: the holdings of tenants at this worker. If another tenant has more than its share, a
       tenant without holdings gets a request even without room.
+    - `refused`: the fields of a request that the worker's engine cannot serve.
     """
 
     max_count: int
@@ -43,6 +44,7 @@ class Room:
     num_held: int = 0
     num_sharing: int = 1
     held: Sequence[Holding] = ()
+    refused: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

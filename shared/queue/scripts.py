@@ -111,6 +111,7 @@ def claim(
         output_style=model.output_style.to_json() if model.output_style else "",
         num_sharing=room.num_sharing,
         held=" ".join(":".join(map(str, holding)) for holding in room.held),
+        refused=" ".join(room.refused),
     )
 
     def parse(reply: list[Any]) -> Claims:
@@ -175,19 +176,25 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
 
 
 def release(
-    held: Sequence[Held], max_crashes: int | None = None, delays_ms: Sequence[int] = ()
+    held: Sequence[Held],
+    max_crashes: int | None = None,
+    delays_ms: Sequence[int] = (),
+    needs: Sequence[str] = (),
 ) -> Call[list[str]]:
     """Give requests back to the queue, at their old place and with their progress.
 
     Pass `max_crashes` (see `reap`) if the engine failed: each request then counts one crash more.
     `delays_ms` has one delay for each request: nobody can claim the request before its delay is
-    over.
+    over. `needs` has a field for each request, which this worker's engine cannot serve. The status
+    is `unserved`, and the worker still holds the request, if no live worker serves the request.
     """
     args = _held_args(held)
     if max_crashes is not None:
         args.append(max_crashes)
     elif delays_ms:
         args += ["", " ".join(map(str, delays_ms))]
+    elif needs:
+        args += ["needs", " ".join(needs)]
     return Call("release", args, texts_of)
 
 

@@ -29,7 +29,7 @@ from promptq.worker.engine.api.messages import (
     StepOutput,
 )
 from promptq.worker.engine.core.shares import Shares
-from promptq.worker.upstream.dialects.dialect import Chunk, Dialect
+from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, abilities_of
 from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
     RefusedError,
@@ -100,7 +100,8 @@ class ForwardingEngine:
     ) -> None:
         """Prepares an engine for a server. `model` is the server's name of the model. A stream
         fails if it is silent for `idle_seconds`. `process` is the server's, if it ends with the
-        engine. `abilities` are the server's; None: it heeds no masks."""
+        engine. `abilities` are the server's; None: it heeds no masks. After each fault of the
+        server they are found out again."""
         self.limits = limits
         self.abilities = abilities or dialect.abilities
         self.is_accepting = True
@@ -114,10 +115,7 @@ class ForwardingEngine:
         self._running: dict[int, _Sequence] = {}  # by slot, until its connection is closed
         self._successors: dict[int, _Sequence] = {}  # by the slot that was freed for it
         self._outbox = Outbox()
-        needs_masks = self.abilities.grammars
-        self._recovery = ServerRecovery(
-            dialect, model, limits.max_model_len, process, needs_masks=needs_masks
-        )
+        self._recovery = ServerRecovery(dialect, model, limits.max_model_len, process)
         self._tasks: set[asyncio.Task[None]] = set()
         self._totals = EngineStats(num_blocks=limits.kv_tokens // limits.block_size)
         self._busy_since: float | None = None
@@ -464,10 +462,14 @@ class ForwardingEngine:
     async def _wait_for_server(self, seconds: float) -> None:
         assert self._server is not None
         try:
-            await self._recovery.wait_until_well(self._server, seconds)
+            now = await self._recovery.wait_until_well(self._server, seconds)
         except ConfigurationError as error:
             self._fail(error)
             return
+        before, self.abilities = self.abilities, abilities_of(self._dialect, now)
+        if self.abilities != before:
+            refused = " ".join(self.abilities.refused)
+            self._log.warning("the server's abilities have changed", refused=refused)
         self.is_accepting = True
         self._schedule()
 
