@@ -10,7 +10,6 @@ import json
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +30,7 @@ from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.serve.build import Served, build
 from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from promptq.worker.upstream.dialects.dialect import ServerDescription, abilities_of
+from promptq.worker.upstream.dialects.dialect import ServerDescription
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
 from tests.programs.stand_in_server.batch import VOCAB_SIZE, next_token
@@ -336,12 +335,12 @@ async def complete(request: web.Request) -> web.Response:
 async def test_biases_are_masks_for_servers_that_know_nothing_else(model: Path) -> None:
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
-    dialect, description = OpenAIDialect(is_exact=True), ServerDescription("s", "m", 1024)
-    abilities = abilities_of(dialect, replace(description, heeds_masks=True))
+    dialect = OpenAIDialect(is_exact=True)
+    description = ServerDescription("s", "m", 1024, heeds_masks=True)
     tokenizer, ends = HuggingFaceTokenizer.load(str(model)), frozenset({END_TOKEN_ID})
     async with TestServer(app) as there:
         url = str(there.make_url("")).rstrip("/")
-        engine = ForwardingEngine(url, None, dialect, limits_of(), "m", 60.0, None, abilities)
+        engine = ForwardingEngine(url, None, dialect, limits_of(), "m", 60.0, None, description)
         grammars = Grammars(tokenizer, VOCAB_SIZE, ends)
         here = Served(engine, tokenizer, ModelIdentity(), ends, url, "float32", grammars=grammars)
         async with started_engine(here):

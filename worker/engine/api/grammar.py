@@ -27,6 +27,13 @@ class Grammar(Protocol):
         ...
 
     @property
+    def source(self) -> str | None:
+        """Lark text of the whole grammar for llguidance. Another engine that masks by it, and whose
+        end token is the tokenizer's, masks each token like `Masker.fill`. None: there is no such
+        text."""
+        ...
+
+    @property
     def masker(self) -> Masker:
         """Computes the masks. All grammars of a model have the same masker."""
         ...
