@@ -18,7 +18,8 @@ _REQUEST = EngineRequest(0, [0], SamplingParams(temperature=0.0), seed=0, max_to
 _GRAMMAR = """%llguidance {{}}
 start: <[{token_id}]> more?
 more: %json {{"type": "integer", "x-guidance": {{"whitespace_pattern": "[ ]"}}}}"""
-"""A grammar whose outputs begin with one token, with all that our grammars use."""
+"""A grammar whose outputs begin with one token. The rest shows whether the server reads our form of
+schemas."""
 _LEAST_VOCABULARY = 256
 _LARGEST_TOKEN_ID = 2**24
 

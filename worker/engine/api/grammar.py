@@ -29,8 +29,8 @@ class Grammar(Protocol):
     @property
     def source(self) -> str | None:
         """Lark text of the whole grammar for llguidance. Another engine that masks by it, and whose
-        end token is the tokenizer's, masks each token like `Masker.fill`. None: there is no such
-        text."""
+        end token is the tokenizer's, allows at least the tokens that `Masker.fill` does: before
+        llguidance 1.9, `whitespace_pattern` stands for any number. None: there is no such text."""
         ...
 
     @property

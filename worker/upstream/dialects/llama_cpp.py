@@ -207,6 +207,7 @@ def _body(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
         "seed": seed_after(request, len(output)) % _RANDOM_SEED,
         "logit_bias": [[int(key), by] for key, by in (params.logit_bias or {}).items()],
         "return_tokens": True,
+        "response_fields": ["tokens", "tokens_predicted", "stop", "stop_type"],
         "cache_prompt": True,
     }
 
