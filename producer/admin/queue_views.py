@@ -42,6 +42,8 @@ class QueueView:
     max_model_len: int | None
     """The most tokens of prompt and output together that every worker accepts; None without a
     worker."""
+    refused: tuple[str, ...]
+    """The fields of a request that no worker's engine can serve. Sorted."""
 
     @property
     def has_worker(self) -> bool:
@@ -81,15 +83,17 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
         Call("", ["ZCARD", keys.delayed], int, lambda: 0),
     ]
     workers = yield lookups.live_worker_ids(keys, now_ms)
-    lengths = []
+    abilities = []
     if workers:
-        lengths = yield [
-            Call("", ["HGET", keys.worker(worker), "max_model_len"], _length, lambda: None)
+        abilities = yield [
+            Call("", ["HMGET", keys.worker(worker), "max_model_len", "refused"], list, list)
             for worker in workers
         ]
+    abilities = [(_length(length), _fields(refused)) for length, refused in filter(None, abilities)]
     # Workers of earlier releases write the model into `config`.
     *earlier, paused = earlier
     model, style = current if current[0] is not None else earlier
+    lists = [refused for _, refused in abilities]
     return QueueView(
         queue=keys.queue,
         model=(model or b"").decode(errors="replace"),
@@ -100,7 +104,8 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
         num_delayed=delayed,
         is_paused=paused == b"1",
         has_standby=lookups.is_later(standby_until, now_ms),
-        max_model_len=min((length for length in lengths if length), default=None),
+        max_model_len=min((length for length, _ in abilities if length), default=None),
+        refused=tuple(sorted(frozenset.intersection(*lists) if lists else ())),
     )
 
 
@@ -231,6 +236,10 @@ def _aliases() -> Operation[dict[str, str]]:
         aliases: dict[str, str] = yield lookups.aliases()
         return aliases
     return {}
+
+
+def _fields(value: bytes | None) -> frozenset[str]:
+    return frozenset((value or b"").decode(errors="replace").split())
 
 
 def _length(value: bytes | None) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from promptq.producer.admin.queue_views import not_served
+from promptq.producer.admin.queue_views import QueueView, not_served
 from promptq.producer.calls.caller import Caller, check_model
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described
@@ -41,23 +41,23 @@ async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, object]]:
     """Returns the object of each model, by the model's name. If a model has several queues, the
-    object has their shortest context length."""
-    lengths: dict[str, list[int]] = {}
+    object has their shortest context length, and the refused fields of each queue."""
+    views: dict[str, list[QueueView]] = {}
     for _, view in await gateway.queues.views():
         if view.model:
-            lengths.setdefault(view.model, [])
-            if view.max_model_len is not None:
-                lengths[view.model].append(view.max_model_len)
-    models = {name: _described(name, name, of) for name, of in lengths.items()}
+            views.setdefault(view.model, []).append(view)
+    models = {name: _described(name, name, of) for name, of in views.items()}
     for alias, name in sorted((await gateway.queues.aliases()).items()):
-        if name in lengths:
-            models.setdefault(alias, _described(alias, name, lengths[name]))
+        if name in views:
+            models.setdefault(alias, _described(alias, name, views[name]))
     return models
 
 
-def _described(name: str, root: str, lengths: list[int]) -> dict[str, object]:
+def _described(name: str, root: str, views: list[QueueView]) -> dict[str, object]:
     model: dict[str, object] = {"id": name, "object": "model", "created": 0}
     model |= {"owned_by": "promptq", "root": root}
+    model["refused_fields"] = sorted({field for view in views for field in view.refused})
+    lengths = [view.max_model_len for view in views if view.max_model_len is not None]
     return {**model, "max_model_len": min(lengths)} if lengths else model
 
 

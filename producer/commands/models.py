@@ -24,7 +24,8 @@ models = typer.Typer(
 def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     """List the models, with one line for each queue.
 
-    `longest` is the most tokens that prompt and output may have together.
+    `longest` is the most tokens that prompt and output may have together. `refuses`
+    lists the fields of a request that no worker's engine can serve.
 
     Examples:
 
@@ -44,13 +45,14 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     from promptq.producer.commands.screens.terminal import console_for_list
 
     numbered = ("workers", "waiting", "active", "longest")
-    texts = ("model", "queue", "also called")
-    table = plain_table(*texts[:2], *numbered, texts[2], left=texts)
+    texts = ("model", "queue", "also called", "refuses")
+    table = plain_table(*texts[:2], *numbered, *texts[2:], left=texts)
     for model in listed:
         for view in model.queues:
             numbers = (num_workers_of(view), str(view.num_waiting), str(view.num_active))
             length = "" if view.max_model_len is None else str(view.max_model_len)
-            cells = (model.name, view.queue, *numbers, length, ", ".join(model.aliases))
+            lists = (", ".join(model.aliases), ", ".join(view.refused))
+            cells = (model.name, view.queue, *numbers, length, *lists)
             table.add_row(*(Text(printable(cell)) for cell in cells))
     console = console_for_list()
     console.print(table)

@@ -38,6 +38,7 @@ class Room:
       waiting requests if that is more.
     - `held`: what each tenant runs at this worker. A tenant that runs nothing here gets a request
       even from a full worker, if another tenant exceeds its fair share.
+    - `refused`: the fields of a request that the worker's engine cannot serve.
     """
 
     max_count: int
@@ -47,6 +48,7 @@ class Room:
     num_held: int = 0
     num_sharing: int = 1
     held: Sequence[Holding] = ()
+    refused: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

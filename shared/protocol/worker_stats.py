@@ -180,6 +180,9 @@ class WorkerStats(_Observation):
     untold: str = ""
     """Names of the statistics that the worker's engine does not report, separated by spaces, such
     as `step_ms cached_tokens`. The values of these fields have no meaning."""
+    refused: str = ""
+    """Names of the fields of a request that the worker's engine cannot serve now, separated by
+    spaces: `logprobs response_format`."""
     start_up_seconds: float = 0.0
     start_up_stages: str = ""
     """Seconds of each stage of the start, such as `weights=0.812 checking=1.204`."""

@@ -113,6 +113,7 @@ def claim(
         output_style=model.output_style.to_json() if model.output_style else "",
         num_sharing=room.num_sharing,
         held=" ".join(":".join(map(str, holding)) for holding in room.held),
+        refused=" ".join(room.refused),
     )
 
     def parse(reply: list[Any]) -> Claims:
@@ -177,18 +178,25 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
 
 
 def release(
-    held: Sequence[Held], max_crashes: int | None = None, delays_ms: Sequence[int] = ()
+    held: Sequence[Held],
+    max_crashes: int | None = None,
+    delays_ms: Sequence[int] = (),
+    needs: Sequence[str] = (),
 ) -> Call[list[str]]:
     """Returns requests to the queue, at their old place and with their progress.
 
     If the engine failed, pass `max_crashes` (see `reap`): this counts a crash for each request.
-    `delays_ms` has one delay for each request, during which nobody can claim it.
+    `delays_ms` has one delay for each request, during which nobody can claim it. `needs` has for
+    each request a field that this worker's engine cannot serve. If no live worker can serve the
+    field, the status is `unserved`, and the worker still holds the request.
     """
     args = _held_args(held)
     if max_crashes is not None:
         args.append(max_crashes)
     elif delays_ms:
         args += ["", " ".join(map(str, delays_ms))]
+    elif needs:
+        args += ["needs", " ".join(needs)]
     return Call("release", args, texts_of)
 
 

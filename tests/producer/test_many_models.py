@@ -29,6 +29,8 @@ from tests.support.waiting import async_until
 
 QUEUES = {"default": "owl", "b": "wren"}
 """Names of models by their queues."""
+REFUSED = ["embed", "prompt_logprobs", "response_format", "tool_choice"]
+"""Fields that the model-free engine cannot serve."""
 
 
 @pytest.fixture
@@ -104,6 +106,7 @@ def test_of_several_queues_a_client_takes_the_one_with_less_to_do(
 @pytest.mark.usefixtures("workers")
 def test_the_commands_about_models(run: Run, redis_url: str) -> None:
     told = run("models", "list", COLUMNS="20").stdout  # a program reads it: no cell is broken
+    assert told.count(", ".join(REFUSED)) == len(QUEUES)
     assert [row.split()[:2] for row in told.splitlines()[3:] if row.strip()] == [
         ["owl", "default"],
         ["wren", "b"],
@@ -122,6 +125,7 @@ def test_the_commands_about_models(run: Run, redis_url: str) -> None:
     found = json.loads(run("models", "list", "--json").stdout)
     assert [(it["name"], it["aliases"]) for it in found] == [("owl", []), ("wren", ["gpt-4o"])]
     assert found[1]["queues"][0]["max_model_len"] == 4096
+    assert found[1]["queues"][0]["refused"] == REFUSED
     said = run("submit", "--model", "gpt-4o", "Hi", "--seed", "3", "--max-tokens", "6").stdout
     assert said.strip() == text_of(3, 6).strip()
     for wrong, why in (

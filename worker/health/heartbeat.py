@@ -87,6 +87,7 @@ class Heartbeat:
             "mean_queue_ms": meter.mean_ms("queue_ms"),
             "mean_prompt_ms": meter.mean_ms("prompt_ms"),
             "mean_generation_ms": meter.mean_ms("generation_ms"),
+            "refused": " ".join(self._engine.abilities.refused),
         }
         if not self._engine.is_accepting and self.about.state == "running":
             now["state"] = "no_server"

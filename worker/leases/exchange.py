@@ -133,6 +133,16 @@ class Exchange:
                 self._leases.some_return.clear()
         self._leases.feed()
 
+    async def leave_to_other(self, lease: Lease, field: str) -> None:
+        """Give back a request that needs a field which this worker's engine cannot serve.
+
+        The lease stays as it is if no live worker serves the request. Raises RedisError, OSError.
+        """
+        (status,) = await self._queue.run(scripts.release([lease.as_held()], needs=[field]))
+        if status != "unserved":
+            self._leases.returning(lease)
+            self._departures.note(lease, self._leases.released(lease, status))
+
     async def _release(self, leases: Sequence[Lease]) -> None:
         """Give leases back in one call. Either all or none of them count as a crash, and either all
         or none of them have a delay."""

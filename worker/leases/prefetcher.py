@@ -27,7 +27,11 @@ from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.meter import Meter
-from promptq.worker.leases.prepare_or_resume import Preparation, TakesLongError
+from promptq.worker.leases.prepare_or_resume import (
+    Preparation,
+    TakesLongError,
+    UnservedFieldError,
+)
 from promptq.worker.leases.publisher import Publisher
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.leases.slow_lane import SlowLane
@@ -212,11 +216,13 @@ class Prefetcher:
             else:
                 self._leases.prepared(lease, result)
         self._leases.feed()
-        self._meter.num_refused += len(failed)
         complete = [lease for lease in leases if lease.state is LeaseState.ENDING]
         try:
             for lease, error in failed:
+                if lease.state is LeaseState.PREPARING and isinstance(error, UnservedFieldError):
+                    await self._exchange.leave_to_other(lease, error.ability)
                 if lease.state is LeaseState.PREPARING:
+                    self._meter.num_refused += 1
                     await self._publisher.refuse(lease, error)
             for lease in complete:
                 if lease.state is LeaseState.ENDING:
@@ -320,4 +326,5 @@ class ClaimPolicy:
             preemptible=[(holding.priority, holding.tokens) for holding in preemptible],
             held=leases.by_tenant(preemptible),
             num_held=len(leases) + self._engine.num_aborting,
+            refused=self._engine.abilities.refused,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -40,6 +41,27 @@ _SEPARATORS = (b",", b"[", b"{")
 _sequence_ids = itertools.count(1)
 
 
+class UnservedFieldError(InvalidRequestError):
+    """A request needs a field that this engine cannot serve, and perhaps another one can. `ability`
+    is the field's name in `EngineAbilities.refused`."""
+
+    def __init__(self, field: str, ability: str | None = None) -> None:
+        super().__init__(
+            f"{field}: this worker's engine would ignore it", field=field, error_type="unsupported"
+        )
+        self.ability = ability or field
+
+
+class Capacity(Protocol):
+    """An engine's limits, and its abilities, which may change."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def abilities(self) -> EngineAbilities: ...
+
+
 class TakesLongError(Exception):
     """Raised if a preparation may take so long that other requests should not wait for it."""
 
@@ -49,14 +71,21 @@ class Preparation:
     """Turns claims into prepared requests. `prepare` may run in any thread."""
 
     tokenizer: Tokenizer
-    limits: EngineLimits
-    abilities: EngineAbilities
+    engine: Capacity
     model: ModelIdentity
     end_token_ids: frozenset[int]
     grammars: Grammars | None = None
     pooling: Pooling | None = "last"
     """The pooling of an embedding request that names none. If None, each such request must name
     one."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self.engine.limits
+
+    @property
+    def abilities(self) -> EngineAbilities:
+        return self.engine.abilities
 
     def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
         """Parse, tokenise and check a request, and restore the state that earlier attempts reached.
@@ -190,7 +219,7 @@ class Preparation:
             unheeded |= {"logprobs"}
         for name in sorted(unheeded & request.model_fields_set):
             if getattr(request, name) != Request.model_fields[name].default:
-                raise _unsupported(name)
+                raise UnservedFieldError(name)
         lowest = self.abilities.lowest_temperature
         if 0.0 < request.temperature < lowest:
             raise _unsupported("temperature", f"takes 0, or {lowest} and more")
@@ -292,7 +321,7 @@ class Preparation:
         if wanted is None:
             return None
         if self.grammars is None or not self.abilities.grammars:
-            raise _unsupported(wanted.field)
+            raise UnservedFieldError(wanted.field, "response_format")
         try:
             return self._begun(self.grammars, wanted, ends, emitted, only_quick)
         except GrammarError as error:
@@ -336,7 +365,7 @@ class Preparation:
         return tuple(sorted({tokens for tokens in spellings if len(tokens) <= max_tokens}))
 
 
-def _unsupported(field: str, why: str = "would ignore it") -> InvalidRequestError:
+def _unsupported(field: str, why: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"{field}: this worker's engine {why}",
         field=field,

@@ -310,7 +310,7 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
         server.description.model,
         settings.stuck_seconds,
         process,
-        server.abilities,
+        server.description,
     )
     ends = _end_token_ids(facts.end_token_ids, tokenizer, facts.vocab_size)
     style = style_of(tokenizer, settings.output_style)

@@ -104,8 +104,7 @@ class Worker:
             self.leases,
             Preparation(
                 served.tokenizer,
-                self.engine.limits,
-                self.engine.abilities,
+                self.engine,
                 served.identity,
                 served.end_token_ids,
                 served.grammars,

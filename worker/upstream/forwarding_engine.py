@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,6 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
 from promptq.worker.engine.api.limit_checks import check_request
 from promptq.worker.engine.api.messages import (
-    EngineAbilities,
     EngineLimits,
     EngineRequest,
     EngineSnapshot,
@@ -29,7 +28,12 @@ from promptq.worker.engine.api.messages import (
     StepOutput,
 )
 from promptq.worker.engine.core.shares import Shares
-from promptq.worker.upstream.dialects.dialect import Chunk, Dialect
+from promptq.worker.upstream.dialects.dialect import (
+    Chunk,
+    Dialect,
+    ServerDescription,
+    abilities_of,
+)
 from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
     RefusedError,
@@ -96,13 +100,15 @@ class ForwardingEngine:
         model: str,
         idle_seconds: float,
         process: ServerProcess | None = None,
-        abilities: EngineAbilities | None = None,
+        description: ServerDescription | None = None,
     ) -> None:
         """Prepares an engine for a server. `model` is the server's name of the model. A stream
         fails if it is silent for `idle_seconds`. `process` is the server's, if it ends with the
-        engine. `abilities` are the server's; None: it heeds no masks."""
+        engine. `description` has what probes have shown; None: the server heeds no masks. After
+        each fault of the server, it is probed again."""
         self.limits = limits
-        self.abilities = abilities or dialect.abilities
+        self.abilities = abilities_of(dialect, description) if description else dialect.abilities
+        self._takes_grammars = description is not None and description.takes_grammars
         self.is_accepting = True
         self._url, self._key, self._idle_seconds = url, key, idle_seconds
         self._dialect = dialect
@@ -114,10 +120,7 @@ class ForwardingEngine:
         self._running: dict[int, _Sequence] = {}  # by slot, until its connection is closed
         self._successors: dict[int, _Sequence] = {}  # by the slot that was freed for it
         self._outbox = Outbox()
-        needs_masks = self.abilities.grammars
-        self._recovery = ServerRecovery(
-            dialect, model, limits.max_model_len, process, needs_masks=needs_masks
-        )
+        self._recovery = ServerRecovery(dialect, model, limits.max_model_len, process)
         self._tasks: set[asyncio.Task[None]] = set()
         self._totals = EngineStats(num_blocks=limits.kv_tokens // limits.block_size)
         self._busy_since: float | None = None
@@ -337,27 +340,14 @@ class ForwardingEngine:
             sequence.emitted,
             self._model,
             self.limits.vocab_size,
+            takes_grammars=self._takes_grammars,
         )
         is_over = False
         async with aclosing(stream.chunks()) as chunks:
-            while (chunk := await self._next_with_tokens(chunks)) is not None:
+            async for chunk in chunks:
                 is_over = await self._put_chunk(sequence, chunk)
         if not is_over:
             raise ServerFaultError("the stream ended without a finish reason")
-
-    async def _next_with_tokens(self, chunks: AsyncGenerator[Chunk]) -> Chunk | None:
-        """Returns the next chunk that has tokens or is the last one; None after the server's end.
-
-        Events and comments without a token do not count, since some servers send them for ever.
-        """
-        try:
-            async with asyncio.timeout(self._idle_seconds):
-                async for chunk in chunks:
-                    if chunk.token_ids or chunk.finish_reason is not None:
-                        return chunk
-        except TimeoutError:
-            raise ServerFaultError(f"{self._url} sent no token for too long") from None
-        return None
 
     async def _put_chunk(self, sequence: _Sequence, chunk: Chunk) -> bool:
         """Pass on a chunk. Returns whether it was the last one."""
@@ -464,10 +454,15 @@ class ForwardingEngine:
     async def _wait_for_server(self, seconds: float) -> None:
         assert self._server is not None
         try:
-            await self._recovery.wait_until_well(self._server, seconds)
+            now = await self._recovery.wait_until_well(self._server, seconds)
         except ConfigurationError as error:
             self._fail(error)
             return
+        self._takes_grammars = now.takes_grammars
+        before, self.abilities = self.abilities, abilities_of(self._dialect, now)
+        if self.abilities != before:
+            refused = " ".join(self.abilities.refused)
+            self._log.warning("the server's abilities have changed", refused=refused)
         self.is_accepting = True
         self._schedule()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,11 @@ from promptq.worker.upstream.dialects.dialect import Dialect, Mask, ServerDescri
 from promptq.worker.upstream.dialects.transport import RefusedError, Server, ServerFaultError
 
 _REQUEST = EngineRequest(0, [0], SamplingParams(temperature=0.0), seed=0, max_tokens=1)
+_GRAMMAR = """%llguidance {{}}
+start: <[{token_id}]> more?
+more: %json {{"type": "integer", "x-guidance": {{"whitespace_pattern": "[ ]"}}}}"""
+"""A grammar whose outputs begin with one token. The rest shows whether the server reads our form of
+schemas."""
 _LEAST_VOCABULARY = 256
 _LARGEST_TOKEN_ID = 2**24
 
@@ -22,28 +28,43 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
     """Returns a server's description, with its probed abilities. Raises the errors of
     `Dialect.describe`."""
     description = await dialect.describe(server)
-    heeds_masks = await _heeds_masks(dialect, server, description.model)
-    return replace(description, heeds_masks=heeds_masks)
+    preferred = await _token(dialect, server, description.model)
+    other = 65 if preferred != 65 else 66
+    return replace(
+        description,
+        heeds_masks=await _heeds_masks(dialect, server, description.model, preferred, other),
+        takes_grammars=await _takes_grammars(dialect, server, description.model, other),
+    )
 
 
-async def _heeds_masks(dialect: Dialect, server: Server, model: str) -> bool:
+async def _heeds_masks(
+    dialect: Dialect, server: Server, model: str, preferred: int, other: int
+) -> bool:
     """Returns whether a mask without the token that the server prefers makes it choose another
     one."""
-    preferred = await _token(dialect, server, model, None)
     allowed = np.zeros(max(_LEAST_VOCABULARY, preferred + 1), bool)
-    allowed[65 if preferred != 65 else 66] = True
+    allowed[other] = True
     try:
-        chosen = await _token(dialect, server, model, Mask(allowed, (preferred,)))
+        chosen = await _token(dialect, server, model, mask=Mask(allowed, (preferred,)))
     except RefusedError:
         return False
     return chosen != preferred
 
 
-async def _token(dialect: Dialect, server: Server, model: str, mask: Mask | None) -> int:
+async def _takes_grammars(dialect: Dialect, server: Server, model: str, other: int) -> bool:
+    """Returns whether a grammar makes the server choose a token that it does not prefer."""
+    try:
+        grammar = _GRAMMAR.format(token_id=other)
+        return await _token(dialect, server, model, grammar=grammar) == other
+    except (RefusedError, ServerFaultError):  # an engine that reads other grammars breaks off
+        return False
+
+
+async def _token(dialect: Dialect, server: Server, model: str, **rules: Any) -> int:
     try:
         async with (
             asyncio.timeout(server.idle_seconds),
-            aclosing(dialect.generate(server, _REQUEST, [], model, mask)) as chunks,
+            aclosing(dialect.generate(server, _REQUEST, [], model, **rules)) as chunks,
         ):
             async for chunk in chunks:
                 for token_id in chunk.token_ids:

@@ -8,7 +8,7 @@ import time
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.logs import get_logger
-from promptq.worker.upstream.dialects.dialect import Dialect
+from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription
 from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
     RefusedError,
@@ -34,20 +34,18 @@ class ServerRecovery:
         model: str,
         max_model_len: int,
         process: ServerProcess | None,
-        *,
-        needs_masks: bool,
     ) -> None:
         """The server that comes back must have the same `model` and a context of at least
-        `max_model_len` tokens. With `needs_masks`, it must also heed masks."""
-        self._needs_masks = needs_masks
+        `max_model_len` tokens."""
         self._dialect, self._model, self._max_model_len = dialect, model, max_model_len
         self._process = process
         self._well_since = time.monotonic()
         self._pause = 0.0  # before the next call of the server
         self._reported = ""  # why it was not well at the last call
 
-    async def wait_until_well(self, server: Server, seconds: float) -> None:
-        """Wait for `seconds`, and then until the server has generated a token.
+    async def wait_until_well(self, server: Server, seconds: float) -> ServerDescription:
+        """Wait for `seconds`, and then until the server has generated a token. Returns its
+        description now.
 
         Raises ConfigurationError if another server answers now, or if the server will not come
         back.
@@ -75,10 +73,9 @@ class ServerRecovery:
         if now.max_model_len < self._max_model_len:  # it would refuse what is accepted here
             change = f"takes {now.max_model_len} tokens now, and took {self._max_model_len} before"
             raise ConfigurationError(f"--upstream: {server.url} {change}")
-        if self._needs_masks and not now.heeds_masks:
-            raise ConfigurationError(f"--upstream: {server.url} heeds no masks now, and did before")
         log.info("the inference server works again", software=now.software)
         self._well_since = time.monotonic()
+        return now
 
     def _spread(self) -> float:
         """Returns a random pause, so that several workers do not call at the same time."""

@@ -1,12 +1,14 @@
 """A server's stream in which each token obeys the request's rules.
 
-The server generates freely. The first token that breaks a rule is dropped, the call is closed, and
-the server chooses one token under a mask in its place. Then it generates freely again. So greedy
-outputs are those of an engine that masks each token, on any server that heeds masks.
+A server that takes grammars masks by the request's grammar from the beginning of the output on.
+Others generate freely, and so does each call after the first one: the first token that breaks a
+rule is dropped, the call is closed, and the server chooses one token under a mask in its place. So
+greedy outputs are those of an engine that masks each token, on any server that heeds masks.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -16,6 +18,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, Mask
 from promptq.worker.upstream.dialects.transport import (
+    RefusedError,
     Server,
     ServerFaultError,
     UnusableAnswerError,
@@ -25,7 +28,7 @@ from promptq.worker.upstream.token_rules import NoTokenError, TokenRules
 
 _MOST_REJECTED = 64
 """The most tokens that a server may choose in one place before one that may come there. Each costs
-a call, and together they must take less than the longest time without a token."""
+a call."""
 
 
 class WatchedStream:
@@ -39,8 +42,11 @@ class WatchedStream:
         emitted: Sequence[int],
         model: str,
         vocab_size: int,
+        *,
+        takes_grammars: bool = False,
     ) -> None:
-        """Prepares a stream after the tokens `emitted`, which the grammar has accepted."""
+        """Prepares a stream after the tokens `emitted`, which the grammar has accepted. A server
+        that takes grammars gets the request's, if there is no output yet."""
         self._dialect, self._server, self._model = dialect, server, model
         self._request = request
         self._output = [*emitted]
@@ -48,7 +54,12 @@ class WatchedStream:
         self._rules = TokenRules(request, emitted, vocab_size)
         self._rejected: list[int] = []
         """The token that broke a rule, until another one has its place."""
-        self._breaks_rule = self._is_over = False
+        self._breaks_rule = self._is_refused = self._is_over = False
+        self._takes_grammars = takes_grammars
+        self._source: str | None = None
+        """The grammar for the server's next call."""
+        if takes_grammars and request.grammar is not None and not emitted:
+            self._source = request.grammar.source
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Yields checked chunks until the end, as `Dialect.generate` does.
@@ -58,12 +69,14 @@ class WatchedStream:
         while not self._is_over:
             mask = self._rules.mask()
             is_forced = np.count_nonzero(mask) == 1 and self._request.params.logprobs is None
-            if is_forced:
+            if is_forced and self._source is None:
                 chunk = Chunk([int(mask.argmax())])
             else:
                 async with aclosing(self._free_chunks()) as free:
                     async for chunk in free:
                         yield chunk
+                if self._is_refused:
+                    continue
                 if not self._breaks_rule:
                     return
                 chunk = await self._choose()
@@ -73,8 +86,8 @@ class WatchedStream:
 
     async def _free_chunks(self) -> AsyncGenerator[Chunk]:
         """Yields what the server generates freely, up to a token that breaks a rule."""
-        self._breaks_rule = False
-        async with aclosing(self._generate(None)) as chunks:
+        self._breaks_rule = self._is_refused = False
+        async with aclosing(self._without_refusal()) as chunks:
             async for chunk in chunks:
                 if self._is_over and chunk.token_ids:
                     return  # the server continues although nobody waits
@@ -88,6 +101,20 @@ class WatchedStream:
                     return
                 if not is_servers and chunk.finish_reason is FinishReason.STOP:
                     return  # the server does not know this end
+
+    async def _without_refusal(self) -> AsyncGenerator[Chunk]:
+        """Yields the server's chunks; none if it does not take the grammar, such as one of an older
+        library."""
+        source, self._source = self._source, None
+        try:
+            async with aclosing(self._generate(None, source)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except (RefusedError, ServerFaultError):
+            self._is_refused = source is not None and not self._output
+            if not self._is_refused:
+                raise
+            self._takes_grammars = False
 
     def _take(self, chunk: Chunk) -> bool:
         """Accept the tokens of a chunk, and cut it where the output ends or a rule is broken.
@@ -121,12 +148,15 @@ class WatchedStream:
         if np.count_nonzero(mask) == 1 and self._request.params.logprobs is None:
             return Chunk([int(mask.argmax())])
         while len(rejected) < _MOST_REJECTED:
-            async with aclosing(self._generate(Mask(mask, tuple(rejected)))) as chunks:
-                async for chunk in chunks:
-                    if chunk.token_ids or chunk.finish_reason is not None:
-                        break
-                else:
-                    raise ServerFaultError("the stream ended without a finish reason")
+            try:
+                chunk = await self._first_chunk(
+                    Mask(mask, tuple(rejected), may_be_grammar=self._takes_grammars)
+                )
+            except (RefusedError, ServerFaultError):
+                if not self._takes_grammars:
+                    raise
+                self._takes_grammars = False
+                continue
             if not chunk.token_ids:
                 if chunk.finish_reason is FinishReason.STOP and self._rules.may_end:
                     return chunk
@@ -143,17 +173,39 @@ class WatchedStream:
             " forbid, and the server cannot take them all at once"
         )
 
-    async def _generate(self, mask: Mask | None) -> AsyncGenerator[Chunk]:
+    async def _first_chunk(self, mask: Mask) -> Chunk:
+        async with aclosing(self._generate(mask)) as chunks:
+            async for chunk in chunks:
+                return chunk
+        raise ServerFaultError("the stream ended without a finish reason")
+
+    async def _generate(
+        self, mask: Mask | None, grammar: str | None = None
+    ) -> AsyncGenerator[Chunk]:
         """Yields the server's chunks, checked: nothing else may reach a log."""
         chunks = self._dialect.generate(
-            self._server, self._request, tuple(self._output), self._model, mask
+            self._server, self._request, tuple(self._output), self._model, mask, grammar
         )
         with malformed_as_fault():
             async with aclosing(chunks):
-                async for chunk in chunks:
+                while (chunk := await self._next(chunks)) is not None:
                     for token_id in chunk.token_ids:
                         if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                             raise UnusableAnswerError(f"{token_id!r:.40} is no token id")
                     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
                         raise UnusableAnswerError("a log-probability is missing")
                     yield chunk
+
+    async def _next(self, chunks: AsyncGenerator[Chunk]) -> Chunk | None:
+        """Returns the next chunk that has tokens or is the last one; None after the server's end.
+
+        Events and comments without a token do not count, since some servers send them for ever.
+        """
+        try:
+            async with asyncio.timeout(self._server.idle_seconds):
+                async for chunk in chunks:
+                    if chunk.token_ids or chunk.finish_reason is not None:
+                        return chunk
+        except TimeoutError:
+            raise ServerFaultError(f"{self._server.url} sent no token for too long") from None
+        return None

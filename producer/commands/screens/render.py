@@ -247,6 +247,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
         "state": each(lambda w: w.state),
         "model": each(lambda w: w.model),
         "device": each(lambda w: f"{w.device} {w.dtype}".strip()),
+        "refused fields": each(lambda w: printable(w.refused)),
         "slots in use": each(lambda w: f"{w.num_running} of {w.max_num_seqs}"),
         "prepared, waiting": each(lambda w: f"{w.num_waiting + w.num_prefetched}"),
         "KV tokens in use": each(lambda w: f"{w.kv_used_tokens:,} of {w.kv_tokens:,}"),

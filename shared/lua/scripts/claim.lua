@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, requests, pending, ending, tenants, fair_share, running_limits
+-- uses: keys, numbers, server, arguments, requests, pending, ending, tenants, fair_share, running_limits, abilities
 -- Give a worker the requests for which it has room, in queue order.
 -- ARGV by name, or by position:
 --   1 worker: its id
@@ -26,6 +26,8 @@
 --  19 held: what the worker holds, 'priority:sequences:tokens:tenant ...': by tenant and priority, how many
 --     sequences run that may be preempted, and their tokens. A tenant that is not in the list gets a request
 --     even from a full worker, if its share of what others run there suffices. Left out: it does not
+--  20 refused: fields that the worker's engine cannot serve. A request that is known to need one of them is left
+--     to a worker that serves it, if one lives
 -- Reply {'ok', now, still pending, [skip, if the call has one,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
@@ -37,7 +39,7 @@
 local args = arguments.read({
   'worker', 'lease_ms', 'max_count', 'token_budget', 'capacity', 'nonce', 'version', 'model', 'fingerprint',
   'preemptible', 'seed_base', 'num_held', 'session', 'answered', 'skip', 'number', 'output_style', 'num_sharing',
-  'held',
+  'held', 'refused',
 }, 7)
 local lease_ms, max_count, budget = tonumber(args.lease_ms), tonumber(args.max_count), tonumber(args.token_budget)
 local capacity, nonce, version = tonumber(args.capacity), args.nonce, tonumber(args.version)
@@ -249,7 +251,8 @@ local function examine(queue, turn)
   local wrong = requests.wrong_id(id)
   if wrong then return refuse(id, wrong) end
   local fields = requests.read(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
-    'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect')
+    'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect',
+    'needs')
   if not fields then
     return refuse(id, 'request: the key promptq:{queue}:request:ID is not a hash')
   end
@@ -274,7 +277,7 @@ local function examine(queue, turn)
     ending.finish_bare(id, fields.cancelled == '1' and 'cancelled' or 'expired')
     return
   end
-  if is_newer(fields.payload) then return true end
+  if is_newer(fields.payload) or abilities.is_for_others(fields.needs, args.refused or '') then return true end
 
   local priority = numbers.whole(fields.priority) or numbers.in_json(fields.payload, 'priority') or 0
   local cost = cost_of(fields, output)

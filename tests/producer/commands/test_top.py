@@ -33,6 +33,7 @@ def busy_queue(redis_url: str) -> Iterator[Client]:
             kv_blocks=100, kv_used_blocks=40,
             recent_tokens_per_second=321.0, step_ms=12.0, num_preemptions=7,
             mean_prefetched=1.25, mean_prefetch_wait_ms=33.0, num_prefetch_empty=4321,
+            refused="embed tool_choice",
         )  # fmt: skip
         RequestQueue(connection).run(heartbeat(worker, 60_000))
         sample = {"waiting": 30, "tokens_per_second": 300, "ttft_p50_ms": 44, "queue_p50_ms": 9}
@@ -53,8 +54,8 @@ def test_in_a_pipe_it_prints_one_frame(run: Run, busy_queue: Client) -> None:
     assert re.search(
         r"\[b\]w1\[/b\] +running +(now|\d s ago) +5 of 8 +40 of 100 +321 +12 ms +7", shown
     )
-    assert re.search(r"preempted +prepared +lay ready +ran empty", shown)
-    assert re.search(r" 7 +1\.2 +33 ms +4,321", shown)
+    assert re.search(r"preempted +prepared +lay ready +ran empty +refuses", shown)
+    assert re.search(r" 7 +1\.2 +33 ms +4,321 +embed tool_choice", shown)
     assert re.search(r"waiting +\S+ +up to 30", shown)
     assert "\x1b" not in shown
 

@@ -28,6 +28,8 @@ from tests.support.roles import as_role
 
 QUEUES = {"default": "owl", "b": "wren"}
 """Names of models by their queues."""
+REFUSED = ["embed", "prompt_logprobs", "response_format", "tool_choice"]
+"""Fields that the model-free engine cannot serve."""
 
 
 @pytest.fixture
@@ -95,6 +97,7 @@ def test_all_models_are_listed(
     found = {it["id"]: it for it in listed["data"]}
     assert [*found] == ["owl", "wren", "gpt-4o"]
     assert found["wren"]["max_model_len"] == 4096
+    assert found["wren"]["refused_fields"] == REFUSED
     assert found["gpt-4o"]["root"] == "wren"
     assert http.get("/v1/models/gpt-4o").json() == found["gpt-4o"]
     assert error_of(http.get("/v1/models/gone")) == (404, "model_not_found")

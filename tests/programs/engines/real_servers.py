@@ -25,6 +25,8 @@ from tests.worker.engine.tiny_models import generate
 
 NAMES = ("vllm", "llama.cpp")
 SLOTS, LENGTH = 16, 1024
+NUM_TOKENS = 120
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
 _FOLDERS = {"vllm": "vllm", "llama.cpp": "llama"}
 
 
@@ -110,6 +112,7 @@ class RealServer:
                 *(str(self.model), "--served-model-name", "m", "--enable-scale-out"),
                 *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
                 *("--max-model-len", str(self.length), "--max-num-seqs", str(self.slots)),
+                *("--structured-outputs-config", '{"backend": "guidance"}'),
             ]
             environment = {
                 "HOME": str(self.folder),

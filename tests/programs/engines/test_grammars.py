@@ -6,7 +6,6 @@ Skipped where the servers are not built.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from promptq import Client
 from promptq.worker.shipped import MODEL_DIR
-from tests.programs.engines.real_servers import NAMES, RealServer, real_server, why_missing
+from tests.programs.engines.real_servers import GREEDY, RealServer
 from tests.support.processes import started
 from tests.support.roles import as_role
 from tests.worker.text.grammars.structured import (
@@ -41,17 +40,6 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": "One day", "bad_words": ["was", " a", " girl"]},
     {"messages": CHAT, "tools": TOOLS, "tool_choice": "required"},
 ]
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 100}
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RealServer]:
-    if why := why_missing(request.param):
-        pytest.skip(why)
-    with real_server(request.param, tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

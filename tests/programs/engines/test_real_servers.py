@@ -6,22 +6,12 @@ Run by `python -m tests engines`, which builds the servers first. Skipped where 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from promptq import Client
 from promptq.worker.shipped import MODEL_DIR
-from tests.programs.engines.real_servers import (
-    NAMES,
-    RealServer,
-    real_server,
-    undisturbed,
-    why_missing,
-)
+from tests.programs.engines.real_servers import GREEDY, NUM_TOKENS, RealServer, undisturbed
 from tests.support.processes import StartedWorker, started
 from tests.support.roles import as_role
 from tests.support.waiting import until
@@ -31,18 +21,6 @@ PROMPTS = [
     for beginning in ("Once upon a time", "The old", "One day a")
     for thing in ("king", "fox", "teapot", "girl")
 ]
-NUM_TOKENS = 120
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RealServer]:
-    if why := why_missing(request.param):
-        pytest.skip(why)
-    with real_server(request.param, tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 def worker(

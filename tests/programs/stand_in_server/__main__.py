@@ -7,14 +7,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
 from aiohttp import web
+from llguidance import LLTokenizer
 
-from tests.programs.stand_in_server.batch import Batch
+from promptq.worker.text.grammars.llguidance_calls import Vocabulary
+from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch
 from tests.programs.stand_in_server.llama_cpp import llama_cpp_routes
 from tests.programs.stand_in_server.vllm import vllm_routes
 
-ROUTES = {"vllm": vllm_routes, "llama.cpp": llama_cpp_routes}
+ROUTES: dict[str, Callable[..., list[web.RouteDef]]] = {
+    "vllm": vllm_routes,
+    "llama.cpp": llama_cpp_routes,
+}
 
 
 def main() -> None:
@@ -31,6 +38,9 @@ def main() -> None:
     )
     parser.add_argument("--model", default="m")
     parser.add_argument("--key", default=None)
+    parser.add_argument(
+        "--grammars", metavar="DIR", help="mask by grammars, with the tokenizer in this folder"
+    )
     options = parser.parse_args()
     batch = Batch(options.max_num_seqs, options.max_model_len, options.token_seconds)
 
@@ -49,9 +59,16 @@ def main() -> None:
         return web.json_response({})
 
     app = web.Application(middlewares=[check_key])
-    app.add_routes(ROUTES[options.dialect](batch, options.model, not options.without_ids))
+    more = [_vocabulary(Path(options.grammars))] if options.grammars else []
+    routes = ROUTES[options.dialect](batch, options.model, not options.without_ids, *more)
+    app.add_routes(routes)
     app.add_routes([web.get("/stand-in", tell), web.post("/stand-in", fail)])
     web.run_app(app, host="127.0.0.1", port=options.port, print=None, handler_cancellation=True)
+
+
+def _vocabulary(folder: Path) -> LLTokenizer:
+    content = (folder / "tokenizer.json").read_text()
+    return Vocabulary(content, VOCAB_SIZE, [VOCAB_SIZE - 1]).load()
 
 
 if __name__ == "__main__":

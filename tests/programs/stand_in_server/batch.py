@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz "
 VOCAB_SIZE = 257
@@ -52,11 +55,12 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
 POISON = ord("!")
 """A prompt with this token breaks its stream each time, after two tokens."""
 _OF_STREAMS = ("break", "abort", "end", "malformed", "foreign")
-FAULTS = (*_OF_STREAMS, "freeze", "overload", "refuse", "unmask")
+FAULTS = (*_OF_STREAMS, "freeze", "overload", "refuse", "refuse_grammars", "unmask")
 """`break`: streams end with an error object; `abort`: with the reason `abort`; `end`: without any;
 `malformed`: with JSON of another form; `foreign`: with a token that the model does not have;
 `freeze`: no more tokens are generated; `overload`: new requests are refused with 503; `refuse`:
-with 404; `unmask`: masks are ignored. The first five are over when each running stream has failed
+with 404; `refuse_grammars`: those with a grammar are refused with 400; `unmask`: masks are ignored.
+The first five are over when each running stream has failed
 once."""
 
 
@@ -98,6 +102,7 @@ class Batch:
         seed: int | None = None,
         bias: dict[int, float] | None = None,
         allowed: Collection[int] | None = None,
+        grammar: LLMatcher | None = None,
     ) -> AsyncIterator[tuple[int, str | None]]:
         """Yields each token, with a finish reason on the last one. Raises BrokenError."""
         self._waiting += 1
@@ -122,10 +127,15 @@ class Batch:
                 if self.fault in _OF_STREAMS and number_of_stream <= self._last_broken:
                     raise BrokenError(self.fault)
                 draw = None if seed is None else (seed, number)
+                if grammar is not None:
+                    bits = int.from_bytes(grammar.compute_bitmask(), "little")
+                    allowed = {token for token in range(VOCAB_SIZE) if bits >> token & 1}
                 held = banned | (set(ends) if number <= min_tokens else set())
                 if self.fault == "unmask":
                     held, allowed = set(), None
                 tokens.append(next_token(tokens, draw, held, allowed))
+                if grammar is not None and not grammar.is_stopped():
+                    grammar.consume_token(tokens[-1])
                 is_over = tokens[-1] in ends or number == num_tokens
                 reason = None if not is_over else "stop" if tokens[-1] in ends else "length"
                 if is_over:

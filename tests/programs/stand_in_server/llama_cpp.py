@@ -73,7 +73,11 @@ def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.Rout
                 "tokens_predicted": len(found),
                 "tokens_evaluated": len(prompt),
             }
-            return told if reason is None else {**told, "stop_type": _TYPES[reason]}
+            if reason is None:
+                return told
+            told["stop_type"] = _TYPES[reason]
+            kept = body.get("response_fields") or told.keys()  # of whole answers and last events
+            return {name: value for name, value in told.items() if name in kept}
 
         async def send(what: dict[str, Any]) -> None:
             await response.write(f"data: {json.dumps(what)}\n\n".encode())

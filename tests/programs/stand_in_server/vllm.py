@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch, BrokenError
 
@@ -17,7 +18,11 @@ vllm:cache_config_info{{block_size="16",cache_dtype="auto",kv_cache_size_tokens=
 """
 
 
-def vllm_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.RouteDef]:
+def vllm_routes(
+    batch: Batch, model: str, takes_ids: bool, vocabulary: LLTokenizer | None = None
+) -> list[web.RouteDef]:
+    """Returns the routes. Without a vocabulary, grammars are ignored."""
+
     def error(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
         return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -71,6 +76,13 @@ def vllm_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.RouteDef]
         async def send(event: dict[str, Any]) -> None:
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
 
+        grammar = None
+        if vocabulary is not None and (wanted := params.get("structured_outputs")):
+            grammar = LLMatcher(vocabulary, wanted["grammar"], log_level=0)
+            why = "refused" if batch.fault == "refuse_grammars" else grammar.get_error()
+            if why:
+                refusal = error(f"Grammar error: {why}", "BadRequestError", 400)
+                return web.json_response(refusal, status=400)
         if is_stream:
             await response.prepare(request)
         if (worst := max(prompt)) >= VOCAB_SIZE:
@@ -90,6 +102,7 @@ def vllm_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.RouteDef]
             seed=params.get("seed", 0) if temperature else None,
             bias=bias,
             allowed=params.get("allowed_token_ids"),
+            grammar=grammar,
         )
         found: list[int] = []
         try:

@@ -100,11 +100,10 @@ class House:
         self.publisher = TellingPublisher(
             self.queue, self.leases, self.engine, tokenizer, Coalescer(1.0), meter, self.exchange
         )
-        limits, abilities = self.engine.limits, self.engine.abilities
         self.intake = Prefetcher(
             self.queue,
             self.leases,
-            Preparation(tokenizer, limits, abilities, ModelIdentity(), frozenset({256})),
+            Preparation(tokenizer, self.engine, ModelIdentity(), frozenset({256})),
             self.policy,
             self.publisher,
             self.exchange,

@@ -18,6 +18,7 @@ from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.support.model_free import finished, running_worker, served_model_free, text_of
 from tests.support.requests import async_put, until_active
+from tests.worker.leases.world import Bounds
 
 
 class WaitingTokenizer(ByteTokenizer):
@@ -78,7 +79,7 @@ async def test_log_probabilities_of_too_long_a_prompt_are_refused(
     served = served_model_free()
     limits = replace(served.engine.limits, max_model_len=70_000)
     preparation = Preparation(
-        ByteTokenizer(), limits, EngineAbilities(), ModelIdentity(), frozenset()
+        ByteTokenizer(), Bounds(limits, EngineAbilities()), ModelIdentity(), frozenset()
     )
     claims = []
     for length in (MAX_PROMPT_LOGPROBS // 4, MAX_PROMPT_LOGPROBS // 4 + 1):

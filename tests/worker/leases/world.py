@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from promptq.shared.protocol.claims import Claim, ModelIdentity
@@ -94,11 +95,18 @@ def claim(events: list[TokenEvent] | None = None, **fields: Any) -> Claim:
     )
 
 
+@dataclass
+class Bounds:
+    """The part of an engine that a preparation reads."""
+
+    limits: EngineLimits
+    abilities: EngineAbilities
+
+
 def preparation(**abilities: Any) -> Preparation:
     return Preparation(
         ByteTokenizer(),
-        limits(max_model_len=20),
-        EngineAbilities(**abilities),
+        Bounds(limits(max_model_len=20), EngineAbilities(**abilities)),
         ModelIdentity("mine", "123"),
         frozenset({END}),
     )

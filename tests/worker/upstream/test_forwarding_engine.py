@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from promptq.shared.protocol.request import FinishReason, SamplingParams
-from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
 from promptq.worker.upstream.dialects.dialect import Chunk, Mask
 from promptq.worker.upstream.dialects.transport import Server
 from promptq.worker.upstream.dialects.vllm import VllmDialect
@@ -32,6 +33,7 @@ class Scripted(VllmDialect):
         emitted: Sequence[int],
         model: str,
         mask: Mask | None = None,
+        grammar: str | None = None,
     ) -> AsyncGenerator[Chunk]:
         return self._script(request)
 
@@ -90,3 +92,31 @@ async def test_tokens_that_are_aborted_before_they_are_fetched_hold_nobody_back(
         engine.abort(1)
         [step] = await engine.fetch()
         assert [(it.sequence_id, it.token_ids) for it in step.outputs] == [(2, [98])]
+
+
+async def test_each_call_of_a_choice_has_the_whole_idle_time() -> None:
+    """Together the calls take longer."""
+
+    class Slow(VllmDialect):
+        """Prefers the token 97, and then 98. Both are forbidden."""
+
+        async def generate(
+            self,
+            server: Server,
+            request: EngineRequest,
+            emitted: Sequence[int],
+            model: str,
+            mask: Mask | None = None,
+            grammar: str | None = None,
+        ) -> AsyncGenerator[Chunk]:
+            await asyncio.sleep(1.2)
+            yield Chunk([97 if mask is None else 97 + len(mask.rejected)])
+
+    engine = ForwardingEngine("http://127.0.0.1:1", None, Slow(), limits_of(), "m", 2.4)
+    engine.start()
+    engine.add(replace(request(1, 1), bad_token_sequences=((97,), (98,))))
+    outputs: list[SequenceOutput] = []
+    while not outputs:
+        outputs = [output for step in await engine.fetch() for output in step.outputs]
+    await engine.stop(1.0)
+    assert (outputs[0].token_ids, outputs[0].finish_reason) == ([99], FinishReason.LENGTH)

@@ -9,8 +9,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from promptq import Client
-from promptq.shared.errors import ConfigurationError, InvalidRequestError
+from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue.request_queue import AsyncRequestQueue
@@ -31,7 +30,7 @@ from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.serve.build import Served, build
 from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from promptq.worker.upstream.dialects.dialect import ServerDescription, abilities_of
+from promptq.worker.upstream.dialects.dialect import ServerDescription
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
 from tests.programs.stand_in_server.batch import VOCAB_SIZE, next_token
@@ -302,18 +301,21 @@ async def test_a_server_that_ignores_masks_gets_no_request_that_needs_them(
     assert not {"response_format", "bad_words", "min_tokens"} & {*here.engine.abilities.refused}
 
 
-async def test_a_server_that_comes_back_without_masks_ends_the_worker_and_no_request(
+async def test_abilities_are_found_out_again_when_a_server_comes_back(
     name: str, stand_in: StandIn, model: Path
 ) -> None:
     here = await served(name, stand_in.url, model)
+    form = {"response_format": json_schema(LONG_SCHEMA)}
     async with started_engine(here) as engine:
-        stand_in.fail("break")
-        given_back = (await last_of(engine, prepare(here, max_tokens=9))).given_back
-        assert given_back is not None
-        stand_in.fail("unmask")
-        await async_until(lambda: engine.has_failed)
-        with pytest.raises(ConfigurationError, match="heeds no masks now, and did before"):
-            await engine.fetch()
+        for fault, lacks_masks in (("unmask", True), ("", False)):
+            stand_in.fail("overload")
+            given_back = (await last_of(engine, prepare(here, max_tokens=9))).given_back
+            assert given_back is not None
+            stand_in.fail(fault)
+            await async_until(lambda: engine.is_accepting)
+            assert ("response_format" in engine.abilities.refused) is lacks_masks
+            with pytest.raises(InvalidRequestError) if lacks_masks else nullcontext():
+                prepare(here, **form)
 
 
 async def complete(request: web.Request) -> web.Response:
@@ -333,12 +335,12 @@ async def complete(request: web.Request) -> web.Response:
 async def test_biases_are_masks_for_servers_that_know_nothing_else(model: Path) -> None:
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
-    dialect, description = OpenAIDialect(is_exact=True), ServerDescription("s", "m", 1024)
-    abilities = abilities_of(dialect, replace(description, heeds_masks=True))
+    dialect = OpenAIDialect(is_exact=True)
+    description = ServerDescription("s", "m", 1024, heeds_masks=True)
     tokenizer, ends = HuggingFaceTokenizer.load(str(model)), frozenset({END_TOKEN_ID})
     async with TestServer(app) as there:
         url = str(there.make_url("")).rstrip("/")
-        engine = ForwardingEngine(url, None, dialect, limits_of(), "m", 60.0, None, abilities)
+        engine = ForwardingEngine(url, None, dialect, limits_of(), "m", 60.0, None, description)
         grammars = Grammars(tokenizer, VOCAB_SIZE, ends)
         here = Served(engine, tokenizer, ModelIdentity(), ends, url, "float32", grammars=grammars)
         async with started_engine(here):

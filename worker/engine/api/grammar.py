@@ -29,6 +29,13 @@ class Grammar(Protocol):
         ...
 
     @property
+    def source(self) -> str | None:
+        """Lark text of the whole grammar for llguidance. Another engine that masks by it, and whose
+        end token is the tokenizer's, allows at least the tokens that `Masker.fill` does: before
+        llguidance 1.9, `whitespace_pattern` stands for any number. None: there is no such text."""
+        ...
+
+    @property
     def masker(self) -> Masker:
         """The masker that computes the masks. All grammars of a model share it."""
         ...

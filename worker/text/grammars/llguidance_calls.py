@@ -5,6 +5,7 @@ This code is in a separate module so that the process starts quickly.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,6 +44,16 @@ def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary, text, log_level=_SILENT)
+
+
+def lark_of(text: str) -> str:
+    """Returns a grammar, in the form in which the library's functions make them, as Lark text."""
+    header = "%llguidance {}\n"
+    if text.startswith('{"grammars"'):
+        (grammar,) = json.loads(text)["grammars"]
+        schema = grammar.get("json_schema")
+        return header + (grammar.get("lark_grammar") or f"start: %json {json.dumps(schema)}")
+    return text if text.lstrip().startswith("%llguidance") else header + text
 
 
 def reason_of(matcher: LLMatcher) -> str:

@@ -35,7 +35,12 @@ from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.grammars.call_grammar import CallGrammar
 from promptq.worker.text.grammars.closed_schemas import closed
 from promptq.worker.text.grammars.fault_place import path, place_of_fault
-from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_grammar, reason_of
+from promptq.worker.text.grammars.llguidance_calls import (
+    Vocabulary,
+    compile_grammar,
+    lark_of,
+    reason_of,
+)
 from promptq.worker.text.grammars.plain_schemas import plain
 from promptq.worker.text.grammars.schema_patterns import (
     MAX_COMBINED_PATTERNS,
@@ -91,7 +96,7 @@ class Grammars:
         self._vets = vets
         self._masker: LLMasker | None = None
         self._vetter: Vetter | None = None
-        self._known: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with its length
+        self._known: OrderedDict[bytes, tuple[LLMatcher, str]] = OrderedDict()  # with its text
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()  # for all of these
 
@@ -108,8 +113,9 @@ class Grammars:
         if only_known and self._masker is None:
             raise NewGrammarError
         masker = self._set_up(wanted.field)
-        matcher = self._compile(wanted, masker, only_known).deep_copy()
-        return LLGrammar(matcher, masker, end_token_ids)
+        matcher, text = self._compile(wanted, masker, only_known)
+        is_same = _ends_by_itself(wanted) or end_token_ids == {self._tokenizer.end_token_id}
+        return LLGrammar(matcher.deep_copy(), masker, end_token_ids, text if is_same else None)
 
     def close(self) -> None:
         """End the process that tests new grammars, if there is one."""
@@ -171,12 +177,12 @@ class Grammars:
         text = calls.text(wanted.tools, options_of, is_begun=wanted.is_begun)
         return LLMatcher.grammar_from_lark(text)
 
-    def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> LLMatcher:
+    def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> tuple[LLMatcher, str]:
         key = sha256(repr(wanted).encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             if (known := self._known.get(key)) is not None:
                 self._known.move_to_end(key)
-                return known[0]
+                return known
             if (refused := self._refused.get(key)) is not None:
                 raise _error(wanted.field, refused)
         if only_known:
@@ -198,8 +204,8 @@ class Grammars:
                 matcher = masker.compile(text)
                 reason = reason_of(matcher)
             if not reason:
-                self._remember(key, matcher, len(text))
-                return matcher
+                self._remember(key, matcher, text)
+                return matcher, text
             message = _refused(wanted, reason, partial(self._reason_against, masker))
         with self._lock:
             self._refused[key] = message
@@ -217,13 +223,13 @@ class Grammars:
         except NotVettedError:
             return ""
 
-    def _remember(self, key: bytes, matcher: LLMatcher, num_chars: int) -> None:
+    def _remember(self, key: bytes, matcher: LLMatcher, text: str) -> None:
         with self._lock:
-            self._known[key] = matcher, num_chars
-            sum_of_chars = sum(count for _, count in self._known.values())
+            self._known[key] = matcher, text
+            sum_of_chars = sum(len(known) for _, known in self._known.values())
             while len(self._known) > _MAX_COMPILED or sum_of_chars > _MAX_CACHED_CHARS:
-                _, (_, count) = self._known.popitem(last=False)
-                sum_of_chars -= count
+                _, (_, oldest) = self._known.popitem(last=False)
+                sum_of_chars -= len(oldest)
 
 
 def _not_possible(field: str, reason: str) -> InvalidRequestError:
@@ -263,14 +269,25 @@ class LLGrammar:
     """Implements `Grammar` with llguidance. Also has `rollback` and `validate_tokens`, for
     drafts."""
 
-    __slots__ = ("_all_ends", "_ends_to_allow", "_ends_to_ban", "masker", "matcher")
+    __slots__ = ("_all_ends", "_ends_to_allow", "_ends_to_ban", "_text", "masker", "matcher")
 
-    def __init__(self, matcher: LLMatcher, masker: LLMasker, end_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        masker: LLMasker,
+        end_token_ids: frozenset[int],
+        text: str | None = None,
+    ) -> None:
+        self._text = text
         self.matcher = matcher
         self.masker = masker
         self._all_ends = end_token_ids | masker.model_ends
         self._ends_to_allow = sorted(end_token_ids - masker.model_ends)
         self._ends_to_ban = sorted(masker.model_ends - end_token_ids)
+
+    @property
+    def source(self) -> str | None:
+        return None if self._text is None else lark_of(self._text)
 
     @property
     def is_complete(self) -> bool:
@@ -299,6 +316,14 @@ class LLGrammar:
         for token_id in self._ends_to_allow:
             bit = 1 << token_id % 8
             bits[token_id // 8] = bits[token_id // 8] & (255 - bit) | (bit if may_end else 0)
+
+
+def _ends_by_itself(wanted: Output) -> bool:
+    """Whether no output matches of which another one is a continuation, as with objects. Then it
+    does not matter which token an engine takes for the end."""
+    if isinstance(wanted, JsonOutput):
+        return wanted.schema.get("type") in ("object", "array")
+    return isinstance(wanted, ToolCallOutput)
 
 
 def _choice(

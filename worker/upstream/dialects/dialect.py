@@ -52,6 +52,8 @@ class ServerDescription:
     """Directory or hub name of the model's files, from the server's options."""
     heeds_masks: bool = False
     """Whether it was seen to choose another token because of a mask."""
+    takes_grammars: bool = False
+    """Whether it was seen to mask by the grammar of a call."""
 
     def __post_init__(self) -> None:
         """Checks the values. Raises ValueError for one that cannot be used."""
@@ -90,6 +92,8 @@ class Mask:
     rejected: tuple[int, ...]
     """Tokens that the server has chosen in this place, and which are not allowed. A server that
     cannot take the whole mask is at least forbidden these."""
+    may_be_grammar: bool = False
+    """Whether the server takes `grammar`."""
 
     @property
     def allowed_ids(self) -> list[int]:
@@ -98,8 +102,18 @@ class Mask:
 
     @property
     def forbidden_ids(self) -> list[int]:
+        """The rejected tokens first. The others are sorted: low ids are usually those of frequent
+        tokens."""
         ids: list[int] = np.flatnonzero(~self.allowed).tolist()
-        return ids
+        return [*dict.fromkeys([*self.rejected, *ids])]
+
+    @property
+    def grammar(self) -> str:
+        """A Lark text for llguidance: one of the allowed tokens."""
+        ids = np.flatnonzero(self.allowed)
+        runs = np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1)
+        ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+        return f"%llguidance {{}}\nstart: <[{ranges}]>"
 
 
 def seed_after(request: EngineRequest, num_emitted: int, mask: Mask | None = None) -> int:
@@ -142,11 +156,14 @@ class Dialect(Protocol):
         emitted: Sequence[int],
         model: str,
         mask: Mask | None = None,
+        grammar: str | None = None,
     ) -> AsyncGenerator[Chunk]:
         """Yields the tokens after `emitted`, the output so far, until the server ends the sequence.
 
-        With a mask, yields one token, which may be outside of a large mask. No generated token is
-        left out. Closing the generator closes the connection.
+        With a mask, yields one token, which may be outside of a large mask. With a `grammar` (see
+        `Grammar.source`), a server that can do so masks each token by the grammar, whose first
+        token is then the first one that it generates. No generated token is left out. Closing the
+        generator closes the connection.
         """
         ...
 

@@ -121,6 +121,7 @@ class LlamaCppDialect:
         emitted: Sequence[int],
         model: str,
         mask: Mask | None = None,
+        grammar: str | None = None,
     ) -> AsyncGenerator[Chunk]:
         """Yields chunks with every token.
 
@@ -129,6 +130,7 @@ class LlamaCppDialect:
         would be drawn a second time, so such tokens would become rare. So sampled outputs are never
         streamed.
         """
+        del grammar  # it takes grammars of another form
         output = [*emitted]
         if mask is not None:
             yield await self._ask_for_some(server, request, output, mask)
@@ -205,6 +207,7 @@ def _body(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
         "seed": seed_after(request, len(output)) % _RANDOM_SEED,
         "logit_bias": [[int(key), by] for key, by in (params.logit_bias or {}).items()],
         "return_tokens": True,
+        "response_fields": ["tokens", "tokens_predicted", "stop", "stop_type"],
         "cache_prompt": True,
     }
 

@@ -106,7 +106,9 @@ class OpenAIDialect:
         emitted: Sequence[int],
         model: str,
         mask: Mask | None = None,
+        grammar: str | None = None,
     ) -> AsyncGenerator[Chunk]:
+        del grammar  # the API knows none
         params = request.params
         sampling = {
             "max_tokens": request.max_tokens - len(emitted) if mask is None else 1,
@@ -128,13 +130,15 @@ class OpenAIDialect:
 def _bias(bias: dict[str, float] | None, mask: Mask) -> dict[str, float]:
     """Returns biases for a mask: the allowed tokens are lifted, and keep their own biases among
     themselves. The API takes no bias above 100, and only a limited number of biases. If these do
-    not suffice, the tokens that the server has chosen before are forbidden."""
+    not suffice, as many tokens as possible are forbidden, first those that the server has chosen
+    before."""
     own = bias or {}
     allowed = [str(token_id) for token_id in mask.allowed_ids]
     lift = _MOST_BIAS - max(0.0, *(own.get(token_id, 0.0) for token_id in allowed))
     if len(allowed) <= _MOST_BIASES and lift >= _LEAST_LIFT:
         return {token_id: lift + own.get(token_id, 0.0) for token_id in allowed}
-    return own | dict.fromkeys(map(str, mask.rejected), -_MOST_BIAS)
+    bans = map(str, mask.forbidden_ids[: _MOST_BIASES - len(own)])
+    return own | dict.fromkeys(bans, -_MOST_BIAS)
 
 
 def _body(prompt: list[int], sampling: dict[str, Any], model: str) -> dict[str, Any]:

@@ -36,8 +36,8 @@ from promptq.worker.upstream.dialects.transport import (
 _GENERATE = "/inference/v1/generate"
 _MOST_LOGPROBS = 20
 """vLLM's default of `--max-logprobs`."""
-_MOST_ALLOWED = 1024
-"""On a GPU, more `allowed_token_ids` end the server."""
+_MOST_ALLOWED = _MOST_BIASES = 1024
+"""On a GPU, more `allowed_token_ids`, or more entries of `logit_bias`, end the server."""
 _BANNED = -1e4
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -64,6 +64,7 @@ class VllmDialect:
             *(settings.engine_command or "vllm", "serve", str(settings.model)),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),
             *("--dtype", settings.dtype, "--max-num-seqs", str(settings.max_num_seqs)),
+            *("--structured-outputs-config", '{"backend": "guidance"}'),
         ]
         if settings.max_model_len is not None:
             command += ["--max-model-len", str(settings.max_model_len)]
@@ -125,11 +126,14 @@ class VllmDialect:
         emitted: Sequence[int],
         model: str,
         mask: Mask | None = None,
+        grammar: str | None = None,
     ) -> AsyncGenerator[Chunk]:
         body = self._body(request, emitted, model)
+        body["sampling_params"]["seed"] = seed_after(request, len(emitted), mask)
         if mask is not None:
             _put_mask(body["sampling_params"], mask)
-            body["sampling_params"]["seed"] = seed_after(request, len(emitted), mask)
+        if grammar is not None:
+            body["sampling_params"]["structured_outputs"] = {"grammar": grammar}
         async with server.stream(_GENERATE, body) as events:
             async for data in events:
                 if (chunk := _read(data, request.params.logprobs or 0)) is not None:
@@ -149,7 +153,6 @@ class VllmDialect:
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "logit_bias": params.logit_bias,
-            "seed": seed_after(request, num_emitted),
             # The model's end tokens are among these, if the request heeds them.
             "stop_token_ids": sorted(request.end_token_ids),
             "ignore_eos": True,
@@ -161,6 +164,7 @@ class VllmDialect:
             "model": model,
             "token_ids": [*request.prompt_token_ids, *emitted],
             "sampling_params": sampling,
+            "reasoning_ended": True,  # else a grammar might wait for the end of a thought
             "stream": True,
         }
         tenant = "" if self._shares_prefixes else request.tenant
@@ -171,11 +175,14 @@ class VllmDialect:
 
 def _put_mask(sampling: dict[str, Any], mask: Mask) -> None:
     sampling |= {"max_tokens": 1, "min_tokens": 0}
+    biases, forbidden = sampling["logit_bias"] or {}, mask.forbidden_ids
     if len(allowed := mask.allowed_ids) <= _MOST_ALLOWED:
         sampling["allowed_token_ids"] = allowed
+    elif mask.may_be_grammar and len(biases) + len(forbidden) > _MOST_BIASES:
+        sampling["structured_outputs"] = {"grammar": mask.grammar}
     else:
-        bans = {str(token_id): _BANNED for token_id in mask.rejected}
-        sampling["logit_bias"] = {**(sampling["logit_bias"] or {}), **bans}
+        bans = map(str, forbidden[: _MOST_BIASES - len(biases)])
+        sampling["logit_bias"] = biases | dict.fromkeys(bans, _BANNED)
 
 
 def _read(data: bytes, num_top: int) -> Chunk | None:

@@ -131,8 +131,7 @@ def prepare(
     )
     return Preparation(
         served.tokenizer,
-        served.engine.limits,
-        served.engine.abilities,
+        served.engine,
         served.identity,
         served.end_token_ids,
         served.grammars,

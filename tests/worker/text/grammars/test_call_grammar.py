@@ -21,7 +21,7 @@ from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.output_marks import OutputMarks
-from tests.worker.leases.world import claim, limits
+from tests.worker.leases.world import Bounds, claim, limits
 from tests.worker.text.formats import ARGUMENTS, FORMATS, PROPERTIES, SCHEMA, USER, Format
 from tests.worker.text.grammars.test_grammars import END, walk
 
@@ -338,8 +338,7 @@ def test_a_call_that_an_earlier_release_began_goes_on_in_its_form(name: str, beg
     tokens = tokenizer.encode_text(begun)
     prepares = Preparation(
         tokenizer,
-        limits(vocab_size=tokenizer.num_tokens),
-        EngineAbilities(grammars=True),
+        Bounds(limits(vocab_size=tokenizer.num_tokens), EngineAbilities(grammars=True)),
         ModelIdentity(name, name, format.style),
         frozenset({END}),
         grammars_of(format),

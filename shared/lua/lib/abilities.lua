@@ -1,0 +1,47 @@
+-- uses: keys, server, requests
+-- Fields of requests that a worker's engine cannot serve: each worker reports its list, with spaces between, as
+-- `refused`. A request has such a list too, `needs`: those of its fields that some worker had to refuse.
+
+local function has_one_of(list, needs)
+  for field in string.gmatch(needs, '%S+') do
+    if string.find(' ' .. list .. ' ', ' ' .. field .. ' ', 1, true) then return true end
+  end
+  return false
+end
+
+-- Whether a live worker serves all fields of the list `needs`. Workers of earlier releases report no list.
+local lists, answers = nil, {}
+local function some_worker_serves(needs)
+  if not lists then
+    lists = {}
+    local ids = redis.pcall('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
+    for nth, id in ipairs(ids.err and {} or ids) do
+      local list = redis.pcall('HGET', keys.prefix .. 'worker:' .. id, 'refused')
+      lists[nth] = type(list) == 'string' and list or ''
+    end
+  end
+  if answers[needs] == nil then
+    answers[needs] = false
+    for _, list in ipairs(lists) do
+      answers[needs] = answers[needs] or not has_one_of(list, needs)
+    end
+  end
+  return answers[needs]
+end
+
+-- Whether a request with these `needs` is for other workers than one that refuses the fields of a list.
+function abilities.is_for_others(needs, refused)
+  return needs and has_one_of(refused, needs) and some_worker_serves(needs) or false
+end
+
+-- Note that a request needs a field. Returns whether a live worker serves the request.
+function abilities.note_need(id, field)
+  local needs = (requests.read(id, 'needs') or {}).needs
+  if not needs then
+    needs = field
+  elseif not has_one_of(needs, field) then
+    needs = needs .. ' ' .. field
+  end
+  redis.call('HSET', keys.request(id), 'needs', needs)
+  return some_worker_serves(needs)
+end

@@ -1,0 +1,211 @@
+"""A server that takes grammars masks by them itself; the worker checks each token all the same.
+
+The stand-in masks as vLLM does, with llguidance and the tokenizer's end token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from promptq.shared.protocol.output_format import JsonOutput, RegexOutput
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_grammar, lark_of
+from promptq.worker.text.grammars.schema_masks import Grammars
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+from promptq.worker.upstream.dialects.dialect import Mask
+from promptq.worker.upstream.dialects.vllm import VllmDialect
+from tests.programs.stand_in_server.batch import VOCAB_SIZE
+from tests.programs.stand_in_server.starting import (
+    END_TOKEN_ID,
+    StandIn,
+    save_byte_model,
+    stand_in_server,
+)
+from tests.worker.text.grammars.structured import SCHEMAS, TOOLS, closed, json_schema, prepare
+from tests.worker.upstream.test_server import answering
+from tests.worker.upstream.test_watched_streams import (
+    GREEDY,
+    LONG_SCHEMA,
+    last_of,
+    masked,
+    served,
+    started_engine,
+)
+
+REQUESTS: list[dict[str, Any]] = [
+    *({"response_format": json_schema(schema)} for schema in SCHEMAS.values()),
+    {"response_format": json_schema(LONG_SCHEMA)},
+    {"response_format": {"type": "regex", "regex": '[0-9]{3,9}( [a-c"/]+)?'}},
+    {"tools": TOOLS, "tool_choice": "required"},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_byte_model(tmp_path_factory.mktemp("model"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture
+def stand_in(model: Path) -> Iterator[StandIn]:
+    with stand_in_server("vllm", "--token-seconds", "0", "--grammars", str(model)) as server:
+        yield server
+
+
+def some_requests(rng: random.Random) -> list[dict[str, Any]]:
+    said = ["".join(rng.choices("abcdef ", k=8)) for _ in REQUESTS]
+    return [
+        {"messages": [{"role": "user", "content": text}], **fields, "max_tokens": 60, **GREEDY}
+        for text, fields in zip(said, REQUESTS, strict=True)
+    ]
+
+
+async def test_one_call_gives_the_tokens_of_an_engine_that_masks_each_of_them(
+    stand_in: StandIn, model: Path
+) -> None:
+    """After a break the stream is a watched one, since the grammar cannot begin inside."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    here = await served("vllm", stand_in.url, model)
+    async with started_engine(here) as engine:
+        for fields in some_requests(rng):
+            whole, reason = masked(prepare(here, **fields))
+            before = stand_in.told()["started"]
+            output = await last_of(engine, prepare(here, **fields))
+            assert (output.token_ids, output.finish_reason) == (whole, reason), fields
+            assert stand_in.told()["started"] == before + 1, fields
+            at = rng.randrange(1, len(whole))
+            prepared = prepare(here, emitted=whole[:at], **fields)
+            if not prepared.is_at_end:
+                assert (await last_of(engine, prepared)).token_ids == whole[at:], (at, fields)
+
+
+@pytest.mark.parametrize("fault", ["refuse_grammars", "unmask"])
+async def test_a_server_that_stops_to_take_grammars_is_watched(
+    stand_in: StandIn, model: Path, fault: str
+) -> None:
+    """An older library refuses some grammars. The worker takes no token on trust."""
+    here = await served("vllm", stand_in.url, model)
+    fields = {"response_format": json_schema(LONG_SCHEMA), "max_tokens": 60, **GREEDY}
+    whole, _ = masked(prepare(here, **fields))
+    async with started_engine(here) as engine:
+        stand_in.fail(fault)
+        output = await last_of(engine, prepare(here, **fields))
+        if fault == "refuse_grammars":
+            assert output.token_ids == whole
+        else:
+            assert output.given_back is not None
+            assert whole[: len(output.token_ids)] == output.token_ids, "none outside of the grammar"
+
+
+async def test_bad_words_are_watched_beside_a_grammar(stand_in: StandIn, model: Path) -> None:
+    here = await served("vllm", stand_in.url, model)
+    form = json_schema(closed(k={"type": "string"}))
+    fields = {"response_format": form, "bad_words": [*"abcde"], "max_tokens": 40, **GREEDY}
+    whole, reason = masked(prepare(here, **fields))
+    async with started_engine(here) as engine:
+        output = await last_of(engine, prepare(here, **fields))
+    assert (output.token_ids, output.finish_reason) == (whole, reason)
+    assert reason is FinishReason.LENGTH or bytes(whole).endswith(b"}")
+
+
+def test_a_grammar_has_no_text_for_servers_with_another_end_token(model: Path) -> None:
+    """They would forbid the request's end tokens where the output may end or go on."""
+    tokenizer = HuggingFaceTokenizer.load(str(model))
+    grammars = Grammars(tokenizer, VOCAB_SIZE, frozenset({END_TOKEN_ID}))
+    several = frozenset({END_TOKEN_ID, 10})
+    digits = RegexOutput("[0-9]+")
+    assert grammars.start(digits, frozenset({END_TOKEN_ID})).source is not None
+    assert grammars.start(digits, several).source is None
+    assert grammars.start(JsonOutput({"type": "integer"}, True), several).source is None
+    assert grammars.start(JsonOutput({"type": "object"}, True), several).source is not None
+
+
+def test_lark_text_has_the_masks_of_each_form_of_a_grammar(model: Path) -> None:
+    from llguidance import LLMatcher
+
+    content = (model / "tokenizer.json").read_text()
+    vocabulary = Vocabulary(content, VOCAB_SIZE, [END_TOKEN_ID]).load()
+    options: Any = {"whitespace_pattern": "[ ]"}
+    schema = {"type": "object", "properties": {"é\n": {"enum": ["ü", 7]}}, "required": ["é\n"]}
+    texts = [
+        LLMatcher.grammar_from_json_schema(schema, overrides=options),
+        LLMatcher.grammar_from_regex('a/b"[0-9]+'),
+        LLMatcher.grammar_from_lark('start: "ab" /[0-9]+/'),
+        LLMatcher.grammar_from_lark('%llguidance {}\nstart: "ab" /[0-9]+/'),
+    ]
+    for text in texts:
+        ours, lark = (compile_grammar(vocabulary, each) for each in (text, lark_of(text)))
+        for _ in range(30):
+            bits = ours.compute_bitmask()
+            assert lark.compute_bitmask() == bits, text
+            allowed = [t for t in range(VOCAB_SIZE) if bits[t // 8] >> t % 8 & 1]
+            if ours.is_stopped() or allowed == [END_TOKEN_ID]:
+                break
+            assert ours.consume_token(allowed[0])
+            assert lark.consume_token(allowed[0])
+
+
+def test_a_mask_as_a_grammar_allows_the_same_tokens(model: Path) -> None:
+    content = (model / "tokenizer.json").read_text()
+    vocabulary = Vocabulary(content, VOCAB_SIZE, [END_TOKEN_ID]).load()
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    for share in (0.01, 0.5, 0.99):
+        allowed = rng.random(VOCAB_SIZE) < share
+        allowed[[0, END_TOKEN_ID]] = True
+        matcher = compile_grammar(vocabulary, Mask(allowed, ()).grammar)
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        found = np.unpackbits(bits, bitorder="little")[:VOCAB_SIZE].astype(bool)
+        assert found.tolist() == allowed.tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_allowed", "takes_grammars", "sent"),
+    [
+        (1024, True, {"allowed_token_ids": 1024}),
+        (4096 - 1000, True, {"logit_bias": 1001}),
+        (2000, True, {"structured_outputs": 1}),
+        (2000, False, {"logit_bias": 1024}),
+    ],
+)
+async def test_vllm_gets_as_much_of_a_mask_as_its_fields_take(
+    num_allowed: int, takes_grammars: bool, sent: dict[str, int]
+) -> None:
+    """With a bias of the request, which stays."""
+    bodies = []
+
+    async def answer(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        choice = '{"token_ids": [5], "finish_reason": "length"}'
+        return web.Response(text=f'data: {{"choices": [{choice}]}}\n\n')
+
+    allowed = np.zeros(4096, bool)
+    allowed[:num_allowed] = True
+    mask = Mask(allowed, (4000, 3999), may_be_grammar=takes_grammars)
+    params = SamplingParams(logit_bias={"1": 2.0})
+    request = EngineRequest(0, [0], params, seed=0, max_tokens=9)
+    async with answering(answer) as server:
+        async for _ in VllmDialect().generate(server, request, [], "m", mask):
+            pass
+    sampling = bodies[0]["sampling_params"]
+    found = {name: len(sampling[name]) for name in sent}
+    assert found == sent
+    names = {"allowed_token_ids", "structured_outputs"} & sampling.keys()
+    assert names == {*sent} - {"logit_bias"}
+    assert sampling["logit_bias"]["1"] == 2.0
+    if "logit_bias" in sent:
+        assert {"4000", "3999", str(num_allowed)} <= sampling["logit_bias"].keys()
+    assert sampling["max_tokens"] == 1
