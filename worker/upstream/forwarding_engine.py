@@ -22,6 +22,7 @@ from promptq.worker.engine.api.messages import (
     EngineSnapshot,
     EngineStats,
     GivenBack,
+    PromptLogprobs,
     SequenceOutput,
     SequenceSnapshot,
     SequenceTiming,
@@ -67,6 +68,8 @@ class _Sequence:
     timing: SequenceTiming = field(default_factory=SequenceTiming)
     slot: int | None = None
     stream: asyncio.Task[None] | None = None
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    """The server's report on the prompt, until an output has taken it."""
     is_reported: bool = False
     """Whether an output has reported when this attempt's first token came."""
 
@@ -342,6 +345,8 @@ class ForwardingEngine:
             self.limits.vocab_size,
             takes_grammars=self._takes_grammars,
         )
+        if sequence.request.wants_prompt_logprobs and not sequence.emitted:
+            sequence.prompt_logprobs = [await stream.prompt_logprobs()]
         is_over = False
         async with aclosing(stream.chunks()) as chunks:
             async for chunk in chunks:
@@ -365,7 +370,10 @@ class ForwardingEngine:
         if chunk.finish_reason is not None:
             self._put_end(sequence, chunk.finish_reason, chunk)
         elif chunk.token_ids:
-            output = SequenceOutput(sequence.sequence_id, chunk.token_ids, chunk.logprobs)
+            output = SequenceOutput(
+                sequence.sequence_id, chunk.token_ids, chunk.logprobs, sequence.prompt_logprobs
+            )
+            sequence.prompt_logprobs = None
             if not sequence.is_reported:
                 sequence.is_reported = True
                 output.timing = timing.copy()
@@ -391,6 +399,7 @@ class ForwardingEngine:
             sequence.sequence_id,
             chunk.token_ids if chunk else [],
             chunk.logprobs if chunk else None,
+            sequence.prompt_logprobs if chunk else None,
             finish_reason=reason,
             error=error,
             is_refused=is_refused,

@@ -12,7 +12,12 @@ import numpy as np
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.dialect import Dialect, Mask, ServerDescription
-from promptq.worker.upstream.dialects.transport import RefusedError, Server, ServerFaultError
+from promptq.worker.upstream.dialects.transport import (
+    RefusedError,
+    Server,
+    ServerFaultError,
+    malformed_as_fault,
+)
 
 _REQUEST = EngineRequest(0, [0], SamplingParams(temperature=0.0), seed=0, max_tokens=1)
 _GRAMMAR = """%llguidance {{}}
@@ -34,7 +39,20 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
         description,
         heeds_masks=await _heeds_masks(dialect, server, description.model, preferred, other),
         takes_grammars=await _takes_grammars(dialect, server, description.model, other),
+        reports_prompts=await _reports_prompts(dialect, server, description.model),
     )
+
+
+async def _reports_prompts(dialect: Dialect, server: Server, model: str) -> bool:
+    """Returns whether an answer has log-probabilities of the prompt."""
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    request = replace(_REQUEST, prompt_token_ids=[0, 0], params=params)
+    try:
+        with malformed_as_fault():
+            report = await dialect.prompt_logprobs(server, request, model)
+    except RefusedError:
+        return False
+    return report is not None and len(report) == 1
 
 
 async def _heeds_masks(

@@ -15,7 +15,7 @@ from contextlib import aclosing
 import numpy as np
 
 from promptq.shared.protocol.request import FinishReason
-from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
 from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, Mask
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
@@ -83,6 +83,21 @@ class WatchedStream:
             if not self._take(chunk):
                 raise UnusableAnswerError("a token outside of the mask")
             yield chunk
+
+    async def prompt_logprobs(self) -> PromptLogprobs:
+        """Returns the server's report on the prompt from its second token on, checked.
+
+        Raises UnusableAnswerError.
+        """
+        with malformed_as_fault():
+            found = await self._dialect.prompt_logprobs(self._server, self._request, self._model)
+        if found is None or len(found) != len(self._request.prompt_token_ids) - 1:
+            raise UnusableAnswerError("log-probabilities of the prompt are missing")
+        if not (np.isfinite(found.logprobs).all() and np.isfinite(found.top_logprobs).all()):
+            raise UnusableAnswerError("a log-probability of the prompt is not finite")
+        if not ((found.top_ids >= 0) & (found.top_ids < self._vocab_size)).all():
+            raise UnusableAnswerError("its report on the prompt has a number that is no token id")
+        return found
 
     async def _free_chunks(self) -> AsyncGenerator[Chunk]:
         """Yields what the server generates freely, up to a token that breaks a rule."""

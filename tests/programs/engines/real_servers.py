@@ -176,6 +176,16 @@ def undisturbed(prompt: str, num_tokens: int) -> list[int]:
     return tokens
 
 
+def logprobs_of(prompt: str) -> list[list[float]]:
+    """Returns the log-probabilities of all tokens where each token of the prompt but the first one
+    is."""
+    with _LOCK:
+        model, tokenizer = _loaded()
+    logits = model(tokenizer(prompt, return_tensors="pt").input_ids).logits[0, :-1]
+    rows: list[list[float]] = logits.log_softmax(-1).tolist()
+    return rows
+
+
 def text_of(tokens: list[int]) -> str:
     """Returns the text of output tokens, without an end token."""
     text: str = _loaded()[1].decode(tokens, skip_special_tokens=True)

@@ -9,9 +9,17 @@ import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import pytest
+
 from promptq import Client
 from promptq.worker.shipped import MODEL_DIR
-from tests.programs.engines.real_servers import GREEDY, NUM_TOKENS, RealServer, undisturbed
+from tests.programs.engines.real_servers import (
+    GREEDY,
+    NUM_TOKENS,
+    RealServer,
+    logprobs_of,
+    undisturbed,
+)
 from tests.support.processes import StartedWorker, started
 from tests.support.roles import as_role
 from tests.support.waiting import until
@@ -87,6 +95,27 @@ def test_a_cancel_frees_the_server(redis_url: str, tmp_path: Path, server: RealS
         client.cancel(request_id)
         assert [event.finish_reason for event in events][-1] == "cancelled"
         until(lambda: server.num_running() == 0)
+
+
+def test_log_probabilities_of_a_prompt_are_the_models(
+    redis_url: str, tmp_path: Path, server: RealServer
+) -> None:
+    if server.name != "vllm":
+        pytest.skip("only vLLM reports them")
+    fields = {"prompt_logprobs": 3, "temperature": 0.0, "max_tokens": 5}
+    with Client(as_role("operator", redis_url)) as client, worker(server, tmp_path, redis_url):
+        for prompt in PROMPTS[:3]:
+            first, *others = client.result(client.enqueue(prompt, **fields)).prompt_logprobs or []
+            assert first is None
+            for entry, wanted in zip(others, logprobs_of(prompt), strict=True):
+                assert entry is not None
+                assert entry.top is not None
+                assert len(entry.top) == 3
+                for it in (entry, *entry.top):
+                    assert it.logprob == pytest.approx(wanted[it.token_id], abs=1e-3)
+                assert [it.logprob for it in entry.top] == pytest.approx(
+                    sorted(wanted, reverse=True)[:3], abs=1e-3
+                )
 
 
 def test_characters_of_several_tokens_arrive_whole(

@@ -55,12 +55,16 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
 POISON = ord("!")
 """A prompt with this token breaks its stream each time, after two tokens."""
 _OF_STREAMS = ("break", "abort", "end", "malformed", "foreign")
-FAULTS = (*_OF_STREAMS, "freeze", "overload", "refuse", "refuse_grammars", "unmask")
+FAULTS = (
+    *(*_OF_STREAMS, "freeze", "overload", "refuse", "refuse_grammars", "unmask"),
+    *("unreport", "spoil"),
+)
 """`break`: streams end with an error object; `abort`: with the reason `abort`; `end`: without any;
 `malformed`: with JSON of another form; `foreign`: with a token that the model does not have;
 `freeze`: no more tokens are generated; `overload`: new requests are refused with 503; `refuse`:
-with 404; `refuse_grammars`: those with a grammar are refused with 400; `unmask`: masks are ignored.
-The first five are over when each running stream has failed
+with 404; `refuse_grammars`: those with a grammar are refused with 400; `unmask`: masks are ignored;
+`unreport`: log-probabilities of prompts are left out; `spoil`: one of them is NaN. The first five
+are over when each running stream has failed
 once."""
 
 

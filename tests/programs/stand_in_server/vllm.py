@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import aclosing
 from typing import Any
 
@@ -129,6 +130,11 @@ def vllm_routes(
         if not is_stream:
             whole = _event(found, "length", None, body.get("request_id"))
             del whole["usage"]  # only events have it
+            num_top = params.get("prompt_logprobs")
+            if num_top is not None and batch.fault != "unreport":
+                whole["prompt_logprobs"] = report = _of_prompt(prompt, num_top)
+                if batch.fault == "spoil":
+                    report[-1][str(prompt[-1])]["logprob"] = math.nan
             return web.json_response(whole)
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -141,6 +147,19 @@ def vllm_routes(
         web.post("/tokenize", tokenize),
         web.post("/inference/v1/generate", generate),
     ]
+
+
+def _of_prompt(prompt: list[int], num_top: int) -> list[Any]:
+    """The tokens 0, 1, ... are the likeliest ones in each place."""
+    likeliest = {
+        str(token_id): {"logprob": -1.0 - token_id, "rank": token_id + 1, "decoded_token": None}
+        for token_id in range(num_top)
+    }
+    report: list[Any] = [None]
+    for token_id in prompt[1:]:
+        own = {"logprob": -1.0 - token_id, "rank": token_id + 1, "decoded_token": None}
+        report.append({str(token_id): own, **likeliest})
+    return report
 
 
 def _event(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
-from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
+from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest, PromptLogprobs
 from promptq.worker.upstream.dialects.transport import Server
 
 _LONGEST_NAME = 4096
@@ -54,6 +54,8 @@ class ServerDescription:
     """Whether it was seen to choose another token because of a mask."""
     takes_grammars: bool = False
     """Whether it was seen to mask by the grammar of a call."""
+    reports_prompts: bool = False
+    """Whether it was seen to report the log-probabilities of a prompt."""
 
     def __post_init__(self) -> None:
         """Checks the values. Raises ValueError for one that cannot be used."""
@@ -149,6 +151,13 @@ class Dialect(Protocol):
         """Returns a text's token ids without special tokens; None if the server cannot tokenise."""
         ...
 
+    async def prompt_logprobs(
+        self, server: Server, request: EngineRequest, model: str
+    ) -> PromptLogprobs | None:
+        """Returns the report on the prompt from its second token on; None if this kind of server
+        has no such report."""
+        ...
+
     def generate(
         self,
         server: Server,
@@ -172,9 +181,11 @@ def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbil
     """Returns the abilities of a server. Where it heeds masks, a WatchedStream applies rules that
     the server does not know."""
     known = dialect.abilities
-    if not description.heeds_masks:
-        return known
-    return replace(known, grammars=True, unheeded=known.unheeded - {"bad_words", "min_tokens"})
+    if description.reports_prompts:
+        known = replace(known, unheeded=known.unheeded - {"prompt_logprobs"})
+    if description.heeds_masks:
+        known = replace(known, grammars=True, unheeded=known.unheeded - {"bad_words", "min_tokens"})
+    return known
 
 
 def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities:

@@ -114,6 +114,9 @@ class LlamaCppDialect:
         tokens: list[int] = (await server.post("/tokenize", body))["tokens"]
         return tokens
 
+    async def prompt_logprobs(self, server: Server, request: EngineRequest, model: str) -> None:
+        return None
+
     async def generate(
         self,
         server: Server,

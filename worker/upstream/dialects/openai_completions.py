@@ -99,6 +99,9 @@ class OpenAIDialect:
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         return None  # OpenAI's API has no call for it
 
+    async def prompt_logprobs(self, server: Server, request: EngineRequest, model: str) -> None:
+        return None
+
     async def generate(
         self,
         server: Server,

@@ -10,13 +10,14 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
-from promptq.worker.engine.api.messages import LEAST, EngineRequest
+from promptq.worker.engine.api.messages import LEAST, EngineRequest, PromptLogprobs
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
     Mask,
@@ -118,6 +119,24 @@ class VllmDialect:
         except RefusedError:
             return None  # started without a tokenizer
         return tokens
+
+    async def prompt_logprobs(
+        self, server: Server, request: EngineRequest, model: str
+    ) -> PromptLogprobs | None:
+        """Generates a token that is dropped, since streams have no such report. The server keeps
+        the prompt's KV cache for the stream."""
+        body = self._body(request, (), model) | {"stream": False}
+        num_top = request.params.prompt_logprobs or 0
+        body["sampling_params"] |= {
+            "max_tokens": 1,
+            "min_tokens": 0,
+            "logprobs": None,
+            "prompt_logprobs": num_top,
+        }
+        answer = await server.post(_GENERATE, body, server.idle_seconds)
+        if (entries := answer.get("prompt_logprobs")) is None:
+            return None
+        return _of_prompt(request.prompt_token_ids, entries, num_top)
 
     async def generate(
         self,
@@ -230,6 +249,24 @@ def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
         raise UnusableAnswerError(
             f"{first['loc'][0]} {first['input']!r:.40} in its log-probabilities: {first['msg']}"
         ) from None
+
+
+def _of_prompt(
+    token_ids: Sequence[int], entries: list[dict[str, Any]], num_top: int
+) -> PromptLogprobs:
+    """Reads vLLM's report: for each token but the first one, that token and the likeliest ones."""
+    own, likeliest = [], []
+    for token_id, entry in zip(token_ids[1:], entries[1:], strict=True):
+        own.append(entry[str(token_id)])
+        ranked = sorted(entry.items(), key=lambda item: item[1]["rank"])
+        likeliest.append([(int(name), token["logprob"]) for name, token in ranked[:num_top]])
+    shape = (len(own), num_top)
+    return PromptLogprobs(
+        np.array([token["logprob"] for token in own], np.float32),
+        np.array([token["rank"] for token in own], np.int64),
+        np.array([[name for name, _ in row] for row in likeliest], np.int64).reshape(shape),
+        np.array([[by for _, by in row] for row in likeliest], np.float32).reshape(shape),
+    )
 
 
 def _floored(logprob: Any) -> Any:
