@@ -21,6 +21,7 @@ from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_gr
 from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.dialect import Mask
+from promptq.worker.upstream.dialects.openai_completions import _bias
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from tests.programs.stand_in_server.batch import VOCAB_SIZE
 from tests.programs.stand_in_server.starting import (
@@ -209,3 +210,14 @@ async def test_vllm_gets_as_much_of_a_mask_as_its_fields_take(
     if "logit_bias" in sent:
         assert {"4000", "3999", str(num_allowed)} <= sampling["logit_bias"].keys()
     assert sampling["max_tokens"] == 1
+
+
+@pytest.mark.parametrize(("num_biases", "num_sent"), [(1, 300), (299, 300), (400, 402)])
+def test_biases_leave_room_for_bans_of_what_was_chosen(num_biases: int, num_sent: int) -> None:
+    allowed = np.zeros(4096, bool)
+    allowed[:2000] = True
+    own = {str(token_id): 1.0 for token_id in range(num_biases)}
+    sent = _bias(own, Mask(allowed, (4000, 3999) if num_biases > 300 else (4000,)))
+    assert len(sent) == num_sent
+    assert sent["4000"] == -100.0
+    assert own.items() <= sent.items()

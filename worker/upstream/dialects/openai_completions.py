@@ -140,8 +140,8 @@ def _bias(bias: dict[str, float] | None, mask: Mask) -> dict[str, float]:
     lift = _MOST_BIAS - max(0.0, *(own.get(token_id, 0.0) for token_id in allowed))
     if len(allowed) <= _MOST_BIASES and lift >= _LEAST_LIFT:
         return {token_id: lift + own.get(token_id, 0.0) for token_id in allowed}
-    bans = map(str, mask.forbidden_ids[: _MOST_BIASES - len(own)])
-    return own | dict.fromkeys(bans, -_MOST_BIAS)
+    num_bans = max(len(mask.rejected), _MOST_BIASES - len(own))
+    return own | dict.fromkeys(map(str, mask.forbidden_ids[:num_bans]), -_MOST_BIAS)
 
 
 def _body(prompt: list[int], sampling: dict[str, Any], model: str) -> dict[str, Any]:
