@@ -55,7 +55,7 @@ $(SET_UP): pyproject.toml constraints.txt
 		{ echo "promptq needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
 	@echo "Setting up $(VENV), once. Stage 1 of 3: an empty environment"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "Stage 2 of 3: packages, 2.7 GB once installed; with PyTorch for CUDA, pip's default, 8 GB"
+	@echo "Stage 2 of 3: packages, 3 GB to download, 6 GB once installed; with PyTorch for CPUs alone, 2.7 GB"
 	@# At a terminal pip shows each package with its size and a bar; else only what goes wrong.
 	@quiet=--quiet; test ! -t 1 || quiet=; \
 		$(BIN)/python -m pip install $$quiet --constraint constraints.txt --editable '.[dev]'

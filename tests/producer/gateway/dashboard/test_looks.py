@@ -88,6 +88,16 @@ async def expect_running(client: AsyncClient, num: int) -> None:
         pass
 
 
+@pytest.mark.parametrize(("viewport", "size"), LOOKS)
+async def test_the_theme_switch_shows_its_label(
+    open_page: Open, viewport: str, size: dict[str, int]
+) -> None:
+    page = await open_page(viewport=size)
+    label = await page.locator("#theme span").bounding_box()
+    assert label is not None
+    assert label["width"] > 20, viewport
+
+
 async def test_the_theme_is_chosen_and_kept(open_page: Open) -> None:
     page = await open_page(scheme="light")
     background = "getComputedStyle(document.body).backgroundColor"

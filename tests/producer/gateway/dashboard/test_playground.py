@@ -27,6 +27,8 @@ async def test_tokens_come_with_their_probabilities(
         await page.get_by_label("Likeliest shown").fill("3")
         await page.get_by_role("button", name="Run").click()
         await expect(page.locator(".outcome")).to_contain_text(re.compile("40 tokens.*length"))
+        outcome = await page.locator(".outcome").evaluate("it => it.textContent")
+        assert re.search(r"\d\u00a0tokens/s", outcome), "no break between number and unit"
         fields = {"max_tokens": 40, "seed": 7, "temperature": 0.8, "logprobs": 3}
         expected = await client.generate("Once upon a time", **fields)
         text = page.locator(".tokens .text")
