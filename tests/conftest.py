@@ -226,6 +226,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.sample_seed = given["sample_seed"]
 
 
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    from tests.support import forked_xdist
+
+    forked_xdist.install(config)
+
+
 def pytest_configure_node(node: Any) -> None:
     """xdist calls it for each of its processes, which all take the same sample."""
     node.workerinput["sample_seed"] = node.config.option.sample_seed

@@ -4,12 +4,15 @@ An interpreter needs half a second of CPU time to import the libraries of a comm
 seconds for those of a worker. The tests start hundreds of both. A test whose subject is the start
 of a process, its command line or its first environment uses `subprocess` itself. The interpreter of
 an earlier release runs this file too, so it imports nothing of ours.
+
+xdist's processes are forks too, and share the servers of the process that started them.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -25,6 +28,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 COMMAND = ("promptq.producer.commands.*", "promptq.producer.gateway.*", "promptq.producer.jobs.*")
@@ -35,6 +39,24 @@ WORKER = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto",
 )
+TESTS = (
+    *COMMAND,
+    *WORKER,
+    "aiohttp.test_utils",
+    "anthropic",
+    "cloudcoil.models.keda.v1alpha1",
+    "fakeredis",
+    "openai.types.responses",
+    "playwright.async_api",
+    "sympy",
+    "torch._dynamo",
+    "triton.runtime.interpreter",
+)
+"""Libraries whose import takes long, of all tests."""
+
+_SHARED = "TESTS_FORK_SERVERS"
+"""The environment variable with the folder of the servers that a run's processes share."""
+
 _MAX_MESSAGE_BYTES = 1 << 18
 _STREAMS = (0, 1, 2)
 
@@ -104,26 +126,52 @@ class ForkedProcess(subprocess.Popen[Any]):
 
 
 class ForkServer:
-    """The owner's handle of the process that forks."""
+    """A handle of a process that forks. The process ends with the handle that started it; all other
+    handles connect to `path`."""
 
-    def __init__(self, libraries: Sequence[str], python: str, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        libraries: Sequence[str],
+        python: str,
+        environment: dict[str, str],
+        path: Path | None = None,
+    ) -> None:
         self.python = python
+        self._lock = threading.Lock()
+        if path is not None and path.exists():
+            self._socket = _new_socket()
+            self._socket.connect(str(path))
+            return
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, _new_socket() as listening:
+            sockets = [theirs.fileno()]
+            if path is not None:
+                listening.bind(str(path))
+                listening.listen()
+                sockets.append(listening.fileno())
             # Another release has no such module. With -P, modules beside it do not hide libraries
             # of the same names.
             program = ["-P", __file__] if "PYTHONPATH" in environment else ["-m", __name__]
-            command = [python, *program, str(theirs.fileno()), *libraries]
+            command = [python, *program, ",".join(map(str, sockets)), *libraries]
             kept = {
                 name: value for name, value in os.environ.items() if not name.startswith("PROMPTQ_")
             }
             kept |= environment
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=kept)
+            self._process = subprocess.Popen(command, pass_fds=sockets, env=kept)
 
     def start(self, task: dict[str, Any], descriptors: list[int]) -> int:
         """Returns the process id. The first call waits until the libraries are imported."""
-        socket.send_fds(self._socket, [json.dumps(task).encode()], descriptors)
-        return int(self._socket.recv(16))
+        with self._lock:  # a reply belongs to the task before it
+            socket.send_fds(self._socket, [json.dumps(task).encode()], descriptors)
+            return int(self._socket.recv(16))
+
+
+_owned: list[ForkServer] = []
+"""The servers that this process shares."""
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 @cache
@@ -131,12 +179,31 @@ def fork_server(
     libraries: tuple[str, ...], python: str = sys.executable, **environment: str
 ) -> ForkServer:
     """Returns the only server with these libraries; `environment` is added to this process'."""
-    return ForkServer(libraries, python, environment)
+    path = None if environment else _shared_path(libraries)
+    is_shared = path is not None and path.exists()
+    return ForkServer(libraries, python, environment, path if is_shared else None)
+
+
+def share_fork_servers(folder: Path) -> None:
+    """Start servers for the processes that this one starts. They import nothing before a fork."""
+    os.environ[_SHARED] = str(folder)
+    shared = (COMMAND, WORKER)
+    _owned.extend(ForkServer(it, sys.executable, {}, _shared_path(it)) for it in shared)
+
+
+def _shared_path(libraries: Sequence[str]) -> Path | None:
+    folder = os.environ.get(_SHARED)
+    return (
+        Path(folder, hashlib.sha256(repr(libraries).encode()).hexdigest()[:16]) if folder else None
+    )
 
 
 @dataclass(slots=True)
 class _Forking:
-    socket: socket.socket
+    owner: socket.socket
+    listening: Sequence[socket.socket]
+    libraries: Sequence[str]
+    clients: list[socket.socket] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     """For each child, the descriptor that gets its exit status."""
 
@@ -148,25 +215,42 @@ class _Forking:
         for number in (signal.SIGINT, signal.SIGTERM):  # the owner's, not this process's
             signal.signal(number, signal.SIG_IGN)
         while True:
-            ready, _, _ = select.select([self.socket, wake], [], [])
+            sockets = [self.owner, *self.listening, *self.clients]
+            ready, _, _ = select.select([wake, *sockets], [], [])
             if wake in ready:
                 os.read(wake, 4096)
                 self._report_ended()
-            if self.socket in ready:
-                message, descriptors, _, _ = socket.recv_fds(self.socket, _MAX_MESSAGE_BYTES, 4)
-                if not message:
+            self.clients += [it.accept()[0] for it in self.listening if it in ready]
+            for client in {self.owner, *self.clients}.intersection(ready):
+                message, descriptors, _, _ = socket.recv_fds(client, _MAX_MESSAGE_BYTES, 4)
+                if not message and client is self.owner:
                     return None
+                if not message:
+                    self.clients.remove(client)
+                    client.close()
+                    continue
+                self._import_libraries()
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     for inherited in (wake, woken, descriptors[3], *self.statuses.values()):
                         os.close(inherited)
-                    self.socket.close()
+                    for each in (self.owner, *self.listening, *self.clients):
+                        each.close()
                     return _become(json.loads(message), descriptors[:3])
                 self.statuses[pid] = descriptors[3]
                 for inherited in descriptors[:3]:
                     os.close(inherited)
-                self.socket.send(str(pid).encode())
+                with suppress(BrokenPipeError):  # the client has just ended
+                    client.send(str(pid).encode())
+
+    def _import_libraries(self) -> None:
+        if self.libraries:
+            for name in self.libraries:
+                _import(name)
+            self.libraries = ()
+            gc.collect()
+            gc.freeze()
 
     def _report_ended(self) -> None:
         while self.statuses:
@@ -208,12 +292,9 @@ def _import(name: str) -> None:
 
 
 def main() -> None:
-    descriptor, *libraries = sys.argv[1:]
-    for name in libraries:
-        _import(name)
-    gc.collect()
-    gc.freeze()
-    program = _Forking(socket.socket(fileno=int(descriptor))).serve()
+    numbers, *libraries = sys.argv[1:]
+    owner, *listening = (socket.socket(fileno=int(number)) for number in numbers.split(","))
+    program = _Forking(owner, listening, libraries).serve()
     if program is None:
         return
     option, (name, *arguments) = program
