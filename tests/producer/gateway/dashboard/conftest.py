@@ -24,7 +24,18 @@ from tests.support.paths import ROOT
 ARTEFACTS = ROOT / "tests" / "artefacts"
 DESKTOP = {"width": 1280, "height": 860}
 PHONE = {"width": 390, "height": 844}
-ARGS = ["--headless", "--no-sandbox", "--disable-background-networking"]
+FEATURES = [
+    # Each window would load two pages of the browser's address bar.
+    *("WebUIOmniboxPopup", "WebUIOmniboxAimPopup"),
+    # Playwright disables these, and the last list is the one that counts.
+    *("AvoidUnnecessaryBeforeUnloadCheckSync", "DestroyProfileOnBrowserClose", "HttpsUpgrades"),
+    *("LensOverlay", "MediaRouter", "OptimizationHints", "PaintHolding"),
+    *("ThirdPartyStoragePartitioning", "NetworkTimeServiceQuerying", "AimEnabled"),
+]
+ARGS = [
+    *("--headless", "--no-sandbox", "--disable-background-networking"),
+    f"--disable-features={','.join(FEATURES)}",
+]
 
 expect.set_options(timeout=20_000)  # the machine may be busy; nothing waits for it on purpose
 
