@@ -16,6 +16,7 @@ from tests.support.paths import ROOT
 
 PARTS = ("producer", "worker", "shared")
 FILES = {path.relative_to(ROOT) for part in PARTS for path in (ROOT / part).rglob("*.py")}
+Imports = Mapping[Path, set[Path]]
 
 
 def file_of(module: str) -> Path | None:
@@ -37,7 +38,7 @@ def imported(text: str) -> Iterator[Path]:
             yield from [file for file in map(file_of, ours) if file is not None][:1]
 
 
-def circle(graph: Mapping[Path, set[Path]]) -> list[str]:
+def circle(graph: Imports) -> list[str]:
     """The members of a circle; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
@@ -46,17 +47,20 @@ def circle(graph: Mapping[Path, set[Path]]) -> list[str]:
     return []
 
 
-IMPORTS = {file: {*imported((ROOT / file).read_text())} - {file} for file in FILES}
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    """The files that each file imports."""
+    return {file: {*imported((ROOT / file).read_text())} - {file} for file in FILES}
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    assert sum(map(len, IMPORTS.values())) > 1000
-    assert circle(IMPORTS) == []
+def test_no_files_import_each_other_in_a_circle(imports: Imports) -> None:
+    assert sum(map(len, imports.values())) > 1000
+    assert circle(imports) == []
 
 
-def test_no_folders_import_each_other_in_a_circle() -> None:
+def test_no_folders_import_each_other_in_a_circle(imports: Imports) -> None:
     folders: dict[Path, set[Path]] = {}
-    for file, used in IMPORTS.items():
+    for file, used in imports.items():
         folders.setdefault(file.parent, set()).update({it.parent for it in used} - {file.parent})
     assert circle(folders) == []
 

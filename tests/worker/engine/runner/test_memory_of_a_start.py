@@ -18,6 +18,7 @@ from promptq.worker.engine.model import loading
 from promptq.worker.engine.model.backend_choice import decoder_of_saved_weights
 from promptq.worker.engine.model.loading import LoadOptions, load_model
 from promptq.worker.engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
+from tests.support.fork_server import WORKER, ForkedProcess, fork_server
 from tests.worker.engine.checkpoints.test_formats import CPU, FILES
 from tests.worker.engine.tiny_models import make_model
 
@@ -64,8 +65,11 @@ def test_a_start_makes_no_copy_of_the_wide_weights(
     folder, num_bytes = model
     options = {"quantization": quantization, "kv_cache_memory": 2**20}
     command = [sys.executable, "-c", LOAD, str(folder), json.dumps(options)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    share = int(told.splitlines()[-1]) / num_bytes
+    server = fork_server(WORKER)
+    with ForkedProcess(command, server=server, stdout=subprocess.PIPE, text=True) as process:
+        printed = process.communicate()[0]
+    assert process.returncode == 0
+    share = int(printed.splitlines()[-1]) / num_bytes
     print(f"{quantization}: {share:.2f} of {num_bytes / 1e6:.0f} MB")
     assert share < most
 
