@@ -160,7 +160,7 @@ def _check(
         ) from error
     plain = differences.get(False, difference)
     if not (plain.is_finite_alone and is_finite):
-        raise UnsupportedModelError(f"{family}: logits are not numbers: {why_not_finite(model)}")
+        raise UnsupportedModelError(f"{family}: logits are not finite: {why_not_finite(model)}")
     if not difference.is_tolerable:
         raise UnsupportedModelError(
             f"{family}: requests in a packed step do not get the same logits as alone (they are "
