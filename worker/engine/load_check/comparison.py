@@ -147,6 +147,12 @@ def run_steps(
     return [torch.cat(parts) for parts in rows]
 
 
+def is_finite_alone(loaded: LoadedModel, checked: CheckedModel, probe: Probe) -> bool:
+    """Returns whether the logits of a request alone are finite in the model's own dtype."""
+    set_attention(loaded.model, "eager")
+    return bool(torch.isfinite(_alone(loaded, probe, checked.counts_rows)).all())
+
+
 def compare(
     loaded: LoadedModel,
     checked: CheckedModel,
