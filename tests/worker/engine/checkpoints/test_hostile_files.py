@@ -379,3 +379,17 @@ def test_weights_that_are_no_numbers_are_named(
     options = LoadOptions(device="cpu", dtype=dtype)
     said = refusal(lambda: load_runner(str(folder), options))
     assert said == f"llama: logits are not finite: the weight {name} {expected}"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_activations_that_overflow_in_fp16_are_refused(native: bool, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for name in ("gate", "up"):
+        weights[f"model.layers.0.mlp.{name}_proj.weight"] *= 10_000
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    load_runner(str(folder), LoadOptions(device="cpu", dtype="float32", native=native))
+    options = LoadOptions(device="cpu", dtype="float16", native=native)
+    assert refusal(lambda: load_runner(str(folder), options)) == (
+        "llama: logits are not finite: its numbers overflow in float16; use --dtype bfloat16 or"
+        " float32"
+    )
