@@ -106,7 +106,7 @@ function progress(id, event, began, first, now) {
   const seconds = first === null ? 0 : (now - first) / 1000;
   const words = [`${count(num)} tokens`];
   if (first !== null) words.push(`the first after ${duration(first - began)}`);
-  if (num > 1 && seconds > 0) words.push(`${rate((num - 1) / seconds)} tokens/s`);
+  if (num > 1 && seconds > 0) words.push(`${rate((num - 1) / seconds)}\u00a0tokens/s`);
   if (event.finish_reason) words.push(`ended with ${event.finish_reason}`);
   if (event.error) words.push(event.error.message);
   return [`${words.join(", ")}. `, requestLink(id)];

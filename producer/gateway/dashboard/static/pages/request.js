@@ -83,7 +83,7 @@ function facets(it, now) {
       ["Crashes", it.crashes ? String(it.crashes) : null],
       ["Prompt", it.usage && `${count(it.usage.prompt_tokens)} tokens, ${count(it.usage.cached_tokens)} from the cache`],
       ["Output", it.usage && `${count(it.usage.completion_tokens)} tokens`],
-      ["Speed", it.stats && `${rate(it.stats.tokens_per_second)} tokens/s`],
+      ["Speed", it.stats && `${rate(it.stats.tokens_per_second)}\u00a0tokens/s`],
       ["Recomputed", it.stats?.recomputed_tokens ? `${count(it.stats.recomputed_tokens)} tokens` : null],
       ["Requeued from", it.requeued_from && requestLink(it.requeued_from)],
       ["Forked from", it.forked_from && [requestLink(it.forked_from), ` behind ${count(it.forked_at)} tokens`]],

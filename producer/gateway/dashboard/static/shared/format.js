@@ -47,10 +47,10 @@ export function clock(at, now = Date.now()) {
 
 export function bytes(value) {
   for (const unit of ["B", "KiB", "MiB"]) {
-    if (value < 1024) return `${Math.round(value)} ${unit}`;
+    if (value < 1024) return `${Math.round(value)}\u00a0${unit}`;
     value /= 1024;
   }
-  return `${value.toFixed(1)} GiB`;
+  return `${value.toFixed(1)}\u00a0GiB`;
 }
 
 /** The beginning and end of a long id, as ids of the same time begin alike. */
