@@ -219,6 +219,8 @@ def why_not_finite(model: PreTrainedModel) -> str:
             why = "holds NaN or infinity; its files are damaged, fetch them again"
             return f"the weight {name} {why}"
         return f"the weight {name} is too large for {dtype}; use --dtype bfloat16 or float32"
+    if model.dtype == torch.float32:
+        return "its numbers overflow even in float32; its files are damaged, fetch them again"
     others = "float32" if model.dtype == torch.bfloat16 else "bfloat16 or float32"
     return f"its numbers overflow in {dtype}; use --dtype {others}"
 

@@ -393,3 +393,15 @@ def test_activations_that_overflow_in_fp16_are_refused(native: bool, folder: Pat
         "llama: logits are not finite: its numbers overflow in float16; use --dtype bfloat16 or"
         " float32"
     )
+
+
+def test_activations_that_overflow_in_fp32_are_blamed_on_the_files(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for name in ("gate", "up"):
+        weights[f"model.layers.0.mlp.{name}_proj.weight"] *= 1e30
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    options = LoadOptions(device="cpu", dtype="float32")
+    assert refusal(lambda: load_runner(str(folder), options)) == (
+        "llama: logits are not finite: its numbers overflow even in float32; its files are damaged,"
+        " fetch them again"
+    )
