@@ -127,8 +127,9 @@ def in_api_names(
 
     A message begins with the path of a payload's field. `names` maps a payload's fields to those of
     the endpoint. A key of `names` with a dot replaces any part of the path. A key with a colon,
-    such as "embed: pooling", replaces the beginning of a message. The key `IF_NOT_STRICT` replaces
-    that advice, for a field of the endpoint that has no `strict`.
+    such as "embed: pooling", replaces the beginning of a message. The value of the key
+    `IF_NOT_STRICT` replaces this text, which advises to send `"strict": false`: some endpoints have
+    no such field.
     """
     for inner, outer in names.items():
         if ": " in inner and message.startswith(f"{inner}:"):

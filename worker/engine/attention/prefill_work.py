@@ -45,9 +45,11 @@ class PrefillWork:
     """Work lists of a step's tiles, one for each size of tile that layers request.
 
     `room` is the largest step, as (rows, chunks). With `room`, `fill` may replace the step by
-    another one: the lists then keep their addresses, as replayed graphs need, and end with tiles
-    without rows. Some lists were copied to the device with the step's inputs. With `room`, `fill`
-    gets these as `lists`. Without `room`, they are the `lists` of the layout.
+    another one. The work lists then keep their addresses, as replayed graphs need, and end with
+    tiles without rows.
+
+    A work list that an earlier step requested is copied to the device together with the step's
+    inputs. `fill` gets such copies as `lists`; without `room`, they are in `layout.lists`.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:

@@ -168,7 +168,7 @@ class ScheduledSequence:
 
     @property
     def num_samples(self) -> int:
-        """Number of the share's last rows that sample a token."""
+        """The number of this sequence's rows that sample a token. They are its last rows."""
         return 1 + len(self.draft) if self.samples else 0
 
 

@@ -249,8 +249,11 @@ def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) ->
 def _mixer(
     mixer: Any, rotary: nn.Module | None, found: Found, input_scale: float = 1.0
 ) -> Attention | Recurrent:
-    """Returns the parts of a mixer. In the parts of attention, `input_scale` multiplies only the
-    scores. The caller must multiply the output by it, because the parts do not scale values."""
+    """Returns the parts of a mixer whose inputs are multiplied by `input_scale`.
+
+    For attention, the parts scale only the scores (twice: queries and keys). They do not scale V,
+    so the caller must multiply the output by `input_scale`.
+    """
     recurrent = mixer_of(mixer)
     if recurrent is not None:
         return _recurrent(recurrent)

@@ -85,8 +85,8 @@ def misread_experts(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def _is_read(module: Any) -> bool:
-    """Whether `sum_of_experts` computes the same as the module for a few rows. The rows are large,
-    because with small gates, exchanging gate and up would make no difference."""
+    """Whether `sum_of_experts` computes the same as the module for a few rows. The rows have large
+    numbers: near 0 the activation is nearly linear, so gate and up could be exchanged unnoticed."""
     num_experts = len(module.down_proj)
     weights = partial(expert_weights, module)
     generator = torch.Generator("cpu").manual_seed(0)

@@ -47,7 +47,8 @@ def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
 
 
 def lark_of(text: str) -> str:
-    """Returns a grammar, in the form in which the library's functions make them, as Lark text."""
+    """Returns a grammar as Lark text. `text` is Lark text already, or the JSON that functions of
+    llguidance return."""
     header = "%llguidance {}\n"
     if text.startswith('{"grammars"'):
         (grammar,) = json.loads(text)["grammars"]

@@ -111,7 +111,7 @@ class Mask:
 
     @property
     def grammar(self) -> str:
-        """A Lark text for llguidance: one of the allowed tokens."""
+        """A Lark text for llguidance. The grammar matches any one of the allowed tokens."""
         ids = np.flatnonzero(self.allowed)
         runs = np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1)
         ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -67,8 +67,8 @@ def decode(
 ) -> None:
     """Compute attention of `query` [num_sequences, num_heads, key_size], and write it to `output`.
 
-    `spans` selects the list of `work`, whose contexts include the query's token. A row with a
-    context of 0 is padding, and its output is zero.
+    `work` has one list for each kind of `spans`. A context in a list includes the query's token. A
+    row with a context of 0 is padding, and its output is zero.
     """
     _, num_heads, key_size = query.shape
     _, num_kv_heads, block_size, value_size = cache.value.shape
