@@ -127,9 +127,8 @@ def in_api_names(
 
     A message begins with the path of a payload's field. `names` maps a payload's fields to those of
     the endpoint. A key of `names` with a dot replaces any part of the path. A key with a colon,
-    such as "embed: pooling", replaces the beginning of a message. The value of the key
-    `IF_NOT_STRICT` replaces this text, which advises to send `"strict": false`: some endpoints have
-    no such field.
+    such as "embed: pooling", replaces the beginning of a message. The key
+    `IF_NOT_STRICT`, which is an advice, replaces this advice in the rest of the message.
     """
     for inner, outer in names.items():
         if ": " in inner and message.startswith(f"{inner}:"):

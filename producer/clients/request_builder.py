@@ -91,7 +91,7 @@ def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields with a request id, with which the ids of samples begin."""
+    """Returns the fields, with a new request id if they have none. Ids of samples begin with it."""
     request_id = fields.get("request_id")
     checked_id = new_request_id() if request_id is None else check_request_id(request_id)
     return {**fields, "request_id": checked_id}

@@ -1,4 +1,5 @@
-"""Enqueues batches in RQ that no process runs, when a worker is free. Tenants take turns.
+"""Takes batches that no process runs, and enqueues them in RQ while an RQ worker is free. Tenants
+take turns.
 
 Other programs may write to the queue, too. An entry that is not a batch is deleted with a line in
 the log, so that it does not block later entries.

@@ -1,9 +1,9 @@
 """A server's stream in which each token obeys the request's rules.
 
-A server that takes grammars masks by the request's grammar from the beginning of the output on.
-Others generate freely, and so does each call after the first one: the first token that breaks a
-rule is dropped, the call is closed, and the server chooses one token under a mask in its place. So
-greedy outputs are those of an engine that masks each token, on any server that heeds masks.
+If a server can apply the request's grammar itself, the first call sends the grammar. In all other
+calls, the server generates freely. The first token that breaks a rule is dropped, and the call is
+closed. Then the server chooses one token under a mask, and generates freely again. So greedy
+outputs are those of an engine that masks each token, on any server that heeds masks.
 """
 
 from __future__ import annotations

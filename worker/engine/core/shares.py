@@ -80,8 +80,8 @@ class Shares:
 
 
 def last_of_most(running: list[Sequence], shares: Shares) -> Sequence:
-    """Returns the last one of the least urgent running sequences whose tenant has the largest
-    share. Never returns the first of several running sequences."""
+    """Returns a sequence to preempt. Among the least urgent running sequences, without the first
+    running one, chooses those of the tenant with the largest share, and of these the last."""
     priority = running[-1].request.priority
     lesser = takewhile(lambda each: each.request.priority == priority, reversed(running[1:]))
     return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))
