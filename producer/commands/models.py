@@ -24,8 +24,8 @@ models = typer.Typer(
 def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     """List the models, with one line for each queue.
 
-    `longest` is the most tokens that prompt and output may have together. `refuses`
-    lists the fields of a request that no worker's engine can serve.
+    `longest` is the most tokens that prompt and output may have together.
+    `refuses` lists the fields of a request that no worker's engine can serve.
 
     Examples:
 

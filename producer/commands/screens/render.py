@@ -106,12 +106,12 @@ def fitting(
 ) -> Mapping[str, Sequence[str]]:
     """Returns those columns of a `plain_table` that fit into a terminal of this width.
 
-    Columns are dropped in the order of `dropped_first`.
+    Columns are dropped in the order of `dropped_first`, which may name columns that are not there.
     """
     kept = dict(columns)
     for name in dropped_first:
         if width_of(kept) > width:
-            del kept[name]
+            kept.pop(name, None)
     return kept
 
 

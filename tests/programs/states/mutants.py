@@ -475,8 +475,8 @@ MUTANTS = (
     Mutant(  # what was begun is never begun again
         "progress",
         "claim",
-        "if is_newer(fields.payload) then",
-        "if fields.attempt then",
+        "if is_newer(fields.payload)",
+        "if fields.attempt",
         DEAD,
         in_chaos="resume-refused",
     ),

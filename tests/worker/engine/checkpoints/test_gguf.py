@@ -99,7 +99,7 @@ def test_fields_of_a_wrong_kind_are_named(tmp_path: Path) -> None:
         ("qwen3.rope.freq_base", [1.0], "its qwen3.rope.freq_base is an array"),
         ("qwen3.attention.head_count_kv", [2], "its qwen3.attention.head_count_kv is an array"),
         ("tokenizer.ggml.eos_token_id", [2], "its tokenizer.ggml.eos_token_id is an array"),
-        ("qwen3.attention.scale", float("nan"), "attention.scale is nan, which is not read"),
+        ("qwen3.attention.scale", float("nan"), "attention.scale is nan, which is not supported"),
         ("qwen3.embedding_length", 1.5, "for field 'hidden_size': .*1.5"),
     ):
         file = rewritten(source, tmp_path / "wrong.gguf", **{name: value})
@@ -125,11 +125,11 @@ def test_fields_of_a_wrong_kind_are_named(tmp_path: Path) -> None:
         ([LLAMA, TOKENS, (b"split.count", UINT32, b"")], "or is incomplete: "),
         (
             [LLAMA, TOKENS, (b"llama.block_count", STRING, text(b"\xff"))],
-            "settings are not read",
+            "its settings cannot be read",
         ),
         (
             [LLAMA, TOKENS, (b"llama.block_count", STRING, text(b"many"))],
-            "settings are not read",
+            "its settings cannot be read",
         ),
     ],
 )
