@@ -157,13 +157,16 @@ class ForkServer:
                 name: value for name, value in os.environ.items() if not name.startswith("PROMPTQ_")
             }
             kept |= environment
-            self._process = subprocess.Popen(command, pass_fds=sockets, env=kept)
+            process = subprocess.Popen(command, pass_fds=sockets, env=kept)
+            atexit.register(lambda: (process.kill(), process.wait()))
 
     def start(self, task: dict[str, Any], descriptors: list[int]) -> int:
         """Returns the process id. The first call waits until the libraries are imported."""
         with self._lock:  # a reply belongs to the task before it
             socket.send_fds(self._socket, [json.dumps(task).encode()], descriptors)
-            return int(self._socket.recv(16))
+            if not (reply := self._socket.recv(16)):
+                raise RuntimeError("the process that forks has ended; its own error is above")
+            return int(reply)
 
 
 _owned: list[ForkServer] = []
@@ -247,7 +250,8 @@ class _Forking:
     def _import_libraries(self) -> None:
         if self.libraries:
             for name in self.libraries:
-                _import(name)
+                with suppress(ImportError):  # a fork that needs the library names it
+                    _import(name)
             self.libraries = ()
             gc.collect()
             gc.freeze()
