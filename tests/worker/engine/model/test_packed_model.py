@@ -222,9 +222,7 @@ class Plain(TorchPaged):
 def test_a_backend_is_passed_over_for_what_it_does_not_know(family: str, unknown: str) -> None:
     loaded = loaded_model(family)
     assert check(loaded, Plain(), TorchPaged()).backend.name == "torch"
-    with pytest.raises(
-        UnsupportedModelError, match=rf"{family}: .*plain: .*support .*{unknown}"
-    ):
+    with pytest.raises(UnsupportedModelError, match=rf"{family}: .*plain: .*support .*{unknown}"):
         check(loaded, Plain())
 
 
