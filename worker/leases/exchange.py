@@ -26,6 +26,7 @@ from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease
 
 _RETRY_SECONDS = 0.2
+_UNSERVED_DELAY_MS = 1000
 
 
 class Exchange:
@@ -133,15 +134,22 @@ class Exchange:
                 self._leases.some_return.clear()
         self._leases.feed()
 
-    async def leave_to_other(self, lease: Lease, field: str) -> None:
-        """Give back a request that needs a field which this worker's engine cannot serve.
+    async def leave_to_others(self, unserved: Sequence[tuple[Lease, str]]) -> None:
+        """Give back requests, each with a field that this worker's engine cannot serve.
 
-        The lease stays as it is if no live worker serves the request. Raises RedisError, OSError.
+        If no live worker serves a request, its lease stays as it is. But if it has output already,
+        a server has lost the ability, and the request goes back with a delay. Raises RedisError,
+        OSError.
         """
-        (status,) = await self._queue.run(scripts.release([lease.as_held()], needs=[field]))
-        if status != "unserved":
-            self._leases.returning(lease)
-            self._departures.note(lease, self._leases.released(lease, status))
+        held = [lease.as_held() for lease, _ in unserved]
+        needs = [field for _, field in unserved]
+        statuses = await self._queue.run(scripts.release(held, needs=needs))
+        for (lease, _), status in zip(unserved, statuses, strict=True):
+            if status != "unserved":
+                self._leases.returning(lease)
+                self._departures.note(lease, self._leases.released(lease, status))
+            elif lease.claim.events:
+                self._leases.returning(lease, delay_ms=_UNSERVED_DELAY_MS)
 
     async def _release(self, leases: Sequence[Lease]) -> None:
         """Give leases back in one call. Either all or none of them count as a crash, and either all

@@ -218,9 +218,13 @@ class Prefetcher:
         self._leases.feed()
         complete = [lease for lease in leases if lease.state is LeaseState.ENDING]
         try:
+            if unserved := [
+                (lease, error.ability)
+                for lease, error in failed
+                if isinstance(error, UnservedFieldError)
+            ]:
+                await self._exchange.leave_to_others(unserved)
             for lease, error in failed:
-                if lease.state is LeaseState.PREPARING and isinstance(error, UnservedFieldError):
-                    await self._exchange.leave_to_other(lease, error.ability)
                 if lease.state is LeaseState.PREPARING:
                     self._meter.num_refused += 1
                     await self._publisher.refuse(lease, error)

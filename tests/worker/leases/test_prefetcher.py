@@ -18,6 +18,7 @@ from promptq.shared.protocol.request import FinishReason, NewRequest, Request, R
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.leases.coalescer import Coalescer
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exit_log import Departures
@@ -408,6 +409,27 @@ async def test_what_has_nothing_left_to_generate_is_only_ended(client: Any) -> N
     await async_until(lambda: house.publisher.completed)
     assert house.publisher.completed == [request_id]
     assert house.available == 0
+    await house.intake.stop()
+
+
+async def test_what_has_output_is_never_ended_for_a_field_that_no_server_serves_now(
+    client: Any,
+) -> None:
+    house = House(client)
+    house.engine.abilities = EngineAbilities(unheeded=frozenset({"min_p"}))
+    begun = await house.put(min_p=0.5)
+    (claim,) = await house.queue.take_batch(Room(1, 10**6))
+    event = TokenEvent(index=0, token_ids=[97], text="a", attempt=1)
+    await house.queue.publish([Row.of(begun, claim.fence, event)])
+    await house.queue.release([Held(begun, claim.fence)])
+    new = await house.put(min_p=0.5)
+    giving_back = asyncio.create_task(house.exchange.run_returns())
+    house.intake.start()
+    await async_until(lambda: house.publisher.refused)
+    await async_until(lambda: client.zscore(house.queue.keys.delayed, begun))
+    assert [*house.publisher.refused] == [new]
+    assert await house.queue.state(begun) is RequestState.WAITING
+    giving_back.cancel()
     await house.intake.stop()
 
 

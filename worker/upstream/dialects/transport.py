@@ -51,6 +51,11 @@ class RefusedError(Exception):
         super().__init__(message)
         self.status = status
 
+    @property
+    def is_servers(self) -> bool:
+        """Whether no request causes this status: the server, or a proxy before it, has changed."""
+        return self.status in (403, 404)
+
 
 @contextmanager
 def malformed_as_fault() -> Iterator[None]:
