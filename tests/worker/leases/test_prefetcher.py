@@ -30,7 +30,7 @@ from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.leases.publisher import Publisher
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.support.roles import AsyncQueueClient, as_role
-from tests.support.waiting import async_until
+from tests.support.waiting import Clock, async_until
 from tests.worker.leases.world import FakeEngine
 
 
@@ -96,7 +96,9 @@ class House:
         self.policy = Policy(self.leases, self.engine, depth)
         self.meter = meter = Meter()
         departures = Departures(meter, None, "default", "m", "w")
-        self.exchange = Exchange(self.queue, self.leases, departures)
+        self.clock = Clock()
+        self.exchange = Exchange(self.queue, self.leases, departures, self.clock)
+        self.others_report()
         tokenizer = tokenizer or ByteTokenizer()
         self.publisher = TellingPublisher(
             self.queue, self.leases, self.engine, tokenizer, Coalescer(1.0), meter, self.exchange
@@ -110,6 +112,12 @@ class House:
             self.exchange,
             meter,
         )
+
+    def others_report(self) -> None:
+        """Heartbeats, until others have had the time for theirs."""
+        for _ in range(12):
+            self.clock.now += 1.0
+            self.exchange.note_heartbeat()
 
     @property
     def available(self) -> int:
@@ -429,6 +437,26 @@ async def test_what_has_output_is_never_ended_for_a_field_that_no_server_serves_
     await async_until(lambda: client.zscore(house.queue.keys.delayed, begun))
     assert [*house.publisher.refused] == [new]
     assert await house.queue.state(begun) is RequestState.WAITING
+    giving_back.cancel()
+    await house.intake.stop()
+
+
+async def test_nothing_is_refused_for_others_before_they_could_report_after_an_outage(
+    client: Any,
+) -> None:
+    house = House(client)
+    house.engine.abilities = EngineAbilities(unheeded=frozenset({"min_p"}))
+    house.clock.now += 20.0
+    giving_back = asyncio.create_task(house.exchange.run_returns())
+    house.intake.start()
+    for beats in (False, True):
+        request_id = await house.put(min_p=0.5)
+        await async_until(lambda: client.zscore(house.queue.keys.delayed, request_id))  # noqa: B023
+        if not beats:
+            house.exchange.note_heartbeat()
+    assert not house.publisher.refused
+    house.others_report()
+    await async_until(lambda: len(house.publisher.refused) == 2)
     giving_back.cancel()
     await house.intake.stop()
 

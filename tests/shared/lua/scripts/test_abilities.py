@@ -87,6 +87,28 @@ def test_workers_of_earlier_releases_count_as_able(client: Any, queue: RequestQu
     assert ids(queue.take_batch(ROOM)) == ["schema"]
 
 
+def test_a_member_without_a_record_counts_as_no_worker(client: Any, queue: RequestQueue) -> None:
+    report(queue, "w1", SCHEMAS)
+    report(queue, "evicted", "")
+    client.delete(queue.keys.worker("evicted"))
+    client.zadd(queue.keys.workers, {"strange": 2**53, "typed": 2**53})
+    client.set(queue.keys.worker("typed"), "text")
+    put(queue, "schema")
+    (claim,) = queue.take_batch(room(SCHEMAS))
+    assert leave(queue, claim, "response_format") == "unserved"
+
+
+def test_a_worker_on_standby_may_serve_it(client: Any, queue: RequestQueue) -> None:
+    client.hset(queue.keys.model, "standby_until", 2**48)
+    put(queue, "schema")
+    put(queue, "vector")
+    claims = {claim.request_id: claim for claim in queue.take_batch(room(SCHEMAS))}
+    assert leave(queue, claims["schema"], "response_format") == "waiting"
+    assert leave(queue, claims["vector"], "embed") == "unserved"
+    client.hset(queue.keys.model, "standby_until", 1)
+    assert ids(queue.take_batch(room(SCHEMAS))) == ["schema"]
+
+
 def test_a_cancelled_one_ends(queue: RequestQueue) -> None:
     report(queue, "w2", "")
     put(queue, "schema")
