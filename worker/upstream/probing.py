@@ -37,9 +37,10 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
     other = 65 if preferred != 65 else 66
     return replace(
         description,
-        heeds_masks=await _heeds_masks(dialect, server, description.model, preferred, other),
         takes_grammars=await _takes_grammars(dialect, server, description.model, other),
         reports_prompts=await _reports_prompts(dialect, server, description.model),
+        # The last one, because it notices if another one has ended the server.
+        heeds_masks=await _heeds_masks(dialect, server, description.model, preferred, other),
     )
 
 
@@ -50,8 +51,8 @@ async def _reports_prompts(dialect: Dialect, server: Server, model: str) -> bool
     try:
         with malformed_as_fault():
             report = await dialect.prompt_logprobs(server, request, model)
-    except RefusedError as error:
-        if error.is_servers:
+    except (RefusedError, ServerFaultError) as error:
+        if isinstance(error, RefusedError) and error.is_servers:
             raise
         return False
     return report is not None and len(report) == 1

@@ -32,6 +32,10 @@ class ServerFaultError(Exception):
     """The server does not answer, or broke off: its work is computed again."""
 
 
+class SilentServerError(ServerFaultError):
+    """No answer comes: the server is silent, or the connection failed."""
+
+
 class UnusableAnswerError(Exception):
     """The server's answer to one request has values that no answer has, such as a NaN."""
 
@@ -137,9 +141,9 @@ def _as_faults(url: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise ServerFaultError(f"{url} was silent for too long") from error
+        raise SilentServerError(f"{url} was silent for too long") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise ServerFaultError(f"{url}: {_described(error)}") from error
+        raise SilentServerError(f"{url}: {_described(error)}") from error
 
 
 def _described(error: Exception) -> str:
