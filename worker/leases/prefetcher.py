@@ -41,6 +41,9 @@ _PUT_OFF_POLL_SECONDS = 0.1
 """Seconds between polls while requests are back in the queue with a delay. The usual interval would
 be too long, because no message says that a delay is over."""
 
+_WALK_SECONDS = 0.1
+"""Seconds between two claims that only pass over requests for other workers."""
+
 _Made = PreparedRequest | InvalidRequestError | TakesLongError | None
 """The result of preparing a claim. None: the lease was lost before that."""
 
@@ -183,9 +186,10 @@ class Prefetcher:
         self._meter.observe(CLAIM_TIME, time.monotonic() - started)
         self._wake_up.num_left = claims.num_pending
         self._too_small = None if claims else room
-        if claims.next_skip:
-            self._wake_up.work_came()  # more waits behind requests for newer workers
         if not claims:
+            if claims.next_skip:  # more waits behind requests for other workers
+                await asyncio.sleep(_WALK_SECONDS)
+                self._wake_up.work_came()
             return 0
         self._meter.num_claimed += len(claims)
         for claim in claims:

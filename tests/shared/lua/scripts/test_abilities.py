@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from promptq.shared.protocol.claims import Claim, Room
@@ -107,6 +108,21 @@ def test_a_worker_on_standby_may_serve_it(client: Any, queue: RequestQueue) -> N
     assert leave(queue, claims["vector"], "embed") == "unserved"
     client.hset(queue.keys.model, "standby_until", 1)
     assert ids(queue.take_batch(room(SCHEMAS))) == ["schema"]
+
+
+def test_claims_continue_behind_many_that_are_for_others(client: Any, queue: RequestQueue) -> None:
+    report(queue, "w2", "")
+    for number in range(700):
+        put(queue, f"a{number}")
+        client.hset(queue.keys.request(f"a{number}"), "needs", "response_format")
+    for number in range(3):
+        put(queue, f"z{number}")
+    one = replace(room(SCHEMAS), max_count=1)
+    taken = [ids(queue.take_batch(one)) for _ in range(6)]
+    assert taken == [[], ["z0"], ["z1"], ["z2"], [], []]
+    client.hset(queue.keys.request("a0"), "cancelled", 1)
+    queue.take_batch(one)
+    assert client.hget(queue.keys.request("a0"), "state") == b"cancelled", "it begins anew"
 
 
 def test_a_cancelled_one_ends(queue: RequestQueue) -> None:
