@@ -101,7 +101,7 @@ async def test_a_schema_is_refused_when_the_last_worker_that_serves_it_is_gone(
     result = await finished(queue, await async_put(queue, **FORM))
     assert result["error"] == {
         "type": "unsupported",
-        "message": "response_format: this worker's engine would ignore it",
+        "message": "response_format: no live worker's engine serves it",
     }
 
 

@@ -294,7 +294,7 @@ async def test_a_server_that_ignores_masks_gets_no_request_that_needs_them(
     here = await served(name, stand_in.url, model)
     assert {"response_format", "tool_choice", "bad_words"} <= {*here.engine.abilities.refused}
     for field in ({"response_format": json_schema(LONG_SCHEMA)}, {"bad_words": ["a"]}):
-        with pytest.raises(InvalidRequestError, match="this worker's engine would ignore it"):
+        with pytest.raises(InvalidRequestError, match="no live worker's engine serves it"):
             prepare(here, **field)
     stand_in.fail("")
     here = await served(name, stand_in.url, model)
