@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator
 
 SAMPLE_MS = 5000
 """Milliseconds that one sample of a queue's statistics covers."""
+RECORD_MS = 10_000
+"""Milliseconds until a worker that reports nothing counts as gone."""
 
 
 class _Observation(BaseModel):

@@ -11,8 +11,10 @@ arrives too late.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from promptq.shared.protocol.claims import ClaimContext, Claims
 _NUM_REPLIES = 64
 """Number of recent replies to compare. The quickest of them determines the difference between the
 server's clock and this machine's."""
+_LONGEST_KEPT = 30.0
+"""Seconds during which claims that return requests continue at the same place of the queue."""
 _LONGEST_DELAY = 5.0
 """In seconds. After a longer delay, the reply is not late: the server's clock has been changed."""
 
@@ -35,6 +39,7 @@ class ClaimHistory:
         self._session = secrets.token_hex(8)
         self._answered = ""
         self._skip = 0
+        self._kept_since = -math.inf
         self._number = 0
         self._is_under_way = False
         self._clock_differences: deque[float] = deque(maxlen=_NUM_REPLIES)
@@ -55,13 +60,21 @@ class ClaimHistory:
         try:
             yield turn
             self.is_unanswered = False
-            self._skip = turn.claims.next_skip
+            self._skip = self._place_after(turn.claims)
             self._remove_delay(turn.claims)
             if turn.claims and is_alone:
                 self._answered = turn.nonce
         finally:
             if is_alone:
                 self._is_under_way = False
+
+    def _place_after(self, claims: Claims) -> int:
+        """Returns `skip` of the next claim. A place that claims keep is left after a while, because
+        more urgent requests may have come before it."""
+        now = time.monotonic()
+        if not claims:
+            self._kept_since = now
+        return claims.next_skip if now - self._kept_since < _LONGEST_KEPT else 0
 
     def _remove_delay(self, claims: Claims) -> None:
         """Subtracts from `received_at` the delay of this reply, compared with the quickest recent

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import fields
 
-from promptq.shared.protocol.worker_stats import SlotState, SlotStats, WorkerStats
+from promptq.shared.protocol.worker_stats import RECORD_MS, SlotState, SlotStats, WorkerStats
 from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import EngineSnapshot, EngineStats, SequenceSnapshot
@@ -18,7 +18,6 @@ from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.rows import PreparedRequest
 
 INTERVAL_SECONDS = 1.0
-_TTL_MS = 10_000
 _ENGINE_FIELDS = {each.name for each in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
 """Seconds that a heartbeat waits for a snapshot, which the engine takes after the running step. If
@@ -53,7 +52,9 @@ class Heartbeat:
         OSError."""
         await self._look()
         part = self._part()
-        num_workers = await self._queue.run(scripts.heartbeat(self.stats(), _TTL_MS, self.slots()))
+        num_workers = await self._queue.run(
+            scripts.heartbeat(self.stats(), RECORD_MS, self.slots())
+        )
         await self._queue.run(statistics.sample(part))
         return num_workers
 

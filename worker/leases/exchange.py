@@ -7,7 +7,9 @@ state of a lease. If the request leaves the worker, its exit is recorded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from redis.exceptions import RedisError
@@ -16,6 +18,7 @@ from promptq.shared.errors import SpoiltRecordError
 from promptq.shared.protocol.claims import Held
 from promptq.shared.protocol.keys import is_request_id
 from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.protocol.worker_stats import RECORD_MS
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.spoilt import note
@@ -26,6 +29,7 @@ from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease
 
 _RETRY_SECONDS = 0.2
+_UNSERVED_DELAY_MS = 1000
 
 
 class Exchange:
@@ -34,10 +38,18 @@ class Exchange:
     `run_cancels` and `run_returns` are separate tasks, so neither waits for the other.
     """
 
-    def __init__(self, queue: AsyncRequestQueue, leases: Leases, departures: Departures) -> None:
+    def __init__(
+        self,
+        queue: AsyncRequestQueue,
+        leases: Leases,
+        departures: Departures,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._queue = queue
         self._leases = leases
         self._departures = departures
+        self._clock = clock
+        self._beat_at = self._beating_since = -math.inf
         self._cancelled_ids: set[str] = set()
         self._some_cancelled = asyncio.Event()
         self._turn = asyncio.Lock()  # so that no lease is given back twice
@@ -133,15 +145,38 @@ class Exchange:
                 self._leases.some_return.clear()
         self._leases.feed()
 
-    async def leave_to_other(self, lease: Lease, field: str) -> None:
-        """Give back a request that needs a field which this worker's engine cannot serve.
+    def note_heartbeat(self) -> None:
+        """Record that the server has just accepted a heartbeat of this worker."""
+        if not self._beats:
+            self._beating_since = self._clock()
+        self._beat_at = self._clock()
 
-        The lease stays as it is if no live worker serves the request. Raises RedisError, OSError.
+    @property
+    def _beats(self) -> bool:
+        return self._clock() - self._beat_at < RECORD_MS / 1000 / 2
+
+    @property
+    def _knows_others(self) -> bool:
+        """Whether each worker that lives has had the time to report itself."""
+        return self._beats and self._clock() - self._beating_since > RECORD_MS / 1000
+
+    async def leave_to_others(self, unserved: Sequence[tuple[Lease, str]]) -> None:
+        """Give back requests, each with a field that this worker's engine cannot serve.
+
+        If no live worker serves a request, its lease stays as it is. But if it has output already,
+        a server has lost the ability, and the request goes back with a delay. This also happens if
+        other workers may have had no time to report after a start or an outage. Raises RedisError,
+        OSError.
         """
-        (status,) = await self._queue.run(scripts.release([lease.as_held()], needs=[field]))
-        if status != "unserved":
-            self._leases.returning(lease)
-            self._departures.note(lease, self._leases.released(lease, status))
+        held = [lease.as_held() for lease, _ in unserved]
+        needs = [field for _, field in unserved]
+        statuses = await self._queue.run(scripts.release(held, needs=needs))
+        for (lease, _), status in zip(unserved, statuses, strict=True):
+            if status != "unserved":
+                self._leases.returning(lease)
+                self._departures.note(lease, self._leases.released(lease, status))
+            elif lease.claim.events or not self._knows_others:
+                self._leases.returning(lease, delay_ms=_UNSERVED_DELAY_MS)
 
     async def _release(self, leases: Sequence[Lease]) -> None:
         """Give leases back in one call. Either all or none of them count as a crash, and either all

@@ -41,6 +41,9 @@ _PUT_OFF_POLL_SECONDS = 0.1
 """Seconds between polls while requests are back in the queue with a delay. The usual interval would
 be too long, because no message says that a delay is over."""
 
+_WALK_SECONDS = 0.1
+"""Seconds between two claims that only pass over requests for other workers."""
+
 _Made = PreparedRequest | InvalidRequestError | TakesLongError | None
 """The result of preparing a claim. None: the lease was lost before that."""
 
@@ -183,9 +186,10 @@ class Prefetcher:
         self._meter.observe(CLAIM_TIME, time.monotonic() - started)
         self._wake_up.num_left = claims.num_pending
         self._too_small = None if claims else room
-        if claims.next_skip:
-            self._wake_up.work_came()  # more waits behind requests for newer workers
         if not claims:
+            if claims.next_skip:  # more waits behind requests for other workers
+                await asyncio.sleep(_WALK_SECONDS)
+                self._wake_up.work_came()
             return 0
         self._meter.num_claimed += len(claims)
         for claim in claims:
@@ -218,9 +222,13 @@ class Prefetcher:
         self._leases.feed()
         complete = [lease for lease in leases if lease.state is LeaseState.ENDING]
         try:
+            if unserved := [
+                (lease, error.ability)
+                for lease, error in failed
+                if isinstance(error, UnservedFieldError)
+            ]:
+                await self._exchange.leave_to_others(unserved)
             for lease, error in failed:
-                if lease.state is LeaseState.PREPARING and isinstance(error, UnservedFieldError):
-                    await self._exchange.leave_to_other(lease, error.ability)
                 if lease.state is LeaseState.PREPARING:
                     self._meter.num_refused += 1
                     await self._publisher.refuse(lease, error)

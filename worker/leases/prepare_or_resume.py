@@ -47,7 +47,7 @@ class UnservedFieldError(InvalidRequestError):
 
     def __init__(self, field: str, ability: str | None = None) -> None:
         super().__init__(
-            f"{field}: this worker's engine would ignore it", field=field, error_type="unsupported"
+            f"{field}: no live worker's engine serves it", field=field, error_type="unsupported"
         )
         self.ability = ability or field
 

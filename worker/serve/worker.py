@@ -262,6 +262,7 @@ class Worker:
 
     async def _beat(self) -> None:
         self.intake.num_workers = await self._heartbeat.beat()
+        self._exchange.note_heartbeat()
 
     async def _compare_lengths(self) -> None:
         """Log a warning if another worker of the queue has another length limit, because streams

@@ -49,8 +49,8 @@ from promptq.worker.upstream.token_rules import NoTokenError
 from promptq.worker.upstream.watched_stream import WatchedStream
 
 _AWAY = "the inference server is away"
-_OF_SERVER = (403, 404)
-"""Statuses that no request causes: the server has other options or another model than before."""
+_DOUBT_SECONDS = 3.0
+"""Seconds until a server that seems to have lost an ability is probed again."""
 _OVERLOADED_SECONDS = 1.0
 _BLAMELESS_FAULTS = 2
 """Number of times that a server may break off a request before the request is blamed."""
@@ -306,7 +306,7 @@ class ForwardingEngine:
         try:
             await self._read(sequence)
         except RefusedError as error:
-            if error.status in _OF_SERVER:
+            if error.is_servers:
                 self._give_back(sequence, str(error), is_blameless=True)
                 self._recover(str(error))
             else:
@@ -464,6 +464,8 @@ class ForwardingEngine:
         assert self._server is not None
         try:
             now = await self._recovery.wait_until_well(self._server, seconds)
+            if {*abilities_of(self._dialect, now).refused} - {*self.abilities.refused}:
+                now = await self._recovery.wait_until_well(self._server, _DOUBT_SECONDS)
         except ConfigurationError as error:
             self._fail(error)
             return

@@ -37,9 +37,10 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
     other = 65 if preferred != 65 else 66
     return replace(
         description,
-        heeds_masks=await _heeds_masks(dialect, server, description.model, preferred, other),
         takes_grammars=await _takes_grammars(dialect, server, description.model, other),
         reports_prompts=await _reports_prompts(dialect, server, description.model),
+        # The last one, because it notices if another one has ended the server.
+        heeds_masks=await _heeds_masks(dialect, server, description.model, preferred, other),
     )
 
 
@@ -50,7 +51,9 @@ async def _reports_prompts(dialect: Dialect, server: Server, model: str) -> bool
     try:
         with malformed_as_fault():
             report = await dialect.prompt_logprobs(server, request, model)
-    except RefusedError:
+    except (RefusedError, ServerFaultError) as error:
+        if isinstance(error, RefusedError) and error.is_servers:
+            raise
         return False
     return report is not None and len(report) == 1
 
@@ -64,7 +67,9 @@ async def _heeds_masks(
     allowed[other] = True
     try:
         chosen = await _token(dialect, server, model, mask=Mask(allowed, (preferred,)))
-    except RefusedError:
+    except RefusedError as error:
+        if error.is_servers:
+            raise
         return False
     return chosen != preferred
 
@@ -74,8 +79,10 @@ async def _takes_grammars(dialect: Dialect, server: Server, model: str, other: i
     try:
         grammar = _GRAMMAR.format(token_id=other)
         return await _token(dialect, server, model, grammar=grammar) == other
-    except (RefusedError, ServerFaultError):  # an engine that reads other grammars breaks off
-        return False
+    except (RefusedError, ServerFaultError) as error:
+        if isinstance(error, RefusedError) and error.is_servers:
+            raise
+        return False  # an engine that reads other grammars breaks off
 
 
 async def _token(dialect: Dialect, server: Server, model: str, **rules: Any) -> int:

@@ -21,6 +21,7 @@ from promptq.worker.upstream.dialects.transport import (
     RefusedError,
     Server,
     ServerFaultError,
+    SilentServerError,
     UnusableAnswerError,
     malformed_as_fault,
 )
@@ -125,9 +126,9 @@ class WatchedStream:
             async with aclosing(self._generate(None, source)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-        except (RefusedError, ServerFaultError):
+        except (RefusedError, ServerFaultError) as error:
             self._is_refused = source is not None and not self._output
-            if not self._is_refused:
+            if not self._is_refused or isinstance(error, SilentServerError):
                 raise
             self._takes_grammars = False
 
@@ -163,12 +164,12 @@ class WatchedStream:
         if np.count_nonzero(mask) == 1 and self._request.params.logprobs is None:
             return Chunk([int(mask.argmax())])
         while len(rejected) < _MOST_REJECTED:
+            rules = Mask(mask, tuple(rejected), may_be_grammar=self._takes_grammars)
             try:
-                chunk = await self._first_chunk(
-                    Mask(mask, tuple(rejected), may_be_grammar=self._takes_grammars)
-                )
-            except (RefusedError, ServerFaultError):
-                if not self._takes_grammars:
+                chunk = await self._first_chunk(rules)
+            except (RefusedError, ServerFaultError) as error:
+                is_grammar = rules.is_grammar_beside(self._request.params.logit_bias)
+                if not is_grammar or isinstance(error, SilentServerError):
                     raise
                 self._takes_grammars = False
                 continue
@@ -222,5 +223,5 @@ class WatchedStream:
                     if chunk.token_ids or chunk.finish_reason is not None:
                         return chunk
         except TimeoutError:
-            raise ServerFaultError(f"{self._server.url} sent no token for too long") from None
+            raise SilentServerError(f"{self._server.url} sent no token for too long") from None
         return None

@@ -1,4 +1,4 @@
--- uses: keys, server, requests
+-- uses: keys, numbers, server, requests
 -- Fields of requests that a worker's engine cannot serve: each worker reports its list, with spaces between, as
 -- `refused`. A request has such a list too, `needs`: those of its fields that some worker had to refuse.
 
@@ -9,15 +9,20 @@ local function has_one_of(list, needs)
   return false
 end
 
--- Whether a live worker serves all fields of the list `needs`. Workers of earlier releases report no list.
+-- Whether a live worker serves all fields of the list `needs`. Workers of earlier releases report no list. A
+-- worker on standby has promptq's own engine, which serves all fields, but not every model embeds.
 local lists, answers = nil, {}
 local function some_worker_serves(needs)
   if not lists then
     lists = {}
     local ids = redis.pcall('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
-    for nth, id in ipairs(ids.err and {} or ids) do
-      local list = redis.pcall('HGET', keys.prefix .. 'worker:' .. id, 'refused')
-      lists[nth] = type(list) == 'string' and list or ''
+    for _, id in ipairs(ids.err and {} or ids) do
+      local record = redis.pcall('HMGET', keys.prefix .. 'worker:' .. id, 'heartbeat_at', 'refused')
+      if record[1] then lists[#lists + 1] = record[2] or '' end
+    end
+    local standby_until = redis.pcall('HGET', keys.prefix .. 'model', 'standby_until')
+    if type(standby_until) == 'string' and numbers.whole(standby_until, 0) > server.now then
+      lists[#lists + 1] = 'embed'
     end
   end
   if answers[needs] == nil then

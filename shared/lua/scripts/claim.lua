@@ -45,6 +45,7 @@ local lease_ms, max_count, budget = tonumber(args.lease_ms), tonumber(args.max_c
 local capacity, nonce, version = tonumber(args.capacity), args.nonce, tonumber(args.version)
 local model, fingerprint, seed_base = args.model or '', args.fingerprint or '', args.seed_base or ''
 local num_held, session, answered = tonumber(args.num_held), args.session or '', args.answered or ''
+local refused, skip = args.refused or '', numbers.whole(args.skip, 0)
 
 local MAX_PAYLOAD = 8 * 1024 * 1024
 local MAX_PASSES = 8    -- how often an oversized request or a suspect is overtaken before room is kept
@@ -250,9 +251,13 @@ local function examine(queue, turn)
   local id = queue.id
   local wrong = requests.wrong_id(id)
   if wrong then return refuse(id, wrong) end
+  if refused ~= '' then
+    local known = requests.read(id, 'needs', 'state', 'cancelled') or {}
+    local is_waiting = known.state == 'waiting' and known.cancelled ~= '1'
+    if is_waiting and abilities.is_for_others(known.needs, refused) then return true end
+  end
   local fields = requests.read(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
-    'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect',
-    'needs')
+    'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect')
   if not fields then
     return refuse(id, 'request: the key promptq:{queue}:request:ID is not a hash')
   end
@@ -277,7 +282,7 @@ local function examine(queue, turn)
     ending.finish_bare(id, fields.cancelled == '1' and 'cancelled' or 'expired')
     return
   end
-  if is_newer(fields.payload) or abilities.is_for_others(fields.needs, args.refused or '') then return true end
+  if is_newer(fields.payload) then return true end
 
   local priority = numbers.whole(fields.priority) or numbers.in_json(fields.payload, 'priority') or 0
   local cost = cost_of(fields, output)
@@ -318,7 +323,7 @@ for _, id in ipairs(last_claimed) do
   walking = false
 end
 
-fair_share.open_all(numbers.whole(args.skip, 0))
+fair_share.open_all(skip)
 -- Or the first of several idle workers would take a whole burst, and the others nothing.
 local num_sharing = numbers.whole(args.num_sharing, 1)
 if num_sharing > 1 then
@@ -344,8 +349,9 @@ server.for_all(redis.call, 'ZADD', keys.leases, new_leases)
 fair_share.settle()
 server.carry_out()
 
--- Where the next call continues: after requests that only newer workers take, so that they hide nothing.
-local next_skip = 0
+-- Where the next call continues: after requests that are for other workers, so that they hide nothing. A call
+-- that gave something keeps the place.
+local next_skip = #claims > 0 and skip or 0
 if examined >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
   next_skip = fair_share.num_passed()
 end

@@ -33,12 +33,13 @@ local function give_back(id, fence, prompt_tokens, delay_ms, field)
   return 'waiting'
 end
 
-local statuses = {}
+local statuses, wakes = {}, false
 server.write_needs_no_memory()
 for nth = 1, math.floor(#ARGV / HELD) do
   local at = (nth - 1) * HELD + 1
   statuses[nth] = give_back(ARGV[at], ARGV[at + 1], ARGV[at + 2], delays[nth], needs[nth])
+  wakes = wakes or statuses[nth] ~= 'unserved'
 end
 server.carry_out()
-if #delays == 0 then server.wake_workers() end
+if wakes and #delays == 0 then server.wake_workers() end
 return statuses

@@ -57,14 +57,15 @@ POISON = ord("!")
 _OF_STREAMS = ("break", "abort", "end", "malformed", "foreign")
 FAULTS = (
     *(*_OF_STREAMS, "freeze", "overload", "refuse", "refuse_grammars", "unmask"),
-    *("unreport", "spoil"),
+    *("forbid_masks", "unreport", "break_reports", "spoil"),
 )
 """`break`: streams end with an error object; `abort`: with the reason `abort`; `end`: without any;
 `malformed`: with JSON of another form; `foreign`: with a token that the model does not have;
 `freeze`: no more tokens are generated; `overload`: new requests are refused with 503; `refuse`:
 with 404; `refuse_grammars`: those with a grammar are refused with 400; `unmask`: masks are ignored;
-`unreport`: log-probabilities of prompts are left out; `spoil`: one of them is NaN. The first five
-are over when each running stream has failed
+`forbid_masks`: those with a mask are refused with 403, as by a proxy (in vLLM's dialect only);
+`unreport`: log-probabilities of prompts are left out; `break_reports`: calls for them end with 500;
+`spoil`: one of them is NaN. The first five are over when each running stream has failed
 once."""
 
 

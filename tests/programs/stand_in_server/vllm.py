@@ -71,6 +71,10 @@ def vllm_routes(
             said = "The server has too many queued requests"
             return web.json_response(error(said, "ServiceUnavailable", 503), status=503)
         params, prompt = body["sampling_params"], body["token_ids"]
+        if batch.fault == "break_reports" and params.get("prompt_logprobs") is not None:
+            return web.json_response(error("broken", "InternalServerError", 500), status=500)
+        if batch.fault == "forbid_masks" and "allowed_token_ids" in params:
+            return web.json_response(error("not here", "Forbidden", 403), status=403)
         is_stream = body.get("stream", False)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
 

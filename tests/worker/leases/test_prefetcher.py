@@ -18,6 +18,7 @@ from promptq.shared.protocol.request import FinishReason, NewRequest, Request, R
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.leases.coalescer import Coalescer
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exit_log import Departures
@@ -29,7 +30,7 @@ from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.leases.publisher import Publisher
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.support.roles import AsyncQueueClient, as_role
-from tests.support.waiting import async_until
+from tests.support.waiting import Clock, async_until
 from tests.worker.leases.world import FakeEngine
 
 
@@ -95,7 +96,9 @@ class House:
         self.policy = Policy(self.leases, self.engine, depth)
         self.meter = meter = Meter()
         departures = Departures(meter, None, "default", "m", "w")
-        self.exchange = Exchange(self.queue, self.leases, departures)
+        self.clock = Clock()
+        self.exchange = Exchange(self.queue, self.leases, departures, self.clock)
+        self.others_report()
         tokenizer = tokenizer or ByteTokenizer()
         self.publisher = TellingPublisher(
             self.queue, self.leases, self.engine, tokenizer, Coalescer(1.0), meter, self.exchange
@@ -109,6 +112,12 @@ class House:
             self.exchange,
             meter,
         )
+
+    def others_report(self) -> None:
+        """Heartbeats, until others have had the time for theirs."""
+        for _ in range(12):
+            self.clock.now += 1.0
+            self.exchange.note_heartbeat()
 
     @property
     def available(self) -> int:
@@ -408,6 +417,47 @@ async def test_what_has_nothing_left_to_generate_is_only_ended(client: Any) -> N
     await async_until(lambda: house.publisher.completed)
     assert house.publisher.completed == [request_id]
     assert house.available == 0
+    await house.intake.stop()
+
+
+async def test_what_has_output_is_never_ended_for_a_field_that_no_server_serves_now(
+    client: Any,
+) -> None:
+    house = House(client)
+    house.engine.abilities = EngineAbilities(unheeded=frozenset({"min_p"}))
+    begun = await house.put(min_p=0.5)
+    (claim,) = await house.queue.take_batch(Room(1, 10**6))
+    event = TokenEvent(index=0, token_ids=[97], text="a", attempt=1)
+    await house.queue.publish([Row.of(begun, claim.fence, event)])
+    await house.queue.release([Held(begun, claim.fence)])
+    new = await house.put(min_p=0.5)
+    giving_back = asyncio.create_task(house.exchange.run_returns())
+    house.intake.start()
+    await async_until(lambda: house.publisher.refused)
+    await async_until(lambda: client.zscore(house.queue.keys.delayed, begun))
+    assert [*house.publisher.refused] == [new]
+    assert await house.queue.state(begun) is RequestState.WAITING
+    giving_back.cancel()
+    await house.intake.stop()
+
+
+async def test_nothing_is_refused_for_others_before_they_could_report_after_an_outage(
+    client: Any,
+) -> None:
+    house = House(client)
+    house.engine.abilities = EngineAbilities(unheeded=frozenset({"min_p"}))
+    house.clock.now += 20.0
+    giving_back = asyncio.create_task(house.exchange.run_returns())
+    house.intake.start()
+    for beats in (False, True):
+        request_id = await house.put(min_p=0.5)
+        await async_until(lambda: client.zscore(house.queue.keys.delayed, request_id))  # noqa: B023
+        if not beats:
+            house.exchange.note_heartbeat()
+    assert not house.publisher.refused
+    house.others_report()
+    await async_until(lambda: len(house.publisher.refused) == 2)
+    giving_back.cancel()
     await house.intake.stop()
 
 

@@ -77,6 +77,15 @@ async def test_a_server_that_reports_none_is_found_out_at_the_start(
     assert result["error"]["message"].startswith("prompt_logprobs: ")
 
 
+async def test_a_server_that_fails_to_report_can_be_used_for_the_rest(
+    model: Path, stand_in: StandIn
+) -> None:
+    stand_in.fail("break_reports")
+    here = await served("vllm", stand_in.url, model)
+    assert "prompt_logprobs" in here.engine.abilities.refused
+    assert "response_format" not in here.engine.abilities.refused
+
+
 async def test_a_report_that_is_no_number_ends_its_request_alone(
     redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn
 ) -> None:

@@ -5,6 +5,7 @@ The stand-in masks as vLLM does, with llguidance and the tokenizer's end token.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,9 @@ from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.dialect import Mask
 from promptq.worker.upstream.dialects.openai_completions import _bias
-from promptq.worker.upstream.dialects.vllm import VllmDialect
+from promptq.worker.upstream.dialects.transport import ServerFaultError
+from promptq.worker.upstream.dialects.vllm import _BANNED, VllmDialect, _put_mask
+from promptq.worker.upstream.watched_stream import WatchedStream
 from tests.programs.stand_in_server.batch import VOCAB_SIZE
 from tests.programs.stand_in_server.starting import (
     END_TOKEN_ID,
@@ -35,6 +38,7 @@ from tests.worker.upstream.test_server import answering
 from tests.worker.upstream.test_watched_streams import (
     GREEDY,
     LONG_SCHEMA,
+    close,
     last_of,
     masked,
     served,
@@ -108,6 +112,27 @@ async def test_a_server_that_stops_to_take_grammars_is_watched(
         else:
             assert output.given_back is not None
             assert whole[: len(output.token_ids)] == output.token_ids, "none outside of the grammar"
+
+
+async def test_silence_is_no_refusal_of_a_grammar(stand_in: StandIn, model: Path) -> None:
+    here = await served("vllm", stand_in.url, model)
+    request = prepare(here, response_format=json_schema(LONG_SCHEMA)).engine_request
+    close(here)
+    bodies = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        await asyncio.Event().wait()
+        return web.Response()
+
+    async with answering(answer, idle_seconds=0.1) as server:
+        stream = WatchedStream(
+            VllmDialect(), server, request, [], "m", VOCAB_SIZE, takes_grammars=True
+        )
+        with pytest.raises(ServerFaultError):
+            await anext(stream.chunks())
+    (body,) = bodies
+    assert "structured_outputs" in body["sampling_params"]
 
 
 async def test_bad_words_are_watched_beside_a_grammar(stand_in: StandIn, model: Path) -> None:
@@ -210,6 +235,20 @@ async def test_vllm_gets_as_much_of_a_mask_as_its_fields_take(
     if "logit_bias" in sent:
         assert {"4000", "3999", str(num_allowed)} <= sampling["logit_bias"].keys()
     assert sampling["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("first", [0, 3000])
+def test_as_many_biases_as_vllm_takes_leave_room_for_bans(first: int) -> None:
+    allowed = np.zeros(4096, bool)
+    allowed[:2000] = True
+    biases = {str(first + nth): nth / 1024 for nth in range(1024)}
+    sampling: dict[str, Any] = {"logit_bias": biases}
+    _put_mask(sampling, Mask(allowed, (4000, 3999)))
+    sent = sampling["logit_bias"]
+    assert len(sent) == 1024
+    assert sent["4000"] == sent["3999"] == _BANNED
+    kept = {name for name, by in sent.items() if by != _BANNED}
+    assert kept == ({str(nth) for nth in range(2, 1024)} if first == 0 else set())
 
 
 @pytest.mark.parametrize(("num_biases", "num_sent"), [(1, 300), (299, 300), (400, 402)])

@@ -294,7 +294,7 @@ async def test_a_server_that_ignores_masks_gets_no_request_that_needs_them(
     here = await served(name, stand_in.url, model)
     assert {"response_format", "tool_choice", "bad_words"} <= {*here.engine.abilities.refused}
     for field in ({"response_format": json_schema(LONG_SCHEMA)}, {"bad_words": ["a"]}):
-        with pytest.raises(InvalidRequestError, match="this worker's engine would ignore it"):
+        with pytest.raises(InvalidRequestError, match="no live worker's engine serves it"):
             prepare(here, **field)
     stand_in.fail("")
     here = await served(name, stand_in.url, model)
@@ -316,6 +316,47 @@ async def test_abilities_are_found_out_again_when_a_server_comes_back(
             assert ("response_format" in engine.abilities.refused) is lacks_masks
             with pytest.raises(InvalidRequestError) if lacks_masks else nullcontext():
                 prepare(here, **form)
+
+
+async def lost_contact(engine: ForwardingEngine, stand_in: StandIn, here: Served) -> None:
+    stand_in.fail("overload")
+    given_back = (await last_of(engine, prepare(here, max_tokens=9))).given_back
+    assert given_back is not None
+
+
+async def test_a_refusal_by_a_proxy_takes_no_ability_away(model: Path) -> None:
+    with stand_in_server("vllm") as stand_in:
+        here = await served("vllm", stand_in.url, model)
+        async with started_engine(here) as engine:
+            await lost_contact(engine, stand_in, here)
+            stand_in.fail("forbid_masks")
+            before = stand_in.told()["ended"]
+            await async_until(lambda: engine.is_accepting or stand_in.told()["ended"] > before + 12)
+            assert not engine.is_accepting, "it has looked more than once"
+            stand_in.fail("")
+            await async_until(lambda: engine.is_accepting)
+            assert "response_format" not in engine.abilities.refused
+
+
+async def test_an_ability_is_lost_only_if_the_server_lacks_it_twice(
+    name: str, stand_in: StandIn, model: Path
+) -> None:
+    here = await served(name, stand_in.url, model)
+    async with started_engine(here) as engine:
+        await lost_contact(engine, stand_in, here)
+        stand_in.fail("unmask")
+        looks = engine._recovery.wait_until_well
+        found: list[ServerDescription] = []
+
+        async def look(*arguments: Any) -> ServerDescription:
+            found.append(await looks(*arguments))
+            stand_in.fail("")
+            return found[-1]
+
+        engine._recovery.wait_until_well = look  # type: ignore[method-assign]
+        await async_until(lambda: engine.is_accepting)
+        assert [each.heeds_masks for each in found] == [False, True]
+        assert "response_format" not in engine.abilities.refused
 
 
 async def complete(request: web.Request) -> web.Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest, PromptLogprobs
 from promptq.worker.upstream.dialects.transport import Server
 
+MOST_LISTED = 1024
+"""On a GPU, longer lists of `allowed_token_ids` or `logit_bias` end vLLM's server."""
 _LONGEST_NAME = 4096
 """Characters of the name of a model, which may be a path."""
 
@@ -97,6 +99,16 @@ class Mask:
     may_be_grammar: bool = False
     """Whether the server takes `grammar`."""
 
+    def is_grammar_beside(self, biases: Mapping[str, float] | None) -> bool:
+        """Whether a call with these biases sends `grammar`, because no list of tokens suffices."""
+        num_allowed = int(np.count_nonzero(self.allowed))
+        num_biased = len(self.allowed) - num_allowed + len(self.allowed_of(biases))
+        return self.may_be_grammar and min(num_allowed, num_biased) > MOST_LISTED
+
+    def allowed_of(self, biases: Mapping[str, float] | None) -> dict[str, float]:
+        """Returns the biases of allowed tokens."""
+        return {name: by for name, by in (biases or {}).items() if self.allowed[int(name)]}
+
     @property
     def allowed_ids(self) -> list[int]:
         ids: list[int] = np.flatnonzero(self.allowed).tolist()
@@ -113,8 +125,12 @@ class Mask:
     def grammar(self) -> str:
         """A Lark text for llguidance. The grammar matches any one of the allowed tokens."""
         ids = np.flatnonzero(self.allowed)
-        runs = np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1)
-        ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+        ends = np.flatnonzero(np.diff(ids, append=-1) != 1)
+        firsts, lasts = ids[np.r_[0, ends[:-1] + 1]].tolist(), ids[ends].tolist()
+        ranges = ",".join(
+            f"{first}-{last}" if first < last else f"{first}"
+            for first, last in zip(firsts, lasts, strict=True)
+        )
         return f"%llguidance {{}}\nstart: <[{ranges}]>"
 
 

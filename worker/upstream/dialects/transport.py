@@ -32,6 +32,10 @@ class ServerFaultError(Exception):
     """The server does not answer, or broke off: its work is computed again."""
 
 
+class SilentServerError(ServerFaultError):
+    """No answer comes: the server is silent, or the connection failed."""
+
+
 class UnusableAnswerError(Exception):
     """The server's answer to one request has values that no answer has, such as a NaN."""
 
@@ -50,6 +54,11 @@ class RefusedError(Exception):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def is_servers(self) -> bool:
+        """Whether no request causes this status: the server, or a proxy before it, has changed."""
+        return self.status in (403, 404)
 
 
 @contextmanager
@@ -132,9 +141,9 @@ def _as_faults(url: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise ServerFaultError(f"{url} was silent for too long") from error
+        raise SilentServerError(f"{url} was silent for too long") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise ServerFaultError(f"{url}: {_described(error)}") from error
+        raise SilentServerError(f"{url}: {_described(error)}") from error
 
 
 def _described(error: Exception) -> str:

@@ -19,6 +19,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import LEAST, EngineRequest, PromptLogprobs
 from promptq.worker.upstream.dialects.dialect import (
+    MOST_LISTED,
     Chunk,
     Mask,
     ServerDescription,
@@ -37,8 +38,6 @@ from promptq.worker.upstream.dialects.transport import (
 _GENERATE = "/inference/v1/generate"
 _MOST_LOGPROBS = 20
 """vLLM's default of `--max-logprobs`."""
-_MOST_ALLOWED = _MOST_BIASES = 1024
-"""On a GPU, more `allowed_token_ids`, or more entries of `logit_bias`, end the server."""
 _BANNED = -1e4
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -194,14 +193,16 @@ class VllmDialect:
 
 def _put_mask(sampling: dict[str, Any], mask: Mask) -> None:
     sampling |= {"max_tokens": 1, "min_tokens": 0}
-    biases, forbidden = sampling["logit_bias"] or {}, mask.forbidden_ids
-    if len(allowed := mask.allowed_ids) <= _MOST_ALLOWED:
-        sampling["allowed_token_ids"] = allowed
-    elif mask.may_be_grammar and len(biases) + len(forbidden) > _MOST_BIASES:
+    biases = sampling["logit_bias"]
+    if np.count_nonzero(mask.allowed) <= MOST_LISTED:
+        sampling["allowed_token_ids"] = mask.allowed_ids
+    elif mask.is_grammar_beside(biases):
         sampling["structured_outputs"] = {"grammar": mask.grammar}
     else:
-        bans = map(str, forbidden[: _MOST_BIASES - len(biases)])
-        sampling["logit_bias"] = biases | dict.fromkeys(bans, _BANNED)
+        own = sorted(mask.allowed_of(biases).items(), key=lambda item: -abs(item[1]))
+        num_bans = max(len(mask.rejected), MOST_LISTED - len(own))
+        bans = dict.fromkeys(map(str, mask.forbidden_ids[:num_bans]), _BANNED)
+        sampling["logit_bias"] = dict(own[: MOST_LISTED - len(bans)]) | bans
 
 
 def _read(data: bytes, num_top: int) -> Chunk | None:

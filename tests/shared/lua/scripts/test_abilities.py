@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from promptq.shared.protocol.claims import Claim, Room
@@ -85,6 +86,43 @@ def test_workers_of_earlier_releases_count_as_able(client: Any, queue: RequestQu
     assert leave(queue, claim, "response_format") == "waiting"
     assert queue.take_batch(room(SCHEMAS)) == []
     assert ids(queue.take_batch(ROOM)) == ["schema"]
+
+
+def test_a_member_without_a_record_counts_as_no_worker(client: Any, queue: RequestQueue) -> None:
+    report(queue, "w1", SCHEMAS)
+    report(queue, "evicted", "")
+    client.delete(queue.keys.worker("evicted"))
+    client.zadd(queue.keys.workers, {"strange": 2**53, "typed": 2**53})
+    client.set(queue.keys.worker("typed"), "text")
+    put(queue, "schema")
+    (claim,) = queue.take_batch(room(SCHEMAS))
+    assert leave(queue, claim, "response_format") == "unserved"
+
+
+def test_a_worker_on_standby_may_serve_it(client: Any, queue: RequestQueue) -> None:
+    client.hset(queue.keys.model, "standby_until", 2**48)
+    put(queue, "schema")
+    put(queue, "vector")
+    claims = {claim.request_id: claim for claim in queue.take_batch(room(SCHEMAS))}
+    assert leave(queue, claims["schema"], "response_format") == "waiting"
+    assert leave(queue, claims["vector"], "embed") == "unserved"
+    client.hset(queue.keys.model, "standby_until", 1)
+    assert ids(queue.take_batch(room(SCHEMAS))) == ["schema"]
+
+
+def test_claims_continue_behind_many_that_are_for_others(client: Any, queue: RequestQueue) -> None:
+    report(queue, "w2", "")
+    for number in range(700):
+        put(queue, f"a{number}")
+        client.hset(queue.keys.request(f"a{number}"), "needs", "response_format")
+    for number in range(3):
+        put(queue, f"z{number}")
+    one = replace(room(SCHEMAS), max_count=1)
+    taken = [ids(queue.take_batch(one)) for _ in range(6)]
+    assert taken == [[], ["z0"], ["z1"], ["z2"], [], []]
+    client.hset(queue.keys.request("a0"), "cancelled", 1)
+    queue.take_batch(one)
+    assert client.hget(queue.keys.request("a0"), "state") == b"cancelled", "it begins anew"
 
 
 def test_a_cancelled_one_ends(queue: RequestQueue) -> None:
