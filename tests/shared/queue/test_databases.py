@@ -39,14 +39,15 @@ def use_every_channel(queue: RequestQueue) -> None:
 def heard(client: Any, channel: Any) -> list[tuple[str, bytes]]:
     """The messages so far, without their events, which have times in them."""
     channel.subscribe("end")
-    client.publish("end", "")
     messages = []
     for message in channel.listen():
         name = message["channel"].decode()
-        if name == "end" and message["type"] in ("message", "pmessage"):
+        if (name, message["type"]) == ("end", "subscribe"):
+            client.publish("end", "")
+        elif (name, message["type"]) == ("end", "message"):
             channel.unsubscribe("end")
             return messages
-        if "message" in message["type"] and name != "end":
+        elif "message" in message["type"]:
             messages.append((name, b"" if ":events:" in name else message["data"]))
     raise AssertionError("the subscription ended")
 
