@@ -15,6 +15,7 @@ import redis.asyncio
 
 from promptq import AsyncClient, Client
 from promptq.shared.errors import PromptqError, RedisBusyError
+from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.server.connection import explain, open_redis
 from promptq.shared.server.retry import is_away
 from tests.producer.gateway.living import live_gateway, live_worker
@@ -58,12 +59,18 @@ def busy(server: OwnServer) -> Iterator[None]:
 
 
 def test_streams_calls_and_workers_go_on(server: OwnServer) -> None:
+    begun: set[int] = set()
+
+    def num_tokens(client: Client | AsyncClient, event: TokenEvent) -> int:
+        begun.add(id(client))
+        return len(event.token_ids)
+
     def read(client: Client) -> int:
-        return sum(len(event.token_ids) for event in client.stream(request_id))
+        return sum(num_tokens(client, event) for event in client.stream(request_id))
 
     async def read_async(client: AsyncClient) -> int:
         async with client:
-            return sum([len(event.token_ids) async for event in client.stream(request_id)])
+            return sum([num_tokens(client, event) async for event in client.stream(request_id)])
 
     plain = as_role("producer", server.url)
     with (
@@ -78,7 +85,7 @@ def test_streams_calls_and_workers_go_on(server: OwnServer) -> None:
         streams: list[Future[int]] = [pool.submit(read, it) for it in (own, of_connection)]
         clients = AsyncClient(plain), AsyncClient(redis.asyncio.Redis.from_url(plain))
         streams += [pool.submit(asyncio.run, read_async(it)) for it in clients]
-        until(lambda: own.state(request_id) == "active")
+        until(lambda: len(begun) == len(streams))
         with busy(server):
             enqueueing = pool.submit(own.enqueue, "Hi", max_tokens=8)
             connecting = pool.submit(_open_when_served, plain)
