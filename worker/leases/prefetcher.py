@@ -225,7 +225,7 @@ class Prefetcher:
             if unserved := [
                 (lease, error.ability)
                 for lease, error in failed
-                if isinstance(error, UnservedFieldError)
+                if lease.state is LeaseState.PREPARING and isinstance(error, UnservedFieldError)
             ]:
                 await self._exchange.leave_to_others(unserved)
             for lease, error in failed:
