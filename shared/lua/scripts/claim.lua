@@ -251,13 +251,8 @@ local function examine(queue, turn)
   local id = queue.id
   local wrong = requests.wrong_id(id)
   if wrong then return refuse(id, wrong) end
-  if refused ~= '' then
-    local known = requests.read(id, 'needs', 'state', 'cancelled') or {}
-    local is_waiting = known.state == 'waiting' and known.cancelled ~= '1'
-    if is_waiting and abilities.is_for_others(known.needs, refused) then return true end
-  end
   local fields = requests.read(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
-    'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect')
+    'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect', 'needs')
   if not fields then
     return refuse(id, 'request: the key promptq:{queue}:request:ID is not a hash')
   end
@@ -282,7 +277,7 @@ local function examine(queue, turn)
     ending.finish_bare(id, fields.cancelled == '1' and 'cancelled' or 'expired')
     return
   end
-  if is_newer(fields.payload) then return true end
+  if is_newer(fields.payload) or abilities.is_for_others(fields.needs, refused) then return true end
 
   local priority = numbers.whole(fields.priority) or numbers.in_json(fields.payload, 'priority') or 0
   local cost = cost_of(fields, output)
