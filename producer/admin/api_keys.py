@@ -113,7 +113,8 @@ def create_api_key(
     """Creates a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
     `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is taken,
-    if the key would share files with a key that should be separate, or if a scope is unknown.
+    if a key without a tenant and another key would see each other's files, or if a scope is
+    unknown.
     """
     _check_scopes(key)
     if key.name == LOCAL_NAME:

@@ -163,9 +163,9 @@ class Exchange:
     async def leave_to_others(self, unserved: Sequence[tuple[Lease, str]]) -> None:
         """Give back requests, each with a field that this worker's engine cannot serve.
 
-        If no live worker serves a request, its lease stays as it is. But if it has output already,
-        a server has lost the ability, and the request goes back with a delay. This also happens if
-        other workers may have had no time to report after a start or an outage. Raises RedisError,
+        If no live worker serves a request, its lease stays as it is. In two cases the request goes
+        back with a delay instead: it has output already, so a server could serve it before; or
+        other workers may have had no time to report, after a start or an outage. Raises RedisError,
         OSError.
         """
         held = [lease.as_held() for lease, _ in unserved]

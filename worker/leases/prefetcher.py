@@ -139,7 +139,7 @@ class Prefetcher:
         """The lease whose preparation hangs, even if the lease is lost; None if no preparation
         hangs.
 
-        Always None after `stop`, because nothing waits for that thread then.
+        Always None after `stop`, because then nothing waits for the thread that prepares.
         """
         return next(iter(self._overdue), None) if self.is_running else None
 

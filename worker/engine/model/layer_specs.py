@@ -98,8 +98,9 @@ def record_layers(
     true_patterns: dict[Pattern, Pattern],
     mixers: list[Mixer],
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
-    """Returns the attention modules in order of call, and the spec of each with shrunk windows.
-    `mixers` are the model's recurrent modules of known kinds.
+    """Returns the attention modules in order of call, and the spec of each. The specs have the
+    small windows of this recording in place of the model's. `mixers` are the model's recurrent
+    modules of known kinds.
 
     Raises UnsupportedModelError if a layer needs an unknown argument, or has several attention
     calls. A layer without an attention call must be one of `mixers`.
