@@ -113,8 +113,8 @@ def create_api_key(
     """Creates a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
     `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is taken,
-    if a key without a tenant and another key would see each other's files, or if a scope is
-    unknown.
+    if the name is the tenant of another key, if the tenant is the name of a key without a tenant,
+    or if a scope is unknown.
     """
     _check_scopes(key)
     if key.name == LOCAL_NAME:

@@ -409,8 +409,8 @@ class Client:
         """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
         `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is
-        taken, if a key without a tenant and another key would see each other's files,
-        or if a scope is unknown.
+        taken, if the name is the tenant of another key, if the tenant is the name of a key without
+        a tenant, or if a scope is unknown.
         """
         return self._do(admin.api_keys.create_api_key(self._keys(), key, weight))
 

@@ -1,4 +1,4 @@
-"""Moves webhooks that releases before 0.3 enqueued in RQ to the queue's Redis."""
+"""Moves earlier webhooks from RQ to the queue's Redis. Releases before 0.3 enqueued them in RQ."""
 
 from __future__ import annotations
 

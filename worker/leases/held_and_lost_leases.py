@@ -234,7 +234,8 @@ class Leases:
         ]
 
     def by_tenant(self, preemptible: Iterable[Holding]) -> list[Holding]:
-        """Returns the sums of the preemptible sequences for each priority and tenant. Each tenant
+        """Returns the numbers of preemptible sequences and of their tokens, for each priority and
+        tenant. Each tenant
         that holds a request has an entry, with zeros if none of its sequences can be preempted."""
         by_level = {(0, lease.claim.tenant): (0, 0) for lease in self._by_request.values()}
         for priority, num_running, tokens, tenant in preemptible:

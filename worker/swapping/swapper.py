@@ -219,7 +219,7 @@ class Swapper:
         return f"{self._names[name]} (queue {name})" if name else "none"
 
     def _arrange(self) -> None:
-        """Order the next steps that make the wanted process the only one that serves."""
+        """Start the next steps towards a state in which only the wanted process serves."""
         wanted = self._places[self._wanted].process if self._wanted else None
         others = [place for place in self._places.values() if place.process is not wanted]
         is_alone = not any(place.process.holds_memory for place in others)

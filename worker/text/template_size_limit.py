@@ -209,7 +209,7 @@ def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
 
 
 def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check the length of the result before a filter is called."""
+    """Check, before a filter is called, the length that its result may have."""
     arguments = [*args, *kwargs.values()]
     width = max(map(_int_of, arguments), default=0)
     if name in _TEXTS_OF_ANYTHING and isinstance(value, list | tuple | dict):

@@ -42,7 +42,7 @@ def _command(module: str, args: Sequence[str]) -> list[str]:
 
 
 class ChildProcess:
-    """A process that ends when the process that started it ends, and its output.
+    """A process and its output. The process ends with its parent.
 
     The child is ready when a line of its output begins with `ready`. `show` is called from a thread
     with each line of output.

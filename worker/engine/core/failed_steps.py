@@ -39,7 +39,7 @@ class Collected(NamedTuple):
 
 def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
     """Returns the results of a launched batch. Raises RuntimeError if the runner did not return one
-    entry for each share, with one result for each row."""
+    list for each sequence that samples, with one token for each of its rows."""
     sampled = runner.collect(launched)
     counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
     if counts != wanted:

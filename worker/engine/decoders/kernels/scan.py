@@ -58,8 +58,9 @@ class Scan:
         """Returns the values that the rows read from the states, fp32 [T, value heads * value
         size].
 
-        `convolved` [T, channels] are queries, keys and values. `rates` are some columns of a larger
-        tensor: in the delta rule a rate for each value head, then a time step for each value head.
+        `convolved` [T, channels] are queries, keys and values. `rates` are columns of a larger
+        tensor: a time step for each value head, and in the delta rule an update rate for each value
+        head before them.
         `states` [entries, value heads, key size, value size] are in fp32.
         """
         parts, num_decodes = self._parts, sequences.num_decodes

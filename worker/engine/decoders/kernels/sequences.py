@@ -34,8 +34,9 @@ class StepSequences:
 
 @triton.jit
 def sequence_at(table: tl.tensor, index: tl.tensor, num_sequences: tl.tensor) -> tl.tuple:
-    """Returns the entries that a sequence reads and writes, its first row, its number of rows, and
-    the number of these rows that are not drafted."""
+    """Returns the number of the state that a sequence reads, the number of the state that the
+    sequence writes, its first row, its number of rows, and the number of these rows that are not
+    drafted."""
     place = table + index
     count = tl.load(place + 3 * num_sequences)
     return (
