@@ -167,7 +167,7 @@ async def test_what_a_worker_cannot_do_is_refused(redis_url: str, served: Served
             await client.embed([5] * 2048)
     letters = AsyncClient(redis_url, "letters")
     async with running_worker(redis_url, queue="letters"), letters as client:
-        with pytest.raises(RequestFailedError, match="embed: this worker's engine would ignore"):
+        with pytest.raises(RequestFailedError, match="embed: no live worker's engine serves it"):
             await client.embed("x")
 
 

@@ -94,7 +94,9 @@ def test_what_an_engine_cannot_do_is_refused_by_name(
     abilities: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     (name,) = fields
-    with pytest.raises(InvalidRequestError, match=f"^{name}: this worker's engine") as refused:
+    with pytest.raises(
+        InvalidRequestError, match=f"^{name}: no live worker's engine serves it"
+    ) as refused:
         preparation(**abilities).prepare(claim(**fields))
     assert (refused.value.field, refused.value.error_type) == (name, "unsupported")
     preparation(**abilities).prepare(claim(logprobs=None, top_k=0))
