@@ -271,7 +271,7 @@ async def test_penalties_that_would_not_count_all_tokens_are_refused(
     """Each call of a watched stream has the earlier tokens in its prompt."""
     here = await served(name, stand_in.url, model)
     for fields in ({"response_format": json_schema(LONG_SCHEMA)}, {"bad_words": ["a"]}):
-        with pytest.raises(InvalidRequestError, match="^presence_penalty: .* worker's engine"):
+        with pytest.raises(InvalidRequestError, match=r"^presence_penalty: .* worker's engine"):
             prepare(here, presence_penalty=1.0, **fields)
 
 
