@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.programs.stand_in_server.starting import StandIn, save_byte_model, stand_in_server
+from tests.programs.stand_in_server.starting import StandIn, stand_in_server
 from tests.support.model_free import finished, running_worker
 from tests.support.requests import async_put
 from tests.worker.text.grammars.structured import closed, json_schema
@@ -18,11 +18,6 @@ from tests.worker.upstream.test_watched_streams import served
 
 PROMPT = "a fox"
 FORM = json_schema(closed(fox={"type": "boolean"}))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_byte_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import carry_out_async
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.serve.worker import Worker
-from tests.programs.stand_in_server.starting import StandIn, save_byte_model, stand_in_server
+from tests.programs.stand_in_server.starting import StandIn, stand_in_server
 from tests.support.model_free import finished, running_worker
 from tests.support.requests import async_put
 from tests.support.waiting import async_until
@@ -30,11 +30,6 @@ SCHEMA = closed(fox={"type": "string", "maxLength": 9})
 FORM: dict[str, Any] = {"prompt": "a", "response_format": json_schema(SCHEMA), "max_tokens": 60}
 PLAIN: dict[str, Any] = {"prompt": "a", "max_tokens": 5}
 NAME = "vllm"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_byte_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ from tests.programs.stand_in_server.batch import VOCAB_SIZE
 from tests.programs.stand_in_server.starting import (
     END_TOKEN_ID,
     StandIn,
-    save_byte_model,
     stand_in_server,
 )
 from tests.worker.text.grammars.structured import SCHEMAS, TOOLS, closed, json_schema, prepare
@@ -51,14 +50,6 @@ REQUESTS: list[dict[str, Any]] = [
     {"response_format": {"type": "regex", "regex": '[0-9]{3,9}( [a-c"/]+)?'}},
     {"tools": TOOLS, "tool_choice": "required"},
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_byte_model(tmp_path_factory.mktemp("model"))
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
 
 
 @pytest.fixture

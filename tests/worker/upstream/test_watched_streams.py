@@ -38,7 +38,6 @@ from tests.programs.stand_in_server.starting import (
     END_TOKEN_ID,
     StandIn,
     limits_of,
-    save_byte_model,
     stand_in_server,
 )
 from tests.support.model_free import finished, running_worker
@@ -54,14 +53,6 @@ LONG_SCHEMA = closed(
     fox={"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 9, "maxItems": 9}
 )
 """Its outputs have more than 40 tokens."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_byte_model(tmp_path_factory.mktemp("model"))
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
 
 
 @pytest.fixture(params=NAMES)
