@@ -2,8 +2,8 @@
 
 A file goes through a gateway's `/v1/files` and `/v1/batches`, `promptq jobs` runs it, and a worker
 on the model-free engine answers: first a file with the most lines, then a file with about the most
-bytes in few lines. A peak is that of a process's memory (VmHWM). For the jobs, it is the largest
-peak of a process.
+bytes in few lines. A peak is the largest resident memory of a process (VmHWM). If the jobs have
+several processes, the largest peak counts.
 """
 
 from __future__ import annotations

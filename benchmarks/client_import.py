@@ -1,4 +1,4 @@
-"""Measures what `from promptq import Client` costs, beside redis-py alone.
+"""Measures what `from promptq import Client` costs, compared with redis-py alone.
 
 Each figure is the median over fresh interpreters, minus the median of interpreters that import
 nothing. The programs run in turns.

@@ -1,8 +1,8 @@
 """Measures how long no token comes while one model replaces another on one device.
 
-Both queues always have a backlog, so the models change as often as the rule allows. The time of a
-change is compared with the time of reading the weights from the page cache once. The models have
-the same random weights and two names.
+Both queues always have a backlog, so the models change as often as the worker's settings allow. The
+time of a change is compared with the time of reading the weights from the page cache once. The
+models have the same random weights and two names.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def arrivals(url: str, num_changes: int) -> list[tuple[float, str]]:
 def longest_gaps(arrived: list[tuple[float, str]]) -> list[float]:
     """Returns the longest time without any token at each change from one model to the other.
 
-    A change is over when a queue gets a token that had none for some seconds. While one model is
+    A change is over when a queue gets a token after some seconds without tokens. While one model is
     drained, tokens of both may come.
     """
     gaps: list[float] = []
@@ -83,7 +83,7 @@ def read_seconds(model: Path) -> float:
 
 
 def swapping(url: str, folder: Path, *, overlaps: bool) -> AbstractContextManager[object]:
-    """A worker of both models that swaps them as often as it can."""
+    """Runs a worker of both models that swaps them as often as it can."""
     models = [word for name in ("a", "b") for word in ("--model", str(folder / name))]
     queues = ("--queue", "a", "--queue", "b", "--redis", url)
     turns = ("--swap-least-seconds", _TURN_SECONDS, "--swap-longest-wait", _TURN_SECONDS)

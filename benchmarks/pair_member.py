@@ -97,7 +97,8 @@ async def _stream(client: AsyncClient, requests: list[Request]) -> Figures:
 
 
 async def _first(client: AsyncClient, at: float, prompt: list[int], num_output: int) -> float:
-    """Sends a request after `at` seconds. Returns the seconds to its first token, at its end."""
+    """Sends a request after `at` seconds, and waits for its end. Returns the seconds to its first
+    token."""
     await asyncio.sleep(at)
     started, first, num_tokens = time.perf_counter(), 0.0, 0
     fields = {"max_tokens": num_output, "temperature": 0.0, "ignore_eos": True}
@@ -111,7 +112,8 @@ async def _first(client: AsyncClient, at: float, prompt: list[int], num_output: 
 
 
 async def _drain_queue(url: str) -> Figures:
-    """Measures one-token requests of a worker without a model, from enqueue to the last end."""
+    """Measures one-token requests of a worker without a model, from the enqueue call until the last
+    request ends."""
     keys = [f"promptq:{{{_QUEUE}}}:{name}" for name in ("pending", "leases")]
     request = {"prompt": [1], "max_tokens": 1, "ignore_eos": True}
     async with AsyncClient(url, queue=_QUEUE) as client, redis.asyncio.Redis.from_url(url) as plain:

@@ -4,7 +4,8 @@ The other checkout needs an environment (`make .venv/.set-up`). Each checkout ha
 worker of a 54M model and a worker without a model (for the queue alone), which stay up. The same
 requests go to one checkout and then to the other, in alternating order, so other load of the
 machine affects both. The rate of `poisson` is 0.4 of a burst's rate. Nothing is drafted, because
-models with random weights repeat themselves. Each ratio is this checkout's figure over the other's.
+models with random weights repeat themselves. Each ratio is this checkout's figure divided by the
+other's.
 """
 
 from __future__ import annotations
@@ -71,10 +72,12 @@ class Member:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks pairs", description=__doc__)
-    parser.add_argument("other", type=Path, help="another checkout")
-    parser.add_argument("--solo", type=int, default=61, help="pairs of single requests")
-    parser.add_argument("--burst", type=int, default=9, help="pairs of bursts of 64")
-    parser.add_argument("--poisson", type=int, default=7, help="pairs of arrivals at random")
+    parser.add_argument("other", type=Path, help="folder of the other checkout")
+    parser.add_argument("--solo", type=int, default=61, help="number of pairs of single requests")
+    parser.add_argument("--burst", type=int, default=9, help="number of pairs of bursts of 64")
+    parser.add_argument(
+        "--poisson", type=int, default=7, help="pairs with arrivals at random times"
+    )
     parser.add_argument("--queue", type=int, default=9, help="pairs of 10,000 one-token requests")
     parser.add_argument("--cache", type=Path, default=_ROOT / "benchmarks" / ".cache")
     options = parser.parse_args()

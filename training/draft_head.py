@@ -1,10 +1,10 @@
 """Trains the shipped model's draft head: ``python -m training.draft_head``.
 
 The head predicts the token after the next one (multi-token prediction, DeepSeek-V3,
-https://arxiv.org/abs/2412.19437, section 2.2). It is a decoder layer like those of the model, which
-itself stays as it is: same embedding, same output layer. Workers apply the head to its own output,
-so training does that too. The targets are the model's own distributions, because a draft counts
-only if the model would have chosen it.
+https://arxiv.org/abs/2412.19437, section 2.2). It is a decoder layer like those of the model, and
+uses the model's embedding and output layer, which training does not change. Workers also apply the
+head to the head's output, so training does that, too. The targets are the model's own
+distributions, because a draft counts only if the model would have chosen it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from training.corpus import Batch, batches
 from training.train import Plan, optimizers_of
 
 FILE = Path("mtp", "model.safetensors")
-"""Apart from the model, so that programs that do not know heads can read the model."""
+"""A separate file, so that programs that do not know heads can read the model."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class _Rows:
 def train_head(folder: Path, seed: int = 0, plan: HeadPlan | None = None) -> list[float]:
     """Train a head for the model in ``folder`` and save it there.
 
-    Returns for each depth the probability that a draft is right, drawn from the head's
-    distribution with the random number that the model draws with.
+    Returns for each depth the probability that a draft is right, if head and model choose from
+    their distributions with the same random number.
     """
     plan = plan or HeadPlan()
     tokenizer = cast(Any, PreTrainedTokenizerFast).from_pretrained(folder)
@@ -133,7 +133,7 @@ def _fit(
 
 def rate_factor(step: int, plan: HeadPlan) -> float:
     """Returns the factor of the learning rates: a linear warm-up to 1, and at the end linearly down
-    to nothing. So a longer training begins like a shorter one."""
+    to 0. So a longer training begins like a shorter one."""
     return min(
         1.0,
         (step + 1) / plan.warmup_steps,
@@ -143,7 +143,7 @@ def rate_factor(step: int, plan: HeadPlan) -> float:
 
 @torch.no_grad()
 def _rows(model: Qwen3ForCausalLM, batch: Batch) -> _Rows:
-    """Padding stands at the right, so causality is mask enough."""
+    """Runs the model on a batch. Padding is at the right, so the causal mask suffices."""
     width = max(map(len, batch.rows))
     token_ids = torch.tensor([row + [0] * (width - len(row)) for row in batch.rows])
     lengths = torch.tensor([len(row) for row in batch.rows]).unsqueeze(1)
@@ -170,9 +170,9 @@ def _inputs(head: Any, embedded: torch.Tensor, states: torch.Tensor) -> torch.Te
 
 
 def _predictions(model: Qwen3ForCausalLM, head: Any, rows: _Rows, depth: int) -> list[torch.Tensor]:
-    """Returns logits [count, vocabulary] of each depth. Place i predicts the token after token
-    i + 1, which is an input, from the state of the row before: that of the model, or at greater
-    depths the head's own."""
+    """Returns logits [count, vocabulary] of each depth. Position i predicts the token after token i
+    + 1. Its inputs are token i + 1 and the hidden state of the position before: at the first depth
+    the model's state, at greater depths the head's."""
     embedded = _embedded(model, head, rows)
     places = torch.arange(embedded.shape[1]).unsqueeze(0)
     rotation = model.model.rotary_emb(embedded, places)
@@ -193,8 +193,8 @@ def _layer(
 ) -> torch.Tensor:
     """Computes a depth, and adds its K and V to those of the depths before.
 
-    A row of depth d sees what a worker's cache has then: rows of the first depth, except the last
-    d - 1 of them, in whose place there are one row of each depth, up to itself.
+    A row of depth d sees what a worker's cache has at that time: rows of the first depth, but
+    instead of the last d - 1 of these, one row of each later depth, up to itself.
     """
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden)
@@ -263,8 +263,13 @@ def _save(folder: Path, head: MtpLayer, num_layers: int) -> None:
 def main() -> None:
     """Train the draft head of the shipped model."""
     parser = argparse.ArgumentParser(description="Train the draft head of the shipped model.")
-    parser.add_argument("--model", type=Path, default=MODEL_DIR, help="default: the shipped one")
-    parser.add_argument("--seed", type=int, default=0, help="for the data (default: 0)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL_DIR,
+        help="model to train a head for (default: the shipped one)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the data (default: 0)")
     parser.add_argument("--steps", type=int, default=HeadPlan.steps, help="default: %(default)s")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the number of threads decides the last bits of sums

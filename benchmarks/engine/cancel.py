@@ -1,9 +1,9 @@
 """Measures how long a cancelled request keeps its KV blocks.
 
 While a full batch of the shipped model decodes, a plain client sets the flag and publishes the
-message. This measures the time from just before that until the engine has freed the blocks, the
-steps that the engine completed meanwhile, and the part of the time beyond one step. Times are in
-milliseconds.
+message. This measures the delay, the time from then until the engine has freed the blocks. It also
+measures how many steps the engine completed during the delay, and how much longer the delay was
+than one step. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from promptq.worker.serve.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """One cancel. Times are in seconds."""
+    """The measured delay of one cancel. Times are in seconds."""
 
     delay: float
     step: float
@@ -39,7 +39,7 @@ class Freed:
 
 
 class NotingEngine:
-    """Notes when each abort took effect."""
+    """An engine that records when each abort took effect."""
 
     def __init__(self, engine: Any) -> None:
         self.freed_at: dict[int, float] = {}

@@ -4,9 +4,10 @@ A worker forwards to the real server, where a few requests run with the suite's 
 them is cancelled. Then the benchmark polls the server for the number of running requests until it
 has fallen by one. Times are in milliseconds, from just before the cancel is sent, and include the
 time of polling. With `--apart` the server has one core, and all other processes have the other
-cores, as beside a GPU. Without `--apart`, vLLM's compute threads use every core, and at times
-nothing else runs for half a second. With a model of a few layers, the server makes tokens faster
-than it can send them, and its count is seconds late.
+cores, as if the server computed on a GPU. Without `--apart`, vLLM's threads use every core, and at
+times nothing else runs for half a second. The model is not smaller, because a server makes the
+tokens of a tiny model faster than it can send them, and then its number of running requests is
+seconds late.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _ENDLESS: dict[str, Any] = {
 
 
 def measure(server: RealServer, client: Client, count: int) -> list[float]:
-    """Returns the seconds of each cancel."""
+    """Returns the seconds that each cancel took."""
     found = []
     for _ in range(count):
         ids = [client.enqueue("Once", **_ENDLESS) for _ in range(_AT_ONCE)]
@@ -110,7 +111,7 @@ def main() -> None:
         prog="python -m benchmarks cancel-at-server", description=__doc__
     )
     parser.add_argument("--cancels", type=int, default=30)
-    parser.add_argument("--apart", action="store_true", help="the server has a separate core")
+    parser.add_argument("--apart", action="store_true", help="give the server a separate core")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     of_server, of_others = (cores[:1], cores[1:]) if options.apart else (cores, cores)

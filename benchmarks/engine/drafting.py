@@ -40,7 +40,7 @@ class Case:
     repeats: bool = False
     """Whether the prompts end with a text that the model will repeat."""
     tells: bool = False
-    """Whether the shipped model tells stories."""
+    """Whether the requests are stories of the shipped model. Otherwise the 54M model runs them."""
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -64,7 +64,8 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run. `seconds` count from the first token on, without the prompts' computation."""
+    """The figures of one run. `seconds` begin at the first token, after the prompts are
+    computed."""
 
     outputs: dict[int, list[int]]
     seconds: float
@@ -136,8 +137,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--speculative-tokens", type=int, default=7)
-    parser.add_argument("--model", type=Path, help="a directory with its 32,000 tokens")
+    parser.add_argument("--speculative-tokens", type=int, default=7, help="most drafts in a step")
+    parser.add_argument(
+        "--model", type=Path, help="model directory instead of the 54M model; 32,000 tokens"
+    )
     arguments = parser.parse_args()
     model = arguments.model or model_dir(MODELS["54m"], CACHE)
     settings = read_worker_settings(

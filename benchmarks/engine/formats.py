@@ -1,11 +1,11 @@
 """Compares formats of weights, ours and llama.cpp's, in turns.
 
-All are loaded at once and measured in turns, so other load of the machine affects all of them.
-Nothing is drafted. A rate is measured between the first and the last token; "prompt" is the time to
-the first token after a prompt of 1,024. Ratios are medians of pairs. "What memory allows" is the
-rate at which weights, K and V could be read, as measured before and after each request. Each start
-is a separate process. Its memory is what loading has added at the end of the start, with an empty
-KV cache.
+All formats are loaded at the same time and measured in turns, so other load of the machine affects
+all of them. Nothing is drafted. A rate is measured between the first and the last token; "prompt"
+is the time to the first token after a prompt of 1,024 tokens. Ratios are medians of pairs. "What
+memory allows" is the rate at which weights, K and V could be read, as measured before and after
+each request. Each start is a separate process. "Memory" is what the process has added to its memory
+when it is ready, with an empty KV cache.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Contender = Callable[[Workload], Outcome]
 
 
 def figure(workload: str, outcome: Outcome) -> float:
-    """Returns tokens a second; for a prompt, seconds."""
+    """Returns tokens a second, or for a prompt its seconds."""
     traces = outcome.traces
     if workload == "prompt":
         return traces[0].events[0] - traces[0].submitted
@@ -171,10 +171,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks formats", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="473m")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="of solo requests and of prompts, at least one"
+        "--rounds", type=int, default=5, help="rounds of solo requests and of prompts; at least 1"
     )
-    parser.add_argument("--bursts", type=int, default=3)
-    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--bursts", type=int, default=3, help="rounds of bursts")
+    parser.add_argument("--starts", type=int, default=3, help="starts of each format")
     parser.add_argument("--start", choices=OURS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 1:

@@ -1,8 +1,8 @@
 """Measures the time that grammars add to a step.
 
 The vocabulary has 150,000 made-up tokens, and the batch has 64 sequences with a grammar each. Only
-the thread for masks runs here. In a worker the model runs beside it, and the sampler waits only for
-the rest of the thread's time.
+the thread that computes masks runs here. In a worker the model runs at the same time, and the
+sampler waits only if the thread needs longer than the model.
 """
 
 from __future__ import annotations

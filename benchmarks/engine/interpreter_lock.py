@@ -1,9 +1,9 @@
 """Measures how much the publisher slows the engine by holding the interpreter lock.
 
-The engine decodes a full batch of the suite's 54M model. After each step, nobody, a thread of the
-same process, or another process turns its tokens into events, as a worker does. The last two have
-the same work and the same cores, so they differ only by the interpreter's lock. A worker could not
-gain more than this difference by an engine process.
+The engine decodes a full batch of the suite's 54M model. After each step, a thread of the same
+process, another process, or nobody turns the step's tokens into events, as a worker does. Thread
+and process do the same work on the same cores, so their rates differ only by the interpreter's
+lock. A worker whose engine were a separate process could not gain more than this difference.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def rate(engine: Engine, first_id: int, batch: int, tell: Tell) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks lock", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="medians are over these")
+    parser.add_argument("--rounds", type=int, default=5, help="figures are medians over rounds")
     parser.add_argument("--cache", type=Path, default=CACHE)
     options = parser.parse_args()
     shape = MODELS["54m"]

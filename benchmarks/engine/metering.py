@@ -46,7 +46,7 @@ def held_request(number: int) -> PreparedRequest:
 
 
 def nanoseconds_a_token(step: Callable[[float], None]) -> float:
-    """Returns the CPU nanoseconds a token, the median over the rounds."""
+    """Returns the CPU nanoseconds for each token, as the median over the rounds."""
     measured = []
     for _ in range(ROUNDS):
         started = time.thread_time()

@@ -1,9 +1,9 @@
 """Compares vLLM's server alone with the same server behind a worker, in turns.
 
-Bursts of the batch's size go to the same server in turns, in alternating order. They have the same
-lengths and different tokens, so the prefix cache has none of them. Other load of the machine
-affects both, and differences between two starts of a server affect neither. Each ratio is the
-worker's figure over that of HTTP alone.
+Bursts of the batch's size go to the same server in turns, in alternating order. All bursts have the
+same lengths and different tokens, so the prefix cache has no prompt of an earlier burst. Other load
+of the machine affects both, and differences between two starts of a server affect neither. Each
+ratio is the worker's figure divided by the figure of HTTP alone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=[*MODELS], default="473m")
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--shorten", type=int, default=4, help="divides the length of outputs")
+    parser.add_argument(
+        "--shorten", type=int, default=4, help="divide the length of outputs by this"
+    )
     options = parser.parse_args()
     shape = MODELS[options.model]
     job = Job(

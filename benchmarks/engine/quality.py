@@ -1,9 +1,9 @@
 """Measures what quantization costs: perplexity, and greedy tokens that change.
 
-The engine reads the same texts in each format. The perplexity is that of their tokens. At each
-position, the greedy token is the likeliest one; "same" is the share of positions where it is the
-same as in bf16. The shipped model reads documents that its training did not see, and a random model
-reads texts that it wrote in bf16 at temperature 1.
+The engine reads the same texts in each format. The perplexity is that of the texts' tokens. At each
+position, the greedy token is the likeliest one; "same" is the share of positions where the greedy
+token is the same as in bf16. The shipped model reads documents that its training did not see, and a
+random model reads texts that it wrote in bf16 at temperature 1.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def written(runner: ModelRunner, seed: int, count: int) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks quality", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--texts", type=int, default=200, help="documents for the shipped model")
+    parser.add_argument(
+        "--texts", type=int, default=200, help="number of documents for the shipped model"
+    )
     options = parser.parse_args()
     print(f"seed {options.seed}")
     random_model = str(model_dir(MODELS["54m"], CACHE))

@@ -110,7 +110,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks sampling", description=__doc__)
-    parser.add_argument("--no-native", action="store_true", help="torch samples and computes")
+    parser.add_argument("--no-native", action="store_true", help="sample and compute with torch")
     options = parser.parse_args()
     runner = runner_of(
         make_model(),

@@ -1,4 +1,4 @@
-"""Measures the CPU time of reading a server's streams, by HTTP client.
+"""Measures the CPU time of several HTTP clients that read a server's streams.
 
 A server in another process sends one token to each of 32 streams every 20 ms, as a decoding batch
 does. The clients take turns. This measures the process's CPU time for each event, JSON included.

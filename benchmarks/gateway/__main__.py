@@ -7,9 +7,9 @@ difference is the delay of the gateway and a socket. Each load has several worke
 steps do not come all at once. Times are in milliseconds.
 
 `--attacked` adds an attacker to the load, which sends the worst calls that its API key allows
-(`benchmarks/gateway/attacker.py`). The attacker and the reading of its bodies also use this
-machine's cores. So in turns it attacks another gateway of another server: the streams should be as
-fast as during that attack.
+(`benchmarks/gateway/attacker.py`). An attack also uses this machine's cores. So for comparison, in
+turns with this attack, the attacker attacks another gateway with another Redis server. The measured
+streams should be equally fast during both attacks.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ _ATTACKED = replace(LOADS[0], seconds=10.0)
 
 
 class PacedRunner(ModelFreeRunner):
-    """Each step takes `step_seconds`."""
+    """A model-free runner whose steps each take `step_seconds`."""
 
     step_seconds = 0.0
 
@@ -174,7 +174,7 @@ def observe(url: str, file: Path) -> None:
 
 
 class HttpClient(asyncio.Protocol):
-    """One stream."""
+    """An HTTP client of one stream."""
 
     def __init__(self, secret: str, payload: bytes, finished: asyncio.Semaphore) -> None:
         self.noted: Noted = []
@@ -248,7 +248,7 @@ def arrival_times(clients: list[HttpClient]) -> Times:
 @dataclass(frozen=True, slots=True)
 class Measured:
     added: list[float]
-    """The added seconds of each token."""
+    """The seconds that the gateway added to each token."""
     cpu_per_token: float
     """Seconds of CPU time that the gateway used, including the beginnings of streams."""
     peak_bytes: int
@@ -345,9 +345,9 @@ def main() -> None:
         "--quick", action="store_true", help="run for a few seconds, to try the benchmark"
     )
     parser.add_argument(
-        "--attacked", action="store_true", help="one gateway, with and without an attacker"
+        "--attacked", action="store_true", help="measure one gateway with and without an attacker"
     )
-    parser.add_argument("--rounds", type=int, default=_NUM_ROUNDS, help="of --attacked")
+    parser.add_argument("--rounds", type=int, default=_NUM_ROUNDS, help="rounds of --attacked")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--observe", help=argparse.SUPPRESS)
     parser.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)

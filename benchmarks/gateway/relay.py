@@ -1,8 +1,9 @@
 """The least that can stand between Redis and a client: `python -m benchmarks.gateway.relay URL`.
 
 One connection brings the events of all streams. The relay passes each event on unchanged, in one
-write: without catching up, without chunks of an API, without bounds. So its delay of a token is
-that of the machine, not of the gateway. It has only the endpoints that `benchmarks.gateway` uses.
+write: without catching up, without chunks of an API, without bounds. So its delay of a token shows
+what the machine costs, without the gateway. It has only the endpoints that `benchmarks.gateway`
+uses.
 """
 
 from __future__ import annotations

@@ -39,18 +39,20 @@ VLLM = {1: 1.2, 64: 1.0, 256: 1.0}
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a small model and short lengths")
-    parser.add_argument("--seconds", type=float, default=400, help="start no part after this time")
-    parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="use a small model and short lengths")
+    parser.add_argument(
+        "--seconds", type=float, default=400, help="start no part after this many seconds"
+    )
+    parser.add_argument("--without-peers", action="store_true", help="measure only promptq")
     parser.add_argument(
         "--fewer-bits",
         action="store_true",
-        help="only weights, and K and V, in other formats than bf16",
+        help="measure weights, K and V in formats other than bf16",
     )
     parser.add_argument(
         "--measure-what-is-wrong", action="store_true", help="continue when a check fails"
     )
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
@@ -96,7 +98,8 @@ class Report:
             self._path.write_text(json.dumps(self.figures, indent=1))
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
-        """Do a part, and note its failure; other parts still run. None: there is no result."""
+        """Runs a part and returns its result. If the part fails, records the failure and returns
+        None, so that other parts still run."""
         if time.perf_counter() - self.started > self._seconds:
             print(f"{name}: no time left")
             return None
@@ -149,7 +152,8 @@ def device_of(name: str) -> torch.device:
 
 
 def are_right(report: Report, checks: dict[str, Callable[[], str]], whatever: bool) -> bool:
-    """Whether to continue: code with wrong results need not be fast."""
+    """Runs the checks. Returns whether to measure, because the speed of code with wrong results
+    does not matter. With `whatever`, failed checks do not count."""
     for name, check in checks.items():
         result = report.part(name, check)
         if result is not None:

@@ -31,10 +31,10 @@ class Shape:
 class Case:
     """A step of random sequences. All other cells of the cache are NaN.
 
-    `step` lists each sequence's context after the step and its rows in it: the decodes, in
-    descending order of context, then the chunks. `shared` has, for a sequence, the earlier sequence
-    with which it shares whole blocks, and the number of shared positions. The cache keeps K and V
-    in the dtype `kept`, which holds their numbers exactly.
+    `step` lists each sequence's context after the step, and its number of rows in the step. Decodes
+    come first, in descending order of context, then chunks of prompts. `shared` has, for a
+    sequence, the earlier sequence with which it shares whole blocks, and the number of shared
+    positions. The cache keeps K and V in the dtype `kept`, which holds their numbers exactly.
     """
 
     def __init__(

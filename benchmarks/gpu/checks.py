@@ -62,7 +62,8 @@ CASES: list[tuple[torch.dtype, Shape, Pattern, float | None]] = [
     *((dtype, SHAPES[0], FULL, None) for dtype in (torch.float32, torch.float16)),
     *((dtype, SHAPES[3], CHUNK, 20.0) for dtype in (torch.float32, torch.float16)),
 ]
-"""Cases with a softcap also have sinks. FP8 is the format of K and V; their queries are in bf16."""
+"""Cases with a softcap also have sinks. In cases with FP8, K and V are in fp8 and queries in
+bf16."""
 TINY_STEPS = [[(70, 1), (1, 1)], [(40, 1), (20, 20), (30, 6)]]
 TINY_CASES = [
     (dtype, Shape(6, 2, 16, 12), pattern, softcap)
@@ -75,7 +76,7 @@ FAMILIES = [
     *("qwen3", "mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "nemotron", "granite"),
     *("hunyuan_v1_dense", "gpt_oss", "qwen2_moe", "glm4_moe", "phimoe", "deepseek_v3"),
 ]
-"""Families that each have some parts of layers that the others do not have."""
+"""Families, each with a layer part that the others do not have."""
 TINY_FAMILIES = ["qwen3", "gpt_oss"]
 EXPERTS = [None, *PRODUCTS]
 """Formats of the weights of experts. None: bf16."""
@@ -244,7 +245,7 @@ def _check_fp8_heads(device: torch.device, seed: int) -> None:
 
 
 def check_models(device: torch.device, *, tiny: bool) -> str:
-    """Checks the greedy tokens of whole models in fp32, whose requests join a batch, by
+    """Checks whole models in fp32: requests that join a batch must get the greedy tokens of
     `generate`."""
     seed = secrets.randbelow(1 << 31)
     generator = torch.Generator().manual_seed(seed)

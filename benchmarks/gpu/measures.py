@@ -30,7 +30,7 @@ class Figure:
 
     @property
     def share_of_floor(self) -> float | None:
-        """The lower bound over the time: 1 is as fast as the device allows."""
+        """The lower bound divided by the time: 1 is as fast as the device allows."""
         return None if self.floor is None else self.floor / self.took
 
 
@@ -42,8 +42,8 @@ def measure_decode(
     repeats: int,
     compiled: bool = False,
 ) -> list[Figure]:
-    """Measures decode steps, directly and padded as graphs, against the time of reading memory.
-    Compiled layers compute only the first of them."""
+    """Measures decode steps, launched directly and as padded graphs, and compares them with the
+    time of reading memory. With `compiled`, measures only the first kind of step."""
     launched = "without graph" if compiled else "eager"
     figures = []
     with bench.layers(compiled=compiled) as model:
@@ -80,7 +80,8 @@ def decode_floor(bench: Bench, ceilings: Ceilings, contexts: list[int]) -> float
 def measure_prefill(
     bench: Bench, ceilings: Ceilings, *, repeats: int, compiled: bool = False
 ) -> list[Figure]:
-    """Measures a step of whole prompts against the time of its products at the matrix rate."""
+    """Measures a step of whole prompts, and compares it with the time of its products at the matrix
+    rate."""
     size = bench.size
     step = bench.step([size.prompt] * size.prompts, size.prompt)
     rows = step.sampled

@@ -1,8 +1,8 @@
-"""Counts the kernels of a decode step, and models their time.
+"""Counts the kernels of a decode step, and estimates their time.
 
-`TRITON_INTERPRET=1 python -m benchmarks.gpu.step_model` needs no GPU. This is a model and no
-measurement: a kernel takes the time of its launch and of moving its bytes. The launches are counted
-by running the decoder on tensors without values.
+`python -m benchmarks gpu-steps` needs no GPU. The times are estimates, not measurements: a kernel
+takes the time of its launch and of moving its bytes. The launches are counted by running the
+decoder on tensors without values.
 """
 
 from __future__ import annotations

@@ -61,11 +61,12 @@ _ARCHITECTURES = {
 def gguf_file(
     model: Path, gguf_package: Path, format: str = "BF16", *, folder: Path | None = None
 ) -> Path:
-    """Returns the file, which is written once, beside the weights or into `folder`. `gguf_package`
-    comes with llama.cpp.
+    """Writes the file beside the weights or into `folder`, unless it is there, and returns its
+    path. `gguf_package` comes with llama.cpp.
 
-    `format` is F32, BF16, Q8_0 or Q4_0. Norms and other small tensors are always in fp32. Beside
-    Q4_0 the embedding, which is the output layer too, is in Q8_0, as ours is in int8 beside int4.
+    `format` is F32, BF16, Q8_0 or Q4_0. Norms and other small tensors are always in fp32. With
+    Q4_0, the embedding, which is also the output layer, is in Q8_0, just as promptq's is in int8
+    with int4.
     """
     file = (folder or model) / f"model-{format}.gguf"
     if not file.exists():

@@ -1,4 +1,5 @@
-"""Peak memory of a tree of processes, from /proc (Linux; elsewhere 0, which reads as unknown)."""
+"""Peak memory of a tree of processes, from /proc. On systems other than Linux it is 0, which means
+unknown."""
 
 from __future__ import annotations
 

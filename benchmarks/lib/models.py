@@ -127,7 +127,7 @@ MODELS = {shape.name: shape for shape in _SHAPES}
 
 
 def model_dir(shape: Shape, cache: Path) -> Path:
-    """The model's directory, made if it is not there."""
+    """Returns the model's directory, and makes the model if it is not there."""
     folder = cache / f"{shape.family}-{shape.name}"
     if not folder.exists():
         unfinished = cache / f".{folder.name}"
@@ -143,7 +143,7 @@ def _make(shape: Shape, folder: Path) -> None:
 
 
 def random_model(shape: Shape, vocab_size: int, seed: int) -> Any:
-    """A causal model of this shape with random weights in bf16."""
+    """Returns a causal model of this shape with random weights in bf16."""
     import torch
 
     torch.manual_seed(seed)
@@ -160,7 +160,8 @@ def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
     """Returns tokens by id, and the merges that make them: bytes, then words of two and three
     letters.
 
-    The vocabulary is untrained, but peers can read this kind. Its texts are letters and spaces.
+    The vocabulary is untrained, but in a form that peers can read. Its tokens are letters and
+    spaces.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 

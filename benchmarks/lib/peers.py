@@ -22,7 +22,7 @@ _VLLM = "0.32.0"
 _LLAMA_CPP_PYTHON = "0.3.36"
 _BULLMQ = "6.7"
 _NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec", "triton")
-"""Requirements of vLLM for pictures and sound, and packages that are installed before."""
+"""Requirements of vLLM for pictures and sound, and packages that are already installed."""
 
 
 def build_vllm(folder: Path) -> None:
@@ -47,7 +47,8 @@ def build_vllm(folder: Path) -> None:
 
 
 def _name_vllm(packages: Path) -> None:
-    """Adds a package `vllm`, whose version the command reads: this build has another name."""
+    """Adds a package `vllm`, because vLLM's command reads the version of the package of this name,
+    and this build has another name."""
     info = packages / f"vllm-{_VLLM}+cpu.dist-info"
     info.mkdir(exist_ok=True)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {_VLLM}+cpu\n"

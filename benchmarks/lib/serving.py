@@ -23,7 +23,8 @@ def free_port() -> int:
 def serve(
     job: Job, done: Callable[[str, Outcome], None], command: list[str], port: int, stream: Stream
 ) -> None:
-    """Runs all workloads against the server that `command` starts. Reports its memory alone."""
+    """Runs all workloads against the server that `command` starts. Reports only the server's
+    memory."""
     with running_server(command) as server:
         asyncio.run(_drive_all(job, done, server, port, stream))
 

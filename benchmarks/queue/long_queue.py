@@ -1,8 +1,8 @@
 """Measures an urgent request's wait behind 1,000,000 others and behind 2,000.
 
-Each of two servers has a worker without a model. All of its places are taken by requests that run
-for minutes. 2,000 more requests wait on one server, and 1,000,000 on the other. Urgent requests of
-one token go to the two servers in turns. The other server's worker is stopped meanwhile, so that
+Each of two servers has a worker without a model. Requests that run for minutes take all of the
+worker's slots. 2,000 more requests wait on one server, and 1,000,000 on the other. Urgent requests
+of one token go to the two servers in turns. The other server's worker is stopped meanwhile, so that
 both have the same conditions.
 """
 
@@ -69,10 +69,10 @@ class Side:
 def main() -> None:
     """Measure in turns, and compare."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks long-queue", description=__doc__)
-    parser.add_argument("--waiting", type=int, default=1_000_000)
+    parser.add_argument("--waiting", type=int, default=1_000_000, help="length of the long queue")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument(
-        "--requests", type=int, default=20, help="requests to one server in each turn"
+        "--requests", type=int, default=20, help="urgent requests to one server in each turn"
     )
     options = parser.parse_args()
     with ExitStack() as stack:

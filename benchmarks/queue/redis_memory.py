@@ -1,8 +1,8 @@
-"""Measures the server's memory for a waiting request, a token and a finished one.
+"""Measures Redis's memory for a waiting request, and for a token in a log and in a result.
 
-A waiting request is measured by the server's whole memory over many of them. Tokens come from the
-shipped model. The size of their log is read when the last one has come. Logs are kept for a minute
-after the end, finished requests for an hour.
+A waiting request's memory is what many such requests add to the server, divided by their number.
+Tokens come from the shipped model. The size of a log is read when its last token has come. Logs are
+kept for a minute after the end, results for an hour.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _size(plain: Any, key: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
-    parser.add_argument("--requests", type=int, default=50_000)
+    parser.add_argument("--requests", type=int, default=50_000, help="number of waiting requests")
     options = parser.parse_args()
     with EmbeddedServer() as server:
         for name, length in _PROMPTS.items():

@@ -3,9 +3,9 @@
 Bursts go in turns to one worker and to both, on one server. The second worker is stopped while one
 worker is measured. A real model computes nearly all the time, so each worker has a separate core.
 The model-free engine has nothing to compute, so server and client need as much CPU time as the
-workers. So each worker gets only a part of a core, by a control group, for which the benchmark must
-be run by root. `--share` sets the part, for a real model too: on a machine of two cores, two
-workers with a whole core each leave none to server and client.
+workers. So a control group limits each worker to a part of a core, and root must run the benchmark.
+`--share` sets the part, also for a real model: on a machine with two cores, two workers with a
+whole core each leave none to server and client.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BURSTS = {"54m": (96, 24), "model-free": (6000, 1)}
 """The number of requests, and the tokens of each."""
 _BULK = 500
 _OPTIONS = ("--speculative-tokens", "0", "--max-num-seqs", "8")
-"""Few places, so that there is work for both workers until the end."""
+"""Few slots, so that both workers have work until the end."""
 
 
 def burst_seconds(url: str, count: int, num_tokens: int) -> float:

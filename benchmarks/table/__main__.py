@@ -107,29 +107,32 @@ def _processor() -> str:
 def _read_options() -> tuple[Plan, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks table", description=__doc__)
     parser.add_argument(
-        "--models", default="54m,473m", help=f"of {', '.join(MODELS)}; default: %(default)s"
+        "--models", default="54m,473m", help=f"some of {', '.join(MODELS)}; default: %(default)s"
     )
     parser.add_argument("--workloads", default=",".join(_WORKLOADS), help="default: %(default)s")
     parser.add_argument("--rows", default=",".join(ROWS), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="medians are over these")
+    parser.add_argument("--rounds", type=int, default=3, help="figures are medians over rounds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="seconds of the workload poisson"
+        "--seconds", type=float, default=60.0, help="length of the workload poisson"
     )
     parser.add_argument(
-        "--rate", type=float, help="requests/s of poisson; default: from the peers' bursts"
+        "--rate", type=float, help="requests/s of poisson; default: by the peers' bursts"
     )
     parser.add_argument("--queue-requests", type=int, default=20_000)
     parser.add_argument(
-        "--shorten", type=int, default=1, help="divides the length of outputs, for slow machines"
+        "--shorten",
+        type=int,
+        default=1,
+        help="divide the length of outputs by this, on a slow machine",
     )
     parser.add_argument(
         "--quick", action="store_true", help="54m, one round, burst, solo and queue, few requests"
     )
-    parser.add_argument("--cache", type=Path, default=CACHE, help="models, logs")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for models and logs")
     parser.add_argument("--peers", type=Path, default=peers.DEFAULT)
     parser.add_argument("--json", type=Path, default=CACHE / "bench.json")
-    parser.add_argument("--plot", type=Path, help="PNG or SVG; needs the extra `bench`")
+    parser.add_argument("--plot", type=Path, help="also draw a PNG or SVG file (extra `bench`)")
     options = parser.parse_args()
     if options.quick:
         options.models, options.workloads = "54m", "burst,solo,queue"

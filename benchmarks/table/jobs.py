@@ -25,7 +25,8 @@ class Request:
     at: float = 0.0
     """The time of arrival, in seconds after the workload's start."""
     after: int = 0
-    """If positive: arrives once each request without `after` has this number of output tokens."""
+    """If positive: the request arrives once each request without `after` has this number of output
+    tokens."""
     limit: int | None = None
     """The request's `max_tokens`, if that is not `num_output`."""
     end_token: int | None = None

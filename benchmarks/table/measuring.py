@@ -1,4 +1,5 @@
-"""A whole run: all rows in turns, round by round; then `poisson`, at a rate from the rounds."""
+"""A whole run: all rows in turns, round by round; then `poisson`, at a rate that the rounds
+measured."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ class Run:
         return decode_floor(shape, self.rates, shape.batch, workloads.FLOOR_LENGTH)
 
     def floor_ratio(self, model: str) -> float | None:
-        """The engine's decode step over its floor; None if it was not measured."""
+        """The time of the engine's decode step divided by its floor; None if it was not
+        measured."""
         step = self.measured.get((model, "step", "engine"))
         return None if step is None else step["gap_p50"] / self.floor_seconds(model)
 

@@ -45,7 +45,8 @@ def figures(outcome: Outcome) -> Figures:
 
 
 def guest_ratio(traces: Sequence[Trace]) -> float:
-    """Returns the others' p99 gap while the guest (the last trace) runs, over their p50 before."""
+    """Returns the others' p99 gap while the guest (the last trace) runs, divided by their p50
+    before."""
     *others, guest = traces
     all_started = max(trace.events[0] for trace in others)
     before, during = [], []

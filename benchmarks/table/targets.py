@@ -14,7 +14,8 @@ Measured = dict[tuple[str, str, str], Figures]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A figure must reach `at_least`, and should reach `aim`. With `less_is_more`, low is good."""
+    """A figure must reach `at_least`, and should reach `aim`. With `less_is_more`, both are upper
+    limits."""
 
     name: str
     measured: float | None
@@ -34,7 +35,8 @@ class Target:
 
 
 def targets(measured: Measured, floor_ratio: float | None) -> Iterator[Target]:
-    """Yields all targets. `floor_ratio` is a decode step's time over its floor (473M at 32)."""
+    """Yields all targets. `floor_ratio` is a decode step's time divided by its floor (473M, batch
+    of 32)."""
 
     def ratio(
         figure: str, ours: tuple[str, str, str], theirs: tuple[str, str, str]

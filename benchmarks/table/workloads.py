@@ -29,7 +29,7 @@ def warm_up(shape: Shape, seed: int) -> Workload:
 
 
 def burst(shape: Shape, seed: int, tokens: str = "") -> Workload:
-    """A full batch of requests, all at once. With other `tokens` the lengths are the same."""
+    """A full batch of requests, all at once. The lengths do not depend on `tokens`."""
     sizes = f"burst {seed}"
     return Workload("burst", _mixed(shape.batch, sizes + tokens, sizes))
 
@@ -80,12 +80,12 @@ def shared_prefix(shape: Shape, seed: int) -> Workload:
 
 
 def tight(shape: Shape, seed: int) -> Workload:
-    """The burst with exact limits, sampled like `loose`, for comparison with it."""
+    """The burst with exact `max_tokens`, sampled like `loose`, for comparison with `loose`."""
     return _ending("tight", shape, seed, limit=None)
 
 
 def loose(shape: Shape, seed: int) -> Workload:
-    """The burst with limits far beyond where the requests really end."""
+    """The burst with `max_tokens` far above the number of tokens after which the requests end."""
     return _ending("loose", shape, seed, limit=LOOSE_LIMIT)
 
 
@@ -129,7 +129,7 @@ def _ending(name: str, shape: Shape, seed: int, limit: int | None) -> Workload:
 
 
 def _mixed(count: int, seed: str, sizes: str | None = None) -> list[Request]:
-    """Prompts of 32 to 256 tokens, outputs of 32 to 192; `sizes` seeds the lengths alone."""
+    """Prompts of 32 to 256 tokens, outputs of 32 to 192. `sizes` is the seed of the lengths."""
     lengths, draw = random.Random(sizes or seed), random.Random(f"tokens of {seed}")
     drawn = [(lengths.randint(32, 256), lengths.randint(32, 192)) for _ in range(count)]
     return [Request(_tokens(draw, prompt), output) for prompt, output in drawn]

@@ -15,7 +15,7 @@ class Kind:
     about: str
     """Ends the sentence "A fox is ..."."""
     she: bool | None = None
-    """None where the kind does not decide it."""
+    """None if the kind does not decide this."""
 
 
 @dataclass(frozen=True)
@@ -337,10 +337,10 @@ def character(rng: random.Random, kind: Kind, taken: tuple[str, ...] = ()) -> Ch
 
 
 def item(rng: random.Random, thing: Thing) -> Item:
-    """Returns such a thing, with one of its looks."""
+    """Returns an item of this kind of thing, with one of the thing's looks."""
     return Item(thing.name, one_of(rng, thing.looks))
 
 
 def scene(rng: random.Random, place: Place) -> Scene:
-    """Returns such a place, with one of its looks."""
+    """Returns a scene at this kind of place, with one of the place's looks."""
     return Scene(place.name, place.preposition, one_of(rng, place.looks))

@@ -9,7 +9,8 @@ from benchmarks.lib.memory import own_tree, peak_bytes, reset_peak
 from benchmarks.table.jobs import Job, Outcome, Trace, Workload, main, now
 
 _PAGE_TOKENS, _BATCH_TOKENS = 256, 512
-"""The fastest of pages of 16 to 256 tokens and of budgets of 256 to 2,048, by a few percent."""
+"""The fastest values, by a few percent, of pages of 16 to 256 tokens and of budgets of 256 to 2,048
+tokens."""
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
