@@ -14,7 +14,7 @@ help: # List the targets.
 demo: $(SET_UP) # Start a server and a worker, and show a dozen requests.
 	@$(BIN)/promptq demo
 
-test: $(SET_UP) # Run the tests; ARGS=--whole takes whole matrices, ARGS="-n 0" one process.
+test: $(SET_UP) # Run the tests; ARGS=--whole runs all cases, ARGS="-n 0" uses one process.
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(SET_UP) # Run ruff, mypy and import-linter.
@@ -29,7 +29,7 @@ format: $(SET_UP) # Format the code.
 
 # auditwheel says for which systems the native code is; torch brings the OpenMP runtime.
 DIST := dist
-wheel: $(SET_UP) # Build the wheel in dist/; DIST=FOLDER puts it elsewhere.
+wheel: $(SET_UP) # Build the wheel in dist/, or in DIST=FOLDER.
 	@rm -rf $(DIST)
 	@$(BIN)/python -m build --outdir $(DIST)
 	@for made in $(DIST)/*-linux_*.whl; do test ! -e "$$made" || \
@@ -40,10 +40,10 @@ bench: $(SET_UP) # Measure side by side with other engines; ARGS="--quick" for a
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	@$(BIN)/python -m benchmarks table $(ARGS)
 
-chaos: $(SET_UP) # Kill and freeze real processes, and audit; ARGS="--seconds 3600 --seed 7".
+chaos: $(SET_UP) # Kill and freeze real processes, then audit all streams; ARGS="--seconds 3600 --seed 7".
 	@$(BIN)/python -m tests chaos $(ARGS)
 
-model: $(SET_UP) # Train the shipped model from the text that its grammar writes, then its head.
+model: $(SET_UP) # Train the shipped model, then its draft head.
 	@$(BIN)/python -m training.train
 	@$(BIN)/python -m training.draft_head
 
@@ -55,7 +55,7 @@ $(SET_UP): pyproject.toml constraints.txt
 		{ echo "promptq needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
 	@echo "Setting up $(VENV), once. Stage 1 of 3: an empty environment"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "Stage 2 of 3: packages, 3 GB to download, 6 GB once installed; with PyTorch for CPUs alone, 2.7 GB"
+	@echo "Stage 2 of 3: packages, 3 GB to download, 6 GB once installed; 2.7 GB if PyTorch is only for CPUs"
 	@# At a terminal pip shows each package with its size and a bar; else only what goes wrong.
 	@quiet=--quiet; test ! -t 1 || quiet=; \
 		$(BIN)/python -m pip install $$quiet --constraint constraints.txt --editable '.[dev]'

@@ -20,7 +20,7 @@ PROGRAMS = {
     "swapping": Program(
         "tests.programs.chaos",
         arguments=("--scenario", "swapping"),
-        sentence="Kills processes while two models change places.",
+        sentence="Kills processes while two models take turns on one device.",
     ),
     "soak": Program("tests.programs.soak.soaking"),
     "engines": Program("tests.programs.engines"),

@@ -1,6 +1,6 @@
 """Applies the examples of docs/design/cost-of-a-change.md to copies of the tree.
 
-Names choose some of them.
+Arguments choose examples by name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Runs the shell and Python snippets of a page as a reader pastes them.
+"""Runs the shell and Python snippets of a page as a reader would paste them.
 
-`README.md` for example.
+The argument is the page, such as `README.md`.
 
 The snippets of a page share an empty folder, an empty HOME, one shell and one Python interpreter.
 They have no network but loopback. `make` only checks that its target exists. A comment above a
-snippet says what its text cannot:
+snippet says how to run it:
 
     <!-- not run: REASON -->
     <!-- stays open until it prints: TEXT, TEXT -->     in a terminal beside the others

@@ -1,9 +1,9 @@
 """Kills, freezes and cuts off real processes, and audits all streams.
 
 With `--mutant lost-fence`, all processes send scripts that are broken in one place, until the audit
-finds the fault. `--mutant all` tries everything in `states/mutants.py`, one after the other. There
-are three scenarios besides the fleet: in `swapping` a worker has two models that replace each
-other, in `engines` workers forward to inference servers, and in `layers` all workers run one model.
+finds the fault. `--mutant all` tries all mutants in `states/mutants.py`, one after the other. There
+are three scenarios besides the fleet: in `swapping` a worker has two models that take turns, in
+`engines` workers forward to inference servers, and in `layers` all workers run one model.
 """
 
 from __future__ import annotations
@@ -32,30 +32,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests chaos", description=__doc__)
     parser.add_argument("--scenario", choices=SCENARIOS, default="fleet")
     parser.add_argument(
-        "--engine", choices=ENGINES, default=ENGINES[0], help="the servers of the scenario engines"
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="inference servers of the scenario engines",
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="seconds of faults")
     parser.add_argument(
         "--seed", type=int, default=None, help="seed of the faults and the requests"
     )
     parser.add_argument("--load", type=float, default=1.0, help="factor on the rate of requests")
-    parser.add_argument("--keep", type=Path, help="a new folder for logs and records")
+    parser.add_argument("--keep", type=Path, help="keep logs and records in this new folder")
     parser.add_argument(
         "--layers",
         choices=FAMILIES,
         help="the scenario layers, with a tiny model of this kind in place of the shipped one",
     )
     parser.add_argument(
-        "--queues", nargs="+", type=Queue, choices=FLEET, help="the fleet's queues to use"
+        "--queues", nargs="+", type=Queue, choices=FLEET, help="only these queues of the fleet"
     )
     parser.add_argument(
         "--beside-last-release", action="store_true", help="share the queues with the last release"
     )
     parser.add_argument(
-        "--cluster", choices=["valkey", "redis-server"], help="on a Redis Cluster of this program"
+        "--cluster",
+        choices=["valkey", "redis-server"],
+        help="run on a Redis Cluster that this program starts",
     )
     parser.add_argument(
-        "--may-lose", action="store_true", help="primaries die before everything is replicated"
+        "--may-lose", action="store_true", help="primaries may die before everything is replicated"
     )
     parser.add_argument(
         "--mutant",

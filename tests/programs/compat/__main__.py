@@ -1,9 +1,8 @@
 """Runs other people's programs against a gateway, and writes docs/compatibility.md.
 
-`openai litellm` for some of them. Each program has a version, an environment, an empty home, and no
-network but loopback. It passes if it got the right results; tests/programs/compat/results.json
-names each attempt. The exit code is 1 if something fails that passes according to the committed
-results.
+Arguments such as `openai litellm` choose programs. Each program has a fixed version, a separate
+environment, an empty home, and no network but loopback. tests/programs/compat/results.json lists
+each attempt. The exit code is 1 if an attempt fails that passes in the committed results.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.programs.compat.running import run, served
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests compat", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PROGRAMS))
-    parser.add_argument("--wheel", type=Path, help="a wheel that is built already")
+    parser.add_argument("--wheel", type=Path, help="use this wheel instead of building one")
     options = parser.parse_args()
     names: list[str] = options.names or [*PROGRAMS]
     if unknown := [name for name in names if name not in PROGRAMS]:

@@ -23,8 +23,8 @@ gateway with the shipped model, and writes this page. Each program runs in a sep
 with an API key and the alias `gpt-4o` for the model, and reaches no other server.
 
 Each attempt of a program tests one feature: a call, a stream, a tool, a schema, or the error of a
-wrong call, which must say how to correct the call. *passes* and *fails* count attempts with
-a right and with a wrong result. *APIs* lists the parts of the API that the
+wrong call, which must say how to correct the call. The columns *passes* and *fails* count
+attempts with a right and with a wrong result. *APIs* lists the parts of the API that the
 program used. `{RESULTS.relative_to(ROOT)}` lists all attempts.
 
 | program | version | passes | APIs | fails |

@@ -1,6 +1,6 @@
 """Puts real inference servers behind workers, and kills both.
 
-Their environments are built first, like by `python -m benchmarks peers`.
+First builds the servers' environments, as `python -m benchmarks peers` does.
 """
 
 from __future__ import annotations

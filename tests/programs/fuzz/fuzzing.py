@@ -1,6 +1,6 @@
 """Sends malformed requests to a worker and a gateway.
 
-With `--queue` or `--http` only to one of them.
+With `--queue`, it sends requests only to the worker; with `--http`, only to the gateway.
 """
 
 from __future__ import annotations

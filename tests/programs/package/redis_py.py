@@ -1,6 +1,6 @@
 """Runs the client on old and new versions of redis-py.
 
-Arguments such as `5.2.1 6.4.0` select versions; the default is all supported ones.
+Arguments such as `5.2.1 6.4.0` choose versions; by default, it runs on all supported versions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check(wheel: Path, version: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests redis-py", description=__doc__)
     parser.add_argument("versions", nargs="*", default=VERSIONS)
-    parser.add_argument("--wheel", type=Path, help="a wheel that is built already")
+    parser.add_argument("--wheel", type=Path, help="use this wheel instead of building one")
     options = parser.parse_args()
     versions: list[str] = options.versions
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:

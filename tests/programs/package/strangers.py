@@ -171,9 +171,11 @@ def running(stranger: Stranger) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests package", description=__doc__)
     parser.add_argument(
-        "--newest", action="store_true", help="the newest versions, not those of constraints.txt"
+        "--newest",
+        action="store_true",
+        help="install the newest versions, not those of constraints.txt",
     )
-    parser.add_argument("--wheel", type=Path, help="a wheel that is built already")
+    parser.add_argument("--wheel", type=Path, help="use this wheel instead of building one")
     options = parser.parse_args()
     newest = options.newest
     with tempfile.TemporaryDirectory(prefix="promptq-package-") as name:

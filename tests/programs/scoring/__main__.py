@@ -2,8 +2,8 @@
 
 lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) scores texts by the log-probabilities
 of prompts. Its backend `local-completions` requests them from the gateway, and its backend `hf`
-computes them with transformers, both with the shipped model in fp32. All scores must agree. It runs
-in a separate environment, and calls only the gateway.
+computes them with transformers, both with the shipped model in fp32. All scores must agree. lm-eval
+runs in a separate environment, and calls only the gateway.
 """
 
 from __future__ import annotations

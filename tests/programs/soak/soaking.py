@@ -282,7 +282,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument(
-        "--faster", type=float, default=1.0, help="multiplies the rates of requests"
+        "--faster", type=float, default=1.0, help="multiply the rates of requests by this"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="promptq-soak-") as folder:

@@ -1,10 +1,10 @@
 """Tests the native code built with the address and undefined-behaviour sanitizers.
 
-The address sanitizer ends a run at the first read or write beside an object, the other one at the
-first step whose result C++ leaves undefined. Each warning of the compiler is an error here. The
-tests run once more on the code for AVX2 alone. What a processor lacks is emulated
-(emulated_avx512.h, emulated_tiles.h), without sanitizers: GCC 12 makes code of the two together
-that does not run. Arguments are given to pytest instead of the tests.
+The address sanitizer ends a run at the first read or write outside an object, the other one at the
+first operation whose result C++ leaves undefined. Each warning of the compiler is an error here.
+The tests run a second time on the code for AVX2 alone. Instructions that a processor lacks are
+emulated (emulated_avx512.h, emulated_tiles.h), but then without sanitizers, because GCC 12 makes
+code from both together that does not run. Arguments are passed to pytest and replace the tests.
 """
 
 from __future__ import annotations
