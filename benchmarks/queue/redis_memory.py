@@ -1,4 +1,4 @@
-"""Measures Redis's memory for a waiting request, and for a token in a log and in a result.
+"""Measures Redis's memory for a waiting request, and for a token in log and result.
 
 A waiting request's memory is what many such requests add to the server, divided by their number.
 Tokens come from the shipped model. The size of a log is read when its last token has come. Logs are
