@@ -7,22 +7,21 @@ from promptq.worker.engine.api.messages import EngineLimits, EngineRequest
 
 
 def check_settings(limits: EngineLimits) -> None:
-    """Raise ConfigurationError if no request could run with these limits. Names the wrong
-    setting."""
+    """Raise ConfigurationError, which names a setting, if these limits allow no request."""
     if limits.max_num_batched_tokens < limits.max_num_seqs:
         raise ConfigurationError(
-            f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens a step are less "
-            f"than one for each of --max-num-seqs, {limits.max_num_seqs}"
+            f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens are fewer than"
+            f" --max-num-seqs, {limits.max_num_seqs}; in a step, each sequence may need one"
         )
     if limits.kv_tokens < 2:
         raise ConfigurationError(
             f"--kv-cache-memory: leaves room for {limits.kv_tokens} tokens in the KV cache, "
-            "which is less than a token of prompt and one of output"
+            "but a request needs a token of prompt and one of output"
         )
 
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
-    """Raise ValueError if the request exceeds these limits. Names the wrong field."""
+    """Raise ValueError, which names the field, if the request exceeds these limits."""
     num_prompt_tokens = len(request.prompt_token_ids)
     num_output_tokens = len(request.output_token_ids)
     num_tokens = num_prompt_tokens + num_output_tokens
@@ -31,7 +30,7 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
     if num_tokens >= limits.max_model_len:
         raise ValueError(
             f"prompt_token_ids: {num_prompt_tokens} tokens and {num_output_tokens} of output "
-            f"leave no room for another in a length of {limits.max_model_len}"
+            f"leave no room for another: the model length is {limits.max_model_len}"
         )
     if request.max_tokens <= num_output_tokens:
         raise ValueError(

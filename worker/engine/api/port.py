@@ -18,20 +18,17 @@ class Progress(Protocol):
     """A callback for the stages of a worker's start, such as loading weights."""
 
     def __call__(self, stage: str, share: float | None = None) -> object:
-        """Report that `stage` is running, and that the previous stage is over.
-
-        `share` is the completed part of the stage, from 0 to 1; None if it is unknown.
-        """
+        """Report that `stage` is running, and that the previous stage is over. `share` is the
+        completed part of the stage, from 0 to 1; None if it is unknown."""
         ...
 
 
-def unheard(stage: str, share: float | None = None) -> None:
+def ignore_progress(stage: str, share: float | None = None) -> None:
     """A Progress that does nothing."""
 
 
 class Engine(Protocol):
-    """An engine that computes a continuous batch step by step. Not thread-safe: one thread calls
-    it."""
+    """An engine that computes a continuous batch step by step. Only one thread may call it."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -48,17 +45,12 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def add(self, request: EngineRequest) -> None:
-        """Add a sequence, which then waits for a slot and blocks.
-
-        Raises ValueError if the sequence can never fit.
-        """
+        """Add a sequence, which waits for a slot and blocks. Raises ValueError if it never fits."""
         ...
 
     def abort(self, sequence_id: int) -> bool:
-        """End a sequence without a further output. Its slot and blocks are free on return.
-
-        Returns False if the engine does not have the sequence.
-        """
+        """End a sequence without a further output. Its slot and blocks are free on return. Returns
+        False if the engine does not have the sequence."""
         ...
 
     def step(self) -> StepOutput:
@@ -109,23 +101,17 @@ class EnginePort(Protocol):
         ...
 
     async def stop(self, patience: float) -> None:
-        """Stop after the running step, or at once if that step has already taken more than
-        `patience` seconds.
-
-        Steps that were not fetched are dropped.
-        """
+        """Stop after the running step, or at once if that has taken more than `patience` seconds.
+        Steps that were not fetched are dropped."""
         ...
 
     def add(self, request: EngineRequest) -> None:
-        """Add a sequence. If the sequence can never run, its output is an error that names the
-        reason."""
+        """Add a sequence. If it can never run, its output is an error that names the reason."""
         ...
 
     def abort(self, sequence_id: int) -> None:
-        """End a sequence without a further output, as soon as the engine has handled the abort.
-
-        Has no effect on a sequence that has ended or was never added.
-        """
+        """End a sequence without a further output, as soon as the engine has handled the abort. Has
+        no effect on a sequence that has ended or was never added."""
         ...
 
     async def snapshot(self) -> EngineSnapshot:
@@ -133,8 +119,7 @@ class EnginePort(Protocol):
         ...
 
     async def fetch(self) -> list[StepOutput]:
-        """Returns all steps since the last call, at least one. The engine pauses while nobody
-        fetches.
+        """Returns all steps since the last call, at least one. The engine pauses if nobody fetches.
 
         Raises the exception of an engine that failed, once all earlier steps have been fetched.
         """
@@ -147,8 +132,7 @@ class EnginePort(Protocol):
 
     @property
     def num_aborting(self) -> int:
-        """Number of aborted sequences that still hold memory. An abort takes effect only after a
-        step."""
+        """Number of aborted sequences that hold memory until a step ends."""
         ...
 
     def seconds_without_progress(self) -> float:

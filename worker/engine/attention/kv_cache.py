@@ -15,18 +15,11 @@ _LEAST_MAPPED_BYTES = 2**20
 
 
 class KVCache:
-    """K and V of all layers, in blocks of `block_size` tokens.
-
-    A layer that uses an earlier layer's K and V shares that layer's tensors.
-    """
+    """K and V of all layers, in blocks of `block_size` tokens. A layer that uses an earlier layer's
+    K and V shares that layer's tensors."""
 
     def __init__(
-        self,
-        specs: Sequence[LayerSpec],
-        *,
-        num_blocks: int,
-        block_size: int,
-        device: torch.device,
+        self, specs: Sequence[LayerSpec], *, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -45,12 +38,8 @@ class KVCache:
 def zeros_in_pages(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Returns a tensor of zeros. On a CPU, the system provides its memory pages when they are first
-    written.
-
-    Writing the whole tensor would take a second for each 2 GiB at every start. Large pages avoid
-    most TLB misses.
-    """
+    """Returns a tensor of zeros. On a CPU, the system provides each memory page at its first use.
+    Writing all zeros would take a second for each 2 GiB. Large pages avoid most TLB misses."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LEAST_MAPPED_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -30,8 +30,7 @@ def fitting_blocks(
     reserved_bytes: int = 0,
     state_bytes: int = 0,
 ) -> int:
-    """Returns the number of blocks that fit into `memory_bytes`, after `state_bytes` for the states
-    of recurrent layers.
+    """Returns the number of blocks in `memory_bytes` beside `state_bytes` of recurrent layers.
 
     If `memory_bytes` is None, returns the number of blocks for `wanted_tokens`, but not more than
     fit into `default_memory_bytes`. Raises ConfigurationError if fewer than two blocks fit, or if
@@ -74,8 +73,6 @@ def fitting_blocks(
 
 def default_memory_bytes(device: torch.device, reserved_bytes: int = 0) -> int:
     """Returns the bytes of a cache without `--kv-cache-memory`: a fraction of the free memory.
-
-    `reserved_bytes` of the free memory are left for other uses.
-    """
+    `reserved_bytes` of the free memory are left for other uses."""
     share = CUDA_SHARE if counts_memory(device) else CPU_SHARE
     return max(0, int((free_bytes(device) - reserved_bytes) * share))

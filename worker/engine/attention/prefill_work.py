@@ -21,9 +21,7 @@ FIELDS = 4
 
 def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
     """Returns [num_tiles, FIELDS]: sequence, first row, number of rows, position of the first row.
-
-    Tiles with the longest context come first, so that no long tile starts at the end.
-    """
+    Tiles with the longest context come first, so that no long tile starts at the end."""
     tiles = []
     for sequence in range(layout.num_decodes, len(layout.context_lens)):
         first_row, end = layout.query_starts[sequence], layout.query_starts[sequence + 1]
@@ -44,9 +42,8 @@ def longest_chunk(layout: StepLayout) -> int:
 class PrefillWork:
     """Work lists of a step's tiles, one for each size of tile that layers request.
 
-    `room` is the largest step, as (rows, chunks). With `room`, `fill` may replace the step by
-    another one. The work lists then keep their addresses, as replayed graphs need, and end with
-    tiles without rows.
+    `room` is the largest step, as (rows, chunks). With `room`, `fill` may replace the step. The
+    work lists then keep their addresses, as replayed graphs need, and end with tiles without rows.
 
     A work list that an earlier step requested is copied to the device together with the step's
     inputs. `fill` gets such copies as `lists`; without `room`, they are in `layout.lists`.

@@ -12,19 +12,12 @@ from promptq.shared.protocol.request import Pooling
 
 _FILE = Path("1_Pooling", "config.json")
 _PREFIX = "pooling_mode_"
-_NAMES: dict[str, Pooling] = {
-    "lasttoken": "last",
-    "mean_tokens": "mean",
-    "mean": "mean",
-}
+_NAMES: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 
 
 def pooling_of(folder: Path) -> Pooling | None:
-    """Returns the pooling that a folder's file names: `last` if there is no file, None if the named
-    pooling is not supported.
-
-    Raises ConfigurationError for a file that cannot be read.
-    """
+    """Returns the pooling that a folder's file names: `last` if there is no file, None if the
+    pooling is not supported. Raises ConfigurationError for a file that cannot be read."""
     file = folder / _FILE
     if not file.exists():
         return "last"
@@ -38,8 +31,7 @@ def pooling_of(folder: Path) -> Pooling | None:
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """Returns the names of the poolings that are on. Newer files have a name, older files have
-    switches."""
+    """Returns the poolings that are on. Newer files name one, older files have switches."""
     if isinstance(name := config.get("pooling_mode"), str):
         return [name]
     return [
@@ -50,10 +42,8 @@ def _modes(config: dict[str, Any]) -> list[str]:
 
 
 def end_token_ids(configurations: Iterable[object]) -> frozenset[int]:
-    """Returns the end tokens of the first configuration that names any.
-
-    Raises UnsupportedModelError if one of them is not a token id.
-    """
+    """Returns the end tokens of the first configuration that names any. Raises
+    UnsupportedModelError if one of them is not a token id."""
     for configuration in configurations:
         ids = getattr(configuration, "eos_token_id", None)
         if ids is not None:

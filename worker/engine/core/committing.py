@@ -11,12 +11,7 @@ from promptq.worker.engine.api.messages import EngineStats, SequenceOutput
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.failed_steps import Collected
 from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine.core.sequence import (
-    Batch,
-    ScheduledSequence,
-    Sequence,
-    SequenceStatus,
-)
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 
 
 class Committer:
@@ -112,8 +107,7 @@ class Committer:
         )
 
     def _pool(self, share: ScheduledSequence) -> Iterator[tuple[Sequence, SequenceOutput]]:
-        """Pool the hidden states of a share. The states of the last token complete the vector and
-        end the sequence."""
+        """Pool a share's hidden states. The last token's states complete the vector."""
         sequence = share.sequence
         if share.start == 0:
             sequence.pool.clear()  # preempted, so it starts again
@@ -140,10 +134,7 @@ class Committer:
         self._totals.accepted_tokens += num_accepted
         if share.sequence.drafter is not None:
             share.sequence.drafter.settle(
-                num_drafted,
-                num_accepted,
-                len(batch.scheduled),
-                by_head=share.drafts_by_head,
+                num_drafted, num_accepted, len(batch.scheduled), by_head=share.drafts_by_head
             )
 
 

@@ -37,8 +37,7 @@ from promptq.worker.engine.core.sequence import Batch, Sequence, SequenceStatus
 from promptq.worker.engine.core.step_plan import most_reported_rows
 
 _AUDIT_INTERVAL_SECONDS = 1.0
-"""The least seconds between two audits. An audit takes 0.1 µs for each block, which is too much at
-the end of every single request."""
+"""The least seconds between two audits. An audit takes 0.1 µs for each block."""
 _SMALL_STEPS = 256
 """Number of smaller steps after a step that ran out of memory."""
 _MOST_SHORTAGES = 6
@@ -104,8 +103,7 @@ class LLMEngine:
             )
         self.abilities = runner.abilities
         self._runner = runner
-        # A state cannot be restored after a rejected draft, or after a step that was launched
-        # behind a failed step.
+        # No state can be restored after a rejected draft, or after a step behind a failed step.
         self._speculative_tokens = speculative_tokens
         self._may_draft = not has_states or layout.states_skip_drafts
         cost = self.abilities.head_cost
@@ -175,8 +173,7 @@ class LLMEngine:
         """Schedule, compute and commit one step.
 
         If the runner raises an exception, nothing is committed: no sequence gains a token, and the
-        next step schedules the same work again. `recover` finds the sequence that caused the
-        failure.
+        next step schedules the same work. `recover` finds the sequence that caused the failure.
         """
         self._uncommitted = None
         if not self.has_work:
@@ -256,8 +253,7 @@ class LLMEngine:
         return _Step(batch, self._runner.launch(batch))
 
     def _launch_after(self, step: _Step) -> _Step | None:
-        """Launch the step after `step`, which is not collected yet. Returns None if it cannot be
-        planned yet."""
+        """Launch the step after `step`, which still runs. Returns None if planning must wait."""
         pacing = self._pacing
         batch = self._scheduler.follow(step.batch, pacing.chunk, pacing.prompt_tokens)
         if batch is None:
@@ -298,20 +294,10 @@ class LLMEngine:
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit
-        if (
-            max_drafted == 0
-            or not self._may_draft
-            or request.looks_back
-            or request.pooling is not None
-        ):
+        if max_drafted == 0 or not self._may_draft or request.looks_back or request.pooling:
             return None
         begin = sequence.num_prompt_tokens + request.params.min_tokens
-        return Drafter(
-            max_drafted,
-            begin=begin,
-            end=sequence.max_num_tokens,
-            head=self._head,
-        )
+        return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens, head=self._head)
 
     def _commit(self, batch: Batch, collected: Collected) -> list[SequenceOutput]:
         outputs = []

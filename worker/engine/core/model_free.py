@@ -1,7 +1,6 @@
 """A runner without a model: the next token is a known function of seed and position.
 
-An engine with this runner starts at once and without torch, and a reader of a stream can check
-every token.
+An engine with this runner starts at once, without torch, and a reader can check every token.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ class ModelFreeStep:
 
 
 class ModelFreeRunner:
-    """A runner that computes nothing.
-
-    Ignores sampling parameters other than `logprobs` and the seed.
-    """
+    """A runner that computes nothing. Ignores sampling parameters but `logprobs` and the seed."""
 
     abilities = EngineAbilities(grammars=False, unheeded=frozenset({"embed", "prompt_logprobs"}))
     vocab_size = END_TOKEN_ID + 1

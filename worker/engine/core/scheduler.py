@@ -1,5 +1,4 @@
-"""Decides what a step computes: which sequences continue, which are admitted, and which are
-preempted."""
+"""Decides what a step computes: which sequences continue, are admitted, or are preempted."""
 
 from __future__ import annotations
 
@@ -13,12 +12,7 @@ from typing import Any, NamedTuple
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN
 from promptq.worker.engine.core.sequence import Batch, Sequence, SequenceStatus
-from promptq.worker.engine.core.shares import (
-    Shares,
-    TenantCounts,
-    beyond_their_share,
-    last_of_most,
-)
+from promptq.worker.engine.core.shares import Shares, TenantCounts, beyond_their_share, last_of_most
 from promptq.worker.engine.core.step_plan import StepPlan, can_plan_next
 
 
@@ -30,8 +24,8 @@ class _Room(NamedTuple):
 
 
 _Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
-"""Returns the running sequences that may be preempted for a waiting sequence that needs this number
-of blocks, in the order of preemption."""
+"""Returns running sequences to preempt for a waiting one that needs this number of blocks, in
+order."""
 
 
 class Scheduler:
@@ -68,8 +62,7 @@ class Scheduler:
         # Blocks that an admission leaves free for the next tokens of the other sequences, so that
         # the admission does not cause a preemption at once.
         self._watermark = max(1, block_manager.num_blocks // 100)
-        # The id of the last sequence that lacked room, and the `num_gained` of the block manager
-        # from which on there may be room.
+        # The last sequence that lacked room, and the `num_gained` of blocks at which it may fit.
         self._without_room: tuple[int | None, int] = None, 0
 
     def add(self, sequence: Sequence) -> None:
@@ -84,10 +77,8 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def set_back(self, sequence: Sequence) -> None:
-        """Preempt a running sequence: return it to its position among the waiting sequences.
-
-        Its computed blocks stay cached until they are evicted, so resuming it is cheap.
-        """
+        """Preempt a running sequence: return it to its position among the waiting sequences. Its
+        computed blocks stay cached until they are evicted, so resuming it is cheap."""
         self._withdraw(sequence)
         sequence.num_computed_tokens = 0
         sequence.timing.preemptions += 1
@@ -118,14 +109,10 @@ class Scheduler:
         return Batch(list(plan.shares.values()))
 
     def follow(
-        self,
-        batch: Batch,
-        long_prompt_chunk: int | None = None,
-        prompt_tokens: int | None = None,
+        self, batch: Batch, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
     ) -> Batch | None:
-        """Plan the step after `batch` before the tokens of `batch` are known. The plan has the next
-        chunks of prompts, and one more decode of each sequence that samples in `batch` and does not
-        reach its length there.
+        """Plan the step after `batch` before its tokens are known: the next chunks of prompts, and
+        one more decode of each sequence that samples in `batch` below its length.
 
         Returns None if a waiting sequence may be admitted, or if the plan depends on the tokens.
         """
@@ -221,8 +208,7 @@ class Scheduler:
         must admit each one before it takes the next.
 
         First come sequences that are more urgent than a running one, which they preempt. Then come
-        sequences of tenants that run nothing. They preempt sequences of tenants that have more than
-        their share.
+        sequences of tenants that run nothing, which preempt tenants with more than their share.
         """
         while (sequence := self._next_urgent()) is not None:
             if (room := self._find_room(sequence, plan, self._less_urgent)) is None:
@@ -249,8 +235,7 @@ class Scheduler:
                 return
 
     def _next_urgent(self) -> Sequence | None:
-        """Returns the most urgent waiting sequence if it is more urgent than a running one, else
-        None."""
+        """Returns the most urgent waiting sequence if it is more urgent than a running one."""
         if self._waiting_by_urgency and self.running:
             sequence = self._waiting_by_urgency[0]
             if sequence.request.priority < self.running[-1].request.priority:
@@ -335,8 +320,7 @@ class Scheduler:
         return num_missing <= 0
 
     def _still_lacks_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Whether a sequence certainly has too little room still. Cheap: does not look up its
-        prefix."""
+        """Whether a sequence surely still lacks room. Cheap: does not look up its prefix."""
         known, num_gained = self._without_room
         return (
             known == sequence.sequence_id
@@ -393,8 +377,7 @@ def _order(sequence: Sequence) -> tuple[Any, ...]:
 
 
 def _urgency(sequence: Sequence) -> tuple[Any, ...]:
-    """Returns a sort key by which the most urgent sequence comes first. The last running sequence
-    is preempted first."""
+    """Returns a sort key, lowest for the most urgent sequence. The last is preempted first."""
     return (sequence.request.priority, *_order(sequence))
 
 

@@ -28,18 +28,15 @@ class Attention:
     norms, rotates heads, and writes K and V."""
 
     qkv: tuple[nn.Linear, ...]
-    """Linear layers whose outputs, one after the other, are queries, keys and values. Keys and
-    values may have the same linear layer."""
+    """Linear layers for queries, keys and values, in this order. Keys and values may share one."""
     output: nn.Linear
     num_heads: int
     num_kv_heads: int
     head_size: int
     shares_kv: bool
-    """Whether the layer reads the keys and values of an earlier layer, and computes only
-    queries."""
+    """Whether the layer computes only queries, and reads an earlier layer's keys and values."""
     is_gated: bool
-    """Whether a head's output is multiplied by the sigmoid of a gate. The gate's weights follow
-    those of the head's query."""
+    """Whether the sigmoid of a gate multiplies a head's output. A head's gate follows its query."""
     scale: float
     """The factor of the scores `q k`."""
     softcap: float | None
@@ -59,10 +56,8 @@ class Attention:
 
     @classmethod
     def of(cls, attention: Any, rotary: nn.Module | None, found: Found) -> Attention:
-        """Returns the parts of an attention module. `rotary` computes the model's rotations.
-
-        Raises NotOfThisKindError if the module has an unknown part.
-        """
+        """Returns the parts of an attention module. `rotary` computes the model's rotations. Raises
+        NotOfThisKindError if the module has an unknown part."""
         parts = parts_of(attention)
         names = next((each for each in _PROJECTIONS if parts.keys() >= {*each}), ())
         is_known = names and "o_proj" in parts and parts.keys() <= _PARTS

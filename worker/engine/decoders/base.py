@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import LayerCache, Pattern
-from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
 from promptq.worker.engine.quantization.modules import FewBits
 from promptq.worker.engine.recurrent.state_pool import StatePool
 
@@ -39,8 +38,7 @@ class Decoder(ABC):
     """Computes packed steps like PackedModel, but without transformers' modules."""
 
     unpacked: ClassVar[type[Decoder] | None] = None
-    """A decoder that computes the same formula in fp32 without copying the weights, for the check
-    at load. None: there is no such decoder."""
+    """For the check at load: computes the same formula in fp32, without copies of weights."""
     states: StatePool | None = None
     """The states of recurrent layers; None if the model has no recurrent layers."""
 
@@ -57,15 +55,6 @@ class Decoder(ABC):
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PackedModel.logits_and_states`."""
-
-    def add_head(self, head: HeadParts, cache: LayerCache) -> None:
-        """Add a head that drafts. Its K and V are in `cache`."""
-        raise NotImplementedError
-
-    def draft(self, step: DraftStep) -> torch.Tensor:
-        """Returns the tokens [most drafted, S] that the head drafts after the rows of a step.
-        Tokens beyond a sequence's count mean nothing."""
-        raise NotImplementedError
 
     @classmethod
     def is_available(cls) -> bool:

@@ -92,11 +92,8 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the corresponding sum with
-    the MLP.
-
-    Any of the norms may be missing, and the mixer or the MLP. At the end, `hidden *= output_scale`.
-    """
+    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP. Any
+    of the norms may be missing, and the mixer or the MLP. At the end, `hidden *= output_scale`."""
 
     mixer: Attention | Recurrent | None = None
     """The part that mixes positions."""
@@ -150,11 +147,8 @@ class ModelParts:
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_attending: int | None = None) -> ModelParts:
-        """Returns the parts of a model. `num_attending` is the number of layers with attention;
-        None if it is unknown.
-
-        Raises NotOfThisKindError if the model has an unknown part.
-        """
+        """Returns a model's parts. `num_attending`: how many layers attend; None if unknown. Raises
+        NotOfThisKindError if the model has an unknown part."""
         whole: Any = model  # its class is only partly typed
         config = whole.config.get_text_config(decoder=True)
         body = whole.get_decoder()
@@ -251,8 +245,8 @@ def _mixer(
 ) -> Attention | Recurrent:
     """Returns the parts of a mixer whose inputs are multiplied by `input_scale`.
 
-    For attention, the parts scale only the scores (twice: queries and keys). They do not scale V,
-    so the caller must multiply the output by `input_scale`.
+    Attention has the factors of queries and keys in its scale of scores. Values stay unscaled, so
+    the caller must multiply the output by `input_scale`.
     """
     recurrent = mixer_of(mixer)
     if recurrent is not None:
@@ -282,8 +276,7 @@ def _recurrent(mixer: Mixer) -> Recurrent:
 
 
 def _mlp(mlp: Any, shared: Any, found: Found) -> MLP:
-    """Returns the parts of an MLP. `shared` is a dense MLP in addition to experts, or the only
-    MLP."""
+    """Returns the parts of an MLP. `shared` is a dense MLP beside experts, or the only MLP."""
     if not hasattr(mlp, "experts"):
         return DenseMLP.of(shared if mlp is None else mlp)
     experts = ExpertParts.of(mlp, found)

@@ -119,6 +119,7 @@ class NativeDecoder(NativeWeights, Decoder):
         return logits, states
 
     def add_head(self, head: HeadParts, cache: LayerCache) -> None:
+        """Add a head that drafts, with its K and V in `cache`."""
         layer = self._layer(head.layer, iter([(cache, FULL)]), iter(()))
         weights = library.HeadWeights(
             of_embedding=self._norm(head.of_embedding),
@@ -131,6 +132,7 @@ class NativeDecoder(NativeWeights, Decoder):
         self._copied.clear()
 
     def draft(self, step: DraftStep) -> torch.Tensor:
+        """See `DraftHead.draft`."""
         most, num_sequences = step.counts[0], len(step.sequences)
         sequences = step.sequences * most
         num_ahead = [depth for depth in range(most) for _ in range(num_sequences)]
@@ -172,10 +174,8 @@ class NativeDecoder(NativeWeights, Decoder):
 
 
 class UnpackedDecoder(NativeDecoder):
-    """Computes in fp32, slowly, and reads the weights in place, without a copy.
-
-    The weights may also be in bf16, or quantized. Norms and biases are in fp32.
-    """
+    """Computes in fp32, slowly, and reads the weights in place, without a copy. The weights may
+    also be in bf16, or quantized. Norms and biases are in fp32."""
 
     _is_packed = False
     _dtypes = frozenset({torch.bfloat16})
@@ -185,8 +185,7 @@ NativeDecoder.unpacked = UnpackedDecoder
 
 
 def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
-    """Returns a native description of a step's rows, and the memory that the description refers
-    to."""
+    """Returns a native description of a step's rows, and the memory that it refers to."""
     layout = step.layout
     num_sequences, tables = len(layout.context_lens), layout.block_tables.contiguous()
     numbers = np.array([*layout.query_starts, *layout.context_lens], dtype=np.int64)
@@ -221,7 +220,6 @@ def release(modules: Iterable[nn.Module]) -> int:
             num_bytes += sum(tensor.nbytes for tensor in weight.tensors)
             module.quantized = weight.released()
         elif isinstance(module, QuantizedExperts):
-            weights = [weight for expert in module.quantized for weight in expert if weight]
-            num_bytes += sum(tensor.nbytes for weight in weights for tensor in weight.tensors)
+            num_bytes += sum(tensor.nbytes for tensor in module.weight.tensors)
             module.quantized = []
     return num_bytes

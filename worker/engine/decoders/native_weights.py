@@ -47,8 +47,8 @@ class NativeWeights(NativeTensors):
         attended: Iterator[tuple[LayerCache, Pattern]],
         states: Iterator[Sequence[torch.Tensor]],
     ) -> library.LayerWeights:
-        """Returns the description of a layer. Attention uses the next cache and pattern, and a
-        recurrent part the next states."""
+        """Returns the description of a layer, with the next cache and pattern, or the next
+        states."""
         weights = library.LayerWeights(
             before_mixer=self._norm(layer.before_mixer),
             after_mixer=self._norm(layer.after_mixer),
@@ -300,8 +300,7 @@ def _gates_last(attention: Attention) -> list[RowsOfLinear]:
 
 
 def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
-    """Returns the description of a layer's K and V, whose memory the native code continues to
-    use."""
+    """Returns the description of a layer's K and V, whose memory native code keeps using."""
     key, value = cache.key, cache.value
     assert key.stride() == value.stride(), "K and V are laid out alike"
     assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"

@@ -10,8 +10,7 @@ from torch.func import functional_call
 
 
 class NotOfThisKindError(Exception):
-    """Raised if a model has a part that promptq's decoders do not support. The message names the
-    part."""
+    """Raised if promptq's decoders do not support a part of a model. The message names the part."""
 
 
 def require(holds: bool, otherwise: str) -> None:
@@ -21,8 +20,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 Found = dict[tuple[Any, ...], Any]
-"""Formulas that were found so far, by the kind and sizes of their module. Each kind of module is
-tried only once."""
+"""Formulas that were found, by the type and sizes of a module, so that each is tried once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +73,8 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, found: Found | None = None, size: int | None = None) -> Norm:
-        """Returns a module's norm. `size` is the size of a norm without a weight.
-
-        Raises NotOfThisKindError if the module does not compute a norm.
-        """
+        """Returns a module's norm. `size` is the size of a norm without a weight. Raises
+        NotOfThisKindError if the module does not compute a norm."""
         found = {} if found is None else found
         name = type(module).__name__
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -99,8 +95,7 @@ class Norm:
 def _formula(norm: Any, shape: torch.Size, epsilon: float) -> NormFormula | None:
     """Returns the formula that computes the same as the module; None if there is none.
 
-    The formulas are tried with random weights, because the module's weights may be on another
-    device, or may have no values yet.
+    Formulas are tried with random weights: the module's may be on another device, or unset.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     names = [name for name, _ in norm.named_parameters()]

@@ -1,5 +1,4 @@
-"""Reads the weights of a layer's experts (MoE) from transformers' modules, and computes experts in
-fp32."""
+"""Reads the weights of experts (MoE) from transformers' modules, and computes experts in fp32."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def input_weights(module: Any) -> torch.Tensor:
 
 
 def take_any_sizes(model: Any) -> None:
-    """Make transformers multiply experts one by one if its grouped products refuse the size of the
-    experts' rows."""
+    """Make transformers multiply experts one by one if grouped products refuse their sizes."""
     experts = [module for module in model.modules() if has_experts(module)]
     rows = [
         weight.shape[1 if module.is_transposed else 2] * weight.itemsize
@@ -70,12 +68,9 @@ def split_gates(module: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def join_gates(module: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Joins `gate` and `up` [..., inner size] to [..., 2 * inner size], in the module's order."""
-    both = torch.cat if module.is_concatenated else _interleaved
-    return both([gate, up], -1)
-
-
-def _interleaved(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return torch.stack(tensors, dim).flatten(dim - 1)
+    if module.is_concatenated:
+        return torch.cat([gate, up], -1)
+    return torch.stack([gate, up], -1).flatten(-2)
 
 
 def misread_experts(model: nn.Module) -> set[type[nn.Module]]:

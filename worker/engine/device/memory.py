@@ -37,8 +37,7 @@ class MemoryPeak:
         self._allocated = torch.cuda.memory_allocated(device)
 
     def bytes(self) -> int:
-        """Returns the peak number of bytes since the beginning, minus the bytes in use at the
-        beginning.
+        """Returns the peak number of bytes minus the bytes in use at the beginning.
 
         Returns the larger one of two such differences: of reserved bytes and of allocated bytes.
         Reserved memory has gaps, and the same work will have these gaps again.
@@ -50,8 +49,7 @@ class MemoryPeak:
 
 
 def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
-    """Returns the bytes of device memory that the result of `make` occupies, including the driver's
-    memory."""
+    """Returns the bytes on the device, with the driver's, that the result of `make` occupies."""
     give_back(device)
     before = free_bytes(device)
     result = make()
@@ -66,8 +64,8 @@ def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> i
     """Returns the free bytes of the device. On a CPU, these are the free bytes of the machine, or
     of the container if that has fewer.
 
-    A container counts its page cache as used, for example weights that were just read. Its part
-    `inactive_file`, which the kernel reclaims first, counts as free here.
+    A container counts its page cache as used, for example weights that were just read. The part
+    `inactive_file` of the cache, which the kernel reclaims first, counts as free here.
     """
     if counts_memory(device):
         free: int = torch.cuda.mem_get_info(device)[0]

@@ -20,11 +20,7 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.load_check.checked_model import CheckedModel
 from promptq.worker.engine.model.loading import LoadedModel
-from promptq.worker.engine.model.packed_model import (
-    PackedModel,
-    RowStarts,
-    set_attention,
-)
+from promptq.worker.engine.model.packed_model import PackedModel, RowStarts, set_attention
 
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 """Exceptions that transformers' modules raise if they cannot compute packed steps."""
@@ -48,9 +44,8 @@ TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 """Tolerance in fp32 if the environment forces TF32, which rounds to 11 bits."""
 
 _DECODER_POSITIONS = 1024
-"""The largest position in tests of promptq's decoders. Larger positions need no test: the decoders'
-table of positions comes from the model's module, and layers that use positions in any other way are
-refused."""
+"""The largest position in tests of promptq's decoders. Their table of positions comes from the
+model's module, and layers that use positions in another way are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +149,7 @@ def is_finite_alone(loaded: LoadedModel, checked: CheckedModel, probe: Probe) ->
 
 
 def compare(
-    loaded: LoadedModel,
-    checked: CheckedModel,
-    probes: list[Probe],
-    tolerance: float,
+    loaded: LoadedModel, checked: CheckedModel, probes: list[Probe], tolerance: float
 ) -> Difference:
     """Returns the difference between the logits of packed steps and those of each request alone."""
     set_attention(loaded.model, "eager")
@@ -180,8 +172,7 @@ def compare(
 
 
 def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Returns [rows]: the distance of each row of logits from the expected row, divided by the
-    spread of the expected row."""
+    """Returns each row's distance from the expected row, divided by that row's spread: [rows]."""
     spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
     off: torch.Tensor = (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
     return off

@@ -1,5 +1,5 @@
-"""Checks that a decoder with rounded or packed weights computes correctly. Another check has shown
-before that its formula is right."""
+"""Checks a decoder with rounded or packed weights. Another check has shown that its formula is
+right."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from promptq.worker.engine.model.model_length import model_length
 
 
 def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) -> None:
-    """Compare promptq's decoder with transformers' model, with rounded weights or a rounded KV
-    cache.
+    """Compare promptq's decoder with transformers' model if weights or the KV cache are rounded.
 
     transformers' model computes with the dequantized weights. Call this after `check_model` has
     shown that the decoder is right without rounding. `options` names the options that cause
@@ -56,9 +55,8 @@ class Expectation:
     ) -> Expectation | None:
         """Returns the expected logits, computed in fp32 with the unpacked weights.
 
-        `checked` shows that the decoder computes the same formula as the model's modules. The model
-        will serve sequences of up to `max_length` tokens on `cache`. Returns None if there is too
-        little memory.
+        `checked` shows that the decoder computes the formula of the model's modules. The model will
+        serve sequences of up to `max_length` tokens on `cache`. Returns None if memory is short.
         """
         assert checked.decoder is not None, "only promptq's decoders pack weights"
         most = cache.num_blocks // len(LENGTHS) * cache.block_size
@@ -78,9 +76,7 @@ def check_packed(
     loaded: LoadedModel, decoder: Decoder, cache: KVCache, expected: Expectation, options: str
 ) -> None:
     """Check the logits of a decoder that has packed its weights. Its cache must be unused.
-
-    `options` names the options that cause rounding. Raises UnsupportedModelError.
-    """
+    `options` names the options that cause rounding. Raises UnsupportedModelError."""
     is_exact = loaded.model.dtype == torch.float32 and not (options or loaded.format)
     tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE
     # Recurrent layers may have states for a single sequence.

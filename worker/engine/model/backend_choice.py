@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 
 import torch
@@ -31,8 +32,7 @@ def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
     """Returns the backends that run on the device, the fastest first. If `name` is not `auto`,
     returns only the backend of this name.
 
-    Raises ConfigurationError if there is no backend of this name, or if it does not run on the
-    device.
+    Raises ConfigurationError if no such backend exists, or if it does not run on the device.
     """
     if name != "auto" and name not in (names := [each.name for each in BACKENDS]):
         raise ConfigurationError(f"--attention: {name!r} is not one of auto, {', '.join(names)}")
@@ -54,10 +54,8 @@ def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
 def first_that_serves(
     family: str, backends: Sequence[AttentionBackend], specs: list[LayerSpec]
 ) -> AttentionBackend:
-    """Returns the first backend that serves every layer of a model.
-
-    Raises UnsupportedModelError, with the reason of each backend, if none serves all layers.
-    """
+    """Returns the first backend that serves every layer of a model. Raises UnsupportedModelError,
+    with the reason of each backend, if none serves all layers."""
     reasons = []
     for backend in backends:
         if not (why_not := backend.why_not(specs)):
@@ -67,31 +65,25 @@ def first_that_serves(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the device of this name. `auto` is the first CUDA device, or the CPU if there is
-    none.
-
-    Raises ConfigurationError if the device cannot be used.
-    """
+    """Returns the device of this name. `auto` is the first CUDA device, else the CPU. Raises
+    ConfigurationError if the device cannot be used."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
+    device: torch.device | None = None
+    with suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        raise ConfigurationError(
-            f"--device: {name!r} is not one of auto, cpu, cuda, cuda:N"
-        ) from None
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigurationError(f"--device: {name!r} is not a usable CUDA device here")
-    elif device.type != "cpu":
+    if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigurationError(f"--device: {name!r} is not one of auto, cpu, cuda, cuda:N")
-    return device
+    if device.type == "cpu":
+        return device
+    index = device.index or 0
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise ConfigurationError(f"--device: {name!r} is not a usable CUDA device here")
+    return torch.device("cuda", index)
 
 
 def why_no_native_code(loaded: LoadedModel) -> str:
-    """Returns the reason why native code cannot compute the model on its device and in its dtype;
-    empty if native code can."""
+    """Returns why native code cannot serve this device and dtype; empty if it can."""
     device, dtype = loaded.model.device, loaded.model.dtype
     if device.type != "cpu":
         return f"it is for the CPU, and the device is {device.type}"
@@ -110,9 +102,7 @@ def own_decoders(
     device: torch.device, options: LoadOptions, no_native_code: str
 ) -> tuple[list[type[Decoder]], str]:
     """Returns promptq's decoders to try on the device, or the reason why there are none.
-
-    `no_native_code` is the result of `why_no_native_code`. Only the decoder on a CPU needs it.
-    """
+    `no_native_code` is the result of `why_no_native_code`. Only the decoder on a CPU needs it."""
     if not options.native:
         return [], TURNED_OFF
     if device.type == "cuda":

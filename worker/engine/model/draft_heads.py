@@ -47,10 +47,7 @@ class LoadedHead:
 
 
 def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> LoadedHead:
-    """Returns the head of a model. `weights` are its tensors by name.
-
-    Raises NoHeadError.
-    """
+    """Returns the head of a model. `weights` are its tensors by name. Raises NoHeadError."""
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:
@@ -104,8 +101,7 @@ def rotary_of(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _cost(model: PreTrainedModel, head: nn.Module) -> float:
-    """Returns the time that the head takes for a drafted token, as a fraction of the time of a
-    step.
+    """Returns the time that the head takes for a drafted token, as a fraction of a step's time.
 
     The times are estimated from the numbers of weights that are read. Head and step both read the
     output layer. A step also has work other than reading weights.
@@ -121,11 +117,7 @@ class HeadOfModules:
     """A drafting head that computes with transformers' modules, on the paged cache."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        head: Any,
-        cache: LayerCache,
-        backend: AttentionBackend,
+        self, model: PreTrainedModel, head: Any, cache: LayerCache, backend: AttentionBackend
     ) -> None:
         """`head` is an `MtpLayer` that has passed `check`."""
         whole: Any = model  # its class is only partly typed
@@ -146,7 +138,7 @@ class HeadOfModules:
             raise NoHeadError("its layer does not attend")
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """See `Decoder.draft`."""
+        """See `DraftHead.draft`."""
         layout, states = step.layout, step.states
         ids, positions = step.input_ids, step.positions
         last = torch.tensor(step.last_rows, device=states.device)
@@ -170,11 +162,7 @@ class HeadOfModules:
         return drafted
 
     def _states(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        layout: StepLayout,
-        states: torch.Tensor,
+        self, ids: torch.Tensor, positions: torch.Tensor, layout: StepLayout, states: torch.Tensor
     ) -> torch.Tensor:
         """Returns the head's final hidden states [T, hidden size]."""
         embedded = self._embedding(ids)
@@ -194,8 +182,7 @@ class HeadOfModules:
 
 
 def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
-    """Returns the layout of one more row for each of the first `count` sequences: `depth` rows
-    after the last row of a step."""
+    """Returns the layout of `count` sequences with one row each, `depth` rows after a step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
     device = layout.block_tables.device
     return layout_of_rows(

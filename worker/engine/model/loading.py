@@ -27,11 +27,7 @@ from promptq.worker.engine.device.expert_weights import has_experts, take_any_si
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 from promptq.worker.engine.model.draft_heads import LoadedHead, NoHeadError, load_head
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
-from promptq.worker.engine.quantization.modules import (
-    SavedWeight,
-    move_quantized,
-    quantize_model,
-)
+from promptq.worker.engine.quantization.modules import SavedWeight, move_quantized, quantize_model
 from promptq.worker.engine.quantization.weight import ExpertsWeight
 
 if TYPE_CHECKING:
@@ -44,14 +40,12 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_COPIES = 2
-"""The most copies of a weight in memory at once, while the weight is rearranged for promptq's
-code."""
+"""The most copies of a weight in memory while it is rearranged for promptq's code."""
 
 
 def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
-    """Returns the files of a model in any format. Raises ModelNotFoundError if there is no model,
-    UnsupportedModelError if the model cannot be read, and ConfigurationError if a package is
-    missing."""
+    """Returns the files of a model in any format. Raises ModelNotFoundError if there are none,
+    UnsupportedModelError if they cannot be read, ConfigurationError if a package is missing."""
     source = check_source(name_or_dir)
     if not is_gguf(source):
         return ModelFolder(source, trust_remote_code)
@@ -219,8 +213,8 @@ def load_model(
 
 
 def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None, str]:
-    """Returns the head in the files, or None and the reason why it cannot be used. The reason is
-    empty if the files have no head."""
+    """Returns the files' head, or None and the reason why it is not usable; empty without a
+    head."""
     if not isinstance(files, ModelFolder):
         return None, ""
     try:
@@ -301,8 +295,7 @@ def fits_beside_others(
 def _check_memory(
     files: ModelFiles, dtype: DType, device: torch.device, decoder: type[Decoder] | None
 ) -> None:
-    """Raise ConfigurationError if the weights do not fit into memory. Otherwise the system would
-    kill the process."""
+    """Raise ConfigurationError for too little memory, before the system kills this process."""
     # Quantized weights are read on the host first.
     places = {device, torch.device("cpu")} if files.is_quantized else {device}
     device = min(places, key=free_bytes)

@@ -48,8 +48,7 @@ class Kind(NamedTuple):
 
 _V3 = Kind(["-march=x86-64-v3"], {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V4 = Kind(
-    ["-march=x86-64-v4"],
-    _V3.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    ["-march=x86-64-v4"], _V3.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 )
 _VNNI = Kind([*_V4.flags, "-mavx512vnni"], _V4.features | {"avx512_vnni"})
 _BF16 = Kind([*_VNNI.flags, "-mavx512bf16"], _VNNI.features | {"avx512_bf16"})
@@ -66,11 +65,8 @@ class NativeCodeError(Exception):
 
 
 def library_path() -> Path:
-    """Returns the path of the library for this machine. Compiles a library if the wheel has none
-    for its processor.
-
-    Raises NativeCodeError if this is impossible.
-    """
+    """Returns the library for this machine. Compiles it if the wheel has none for the processor.
+    Raises NativeCodeError if this is impossible."""
     if platform.system() != "Linux":
         raise NativeCodeError(f"it is for Linux, and this is {platform.system()}")
     features = processor_features()
@@ -112,8 +108,7 @@ def _compiled_here() -> Path:
 
 
 def build_for(kinds: Iterable[str], folder: Path) -> list[Path]:
-    """Compile a library for each of these kinds of processors, and return their paths. Raises
-    NativeCodeError."""
+    """Compile a library for each of these kinds, and return the paths. Raises NativeCodeError."""
     compiler = shutil.which(_compiler())
     if compiler is None:
         raise NativeCodeError(f"there is no compiler {_compiler()}")

@@ -30,13 +30,12 @@ SavedWeight = FewBits | ExpertsWeight
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with quantized weights, in a model of `dtype`. Its parameter `weight` is
-    empty."""
+    """A linear layer with quantized weights, in a model of `dtype`. Its `weight` is empty."""
 
     def __init__(self, weight: FewBits, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=bias is not None, device="meta")
-        self.weight = _nothing(weight, dtype)
+        self.weight = _empty_parameter(weight, dtype)
         if bias is not None:
             self.bias = bias
         self.quantized: FewBits = weight
@@ -52,12 +51,11 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """An embedding with quantized weights, in a model of `dtype`. Its parameter `weight` is empty,
-    and sets the output's dtype."""
+    """An embedding with quantized weights. Its empty `weight` has the output's dtype."""
 
     def __init__(self, weight: FewBits, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__(*weight.shape, device="meta")
-        self.weight = _nothing(weight, dtype)
+        self.weight = _empty_parameter(weight, dtype)
         self.quantized: FewBits = weight
         self.scalar_embed_scale = scale
 
@@ -98,8 +96,7 @@ class QuantizedExperts(nn.Module):
 
     @classmethod
     def rounded(cls, plain: Any, bits: int, group: int | None) -> QuantizedExperts:
-        """Returns the experts of transformers' module `plain` with rounded weights. Frees the
-        module's weights."""
+        """Returns the experts of `plain` with rounded weights. Frees the module's weights."""
         rounded = partial(QuantizedWeight.of, bits=bits, group=group)
         experts = []
         for index in range(len(plain.down_proj)):
@@ -124,7 +121,7 @@ class QuantizedExperts(nn.Module):
         return ExpertWeights(of_gate, up.dequantized(), down.dequantized())
 
 
-def _nothing(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:
+def _empty_parameter(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:
     """Returns an empty parameter with the dtype of the model, on the device of the weight."""
     return nn.Parameter(weight.scales.new_empty(0, dtype=dtype), requires_grad=False)
 

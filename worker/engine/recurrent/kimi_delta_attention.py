@@ -16,8 +16,7 @@ from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 _PARTS = {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"}
 _GATES = ({"g_proj"}, {"g_a_proj", "g_b_proj"})
 _LONGEST_PIECE = 16
-"""The most rows of a piece. The decays between two rows differ from channel to channel, so they
-would take much memory in longer pieces."""
+"""The most rows of a piece. Each channel has its decays, which need memory for pairs of rows."""
 
 
 class _Tokens(NamedTuple):
@@ -69,8 +68,7 @@ class KimiDeltaAttention(Mixer):
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs for one token of each sequence, and updates the states [rows, heads, key
-    size, value size] in place."""
+    """Returns the outputs of decodes. Updates `states` [rows, heads, key size, value size]."""
     query, key = tokens.query.unsqueeze(-2), tokens.key.unsqueeze(-2)
     states *= tokens.decay.exp().unsqueeze(-1)
     change = (tokens.value.unsqueeze(-2) - key @ states) * tokens.beta[..., None, None]

@@ -28,10 +28,8 @@ class StateSpec:
 
 
 class Mixer(ABC):
-    """Computes one recurrent transformers module for the rows of packed steps.
-
-    The module's weights are read in each step, because they may be converted or replaced.
-    """
+    """Computes one recurrent transformers module for the rows of packed steps. The module's weights
+    are read in each step, because they may be converted or replaced."""
 
     name: ClassVar[str]
 
@@ -41,8 +39,7 @@ class Mixer(ABC):
     @classmethod
     @abstractmethod
     def knows(cls, module: Any) -> bool:
-        """Whether the module has the parts of this kind. The check at load shows whether its
-        formula is the same."""
+        """Whether the module has this kind's parts. The check at load tests its formula."""
 
     @property
     @abstractmethod

@@ -22,19 +22,14 @@ _NONE = -1
 """The number of tokens of an entry without a state."""
 
 
-def state_bytes(mixers: Sequence[Mixer]) -> int:
-    """Returns the bytes of the states of one sequence in all layers."""
-    return sum(spec.num_bytes for mixer in mixers for spec in mixer.state)
-
-
 def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
     """Returns the bytes of a pool for this number of slots, including the kept states."""
-    return state_bytes(mixers) * _num_entries(num_slots)
+    of_sequence = sum(spec.num_bytes for mixer in mixers for spec in mixer.state)
+    return of_sequence * _num_entries(num_slots)
 
 
 def num_kept_states(num_slots: int) -> int:
-    """Returns the number of states after shared prefixes that a pool keeps, in addition to those of
-    slots."""
+    """Returns the number of states that a pool keeps after shared prefixes, beside the slots'."""
     return -(-num_slots // 2)
 
 
@@ -58,8 +53,7 @@ class StatePool:
             [zeros_in_pages((num_entries, *spec.shape), spec.dtype, device) for spec in mixer.state]
             for mixer in mixers
         ]
-        """The states: for each mixer, a tensor [num_entries, *shape] for each tensor of its
-        `state`."""
+        """For each mixer, a tensor [num_entries, *shape] for each tensor of its `state`."""
         self.num_slots = num_slots
         self._num_tokens = [[_NONE] * ENTRIES_PER_SLOT for _ in range(num_slots)]
         """For each slot and each of its entries, the number of tokens that the state covers."""
@@ -111,9 +105,8 @@ class StatePool:
                 for tensor in chain(*self.tensors):
                     tensor[self._first_kept + place] = tensor[self._entry(slot, target)]
 
-    def pretend(self, items: Sequence[ScheduledSequence]) -> None:
-        """Accept any content of the slots as the states before these shares, which belong to a
-        dummy step."""
+    def assume(self, items: Sequence[ScheduledSequence]) -> None:
+        """For a dummy step, accept what the slots have as the states before these shares."""
         for item in items:
             if item.start not in (held := self._num_tokens[slot_of(item.sequence)]):
                 held[:] = [item.start, _NONE]

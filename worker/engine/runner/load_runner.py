@@ -1,5 +1,4 @@
-"""Loads a model into a runner: checks the model, quantizes it, allocates its cache, and warms it
-up."""
+"""Loads a model into a runner: checks and quantizes it, allocates its cache, and warms it up."""
 
 from __future__ import annotations
 
@@ -11,16 +10,11 @@ from functools import partial
 import torch
 
 from promptq.shared.errors import ConfigurationError
-from promptq.worker.engine.api.port import Progress, unheard
+from promptq.worker.engine.api.port import Progress, ignore_progress
 from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
 from promptq.worker.engine.attention.kv_cache_size import MIN_BLOCKS, fitting_blocks
 from promptq.worker.engine.decoders.native import NativeDecoder, release
-from promptq.worker.engine.device.memory import (
-    MemoryPeak,
-    counts_memory,
-    free_bytes,
-    give_back,
-)
+from promptq.worker.engine.device.memory import MemoryPeak, counts_memory, free_bytes, give_back
 from promptq.worker.engine.load_check.checked_model import CheckedModel, Verdict
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.load_check.rounded import Expectation, check_packed
@@ -53,7 +47,7 @@ LENGTH_WITHOUT_LIMIT = 8192
 def load_runner(
     name_or_dir: str,
     options: LoadOptions,
-    progress: Progress = unheard,
+    progress: Progress = ignore_progress,
     known: Verdict | None = None,
 ) -> ModelRunner:
     """Load a model, check that it is served correctly, and allocate its cache.
@@ -81,7 +75,7 @@ def load_runner(
 def runner_of(
     loaded: LoadedModel,
     options: LoadOptions,
-    progress: Progress = unheard,
+    progress: Progress = ignore_progress,
     known: Verdict | None = None,
 ) -> ModelRunner:
     """Returns a runner for a loaded model, with the model's device and dtype. See `load_runner`."""
@@ -99,7 +93,7 @@ def runner_of(
         )
         if is_quantized(loaded, options):
             progress("quantizing")
-            checked = quantize(loaded, checked, options, is_known=checked.is_known)
+            checked = quantize(loaded, checked, options)
         if checked.decoder is not None:
             checked.decoder.arrange(loaded.model)
         give_back(device)
@@ -152,8 +146,7 @@ def runner_of(
 def _bytes_beside_cache(
     loaded: LoadedModel, checked: CheckedModel, length: int, options: LoadOptions
 ) -> int:
-    """Returns the bytes of CUDA memory that the largest step and the graphs need. Measures them
-    with a cache of a few blocks."""
+    """Returns the CUDA bytes of the largest step and the graphs, measured with a small cache."""
     device, block_size = loaded.model.device, options.block_size
     fitting_tokens = free_bytes(device) // max(1, bytes_per_token(checked.specs))
     context = min(length, max(1, fitting_tokens // options.max_num_seqs))
@@ -174,8 +167,7 @@ def _bytes_beside_cache(
 
 @contextmanager
 def _refusing_shortage(option: str, where: str) -> Iterator[None]:
-    """In this block, turn a lack of memory for a step into a ConfigurationError that names
-    `option`."""
+    """If a step in this block lacks memory, raise a ConfigurationError that names `option`."""
     try:
         yield
     except torch.OutOfMemoryError as error:

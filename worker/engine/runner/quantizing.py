@@ -1,5 +1,4 @@
-"""Quantizes weights and KV cache for promptq's decoders. Dequantizes weights that no decoder can
-use."""
+"""Quantizes weights and KV cache for promptq's decoders, and dequantizes weights for others."""
 
 from __future__ import annotations
 
@@ -39,10 +38,7 @@ def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
 
 
 def check_quantization(options: LoadOptions, device: torch.device) -> None:
-    """Raise ConfigurationError if the options or the device rule out the requested quantization.
-
-    Call this before anything is loaded.
-    """
+    """Before loading, raise ConfigurationError if options or device rule out the quantization."""
     if options.quantization not in ("none", *BITS):
         raise ConfigurationError(
             f"--quantization: {options.quantization!r} is not one of none, {', '.join(BITS)}"
@@ -56,8 +52,7 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
     wanted = "int8" if device.type == "cpu" else "fp8"
     if options.kv_cache_dtype != wanted:
         raise ConfigurationError(
-            f"--kv-cache-dtype: {options.kv_cache_dtype} is not for {device}, where it can be"
-            f" {wanted}"
+            f"--kv-cache-dtype: {options.kv_cache_dtype} does not work on {device}; use {wanted}"
         )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < HAS_FP8:
         raise ConfigurationError(
@@ -66,9 +61,7 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
         )
 
 
-def quantize(
-    loaded: LoadedModel, checked: CheckedModel, options: LoadOptions, *, is_known: bool
-) -> CheckedModel:
+def quantize(loaded: LoadedModel, checked: CheckedModel, options: LoadOptions) -> CheckedModel:
     """Replace the weights of a checked model by quantized weights. Returns the model with the specs
     of the KV cache that the options request.
 
@@ -89,18 +82,14 @@ def quantize(
         with_plain_modules(loaded.model)
         return checked
     bits, decoder = BITS.get(options.quantization), checked.decoder
-    if loaded.format and bits is None and (wide := _wide(loaded)):
+    if loaded.format and bits is None and (wide := _num_wide_linears(loaded)):
         _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
     if not (rounding or _quantized_weights(loaded)):
         return checked
+    group, embeddings = options.quantization_group, options.quantize_embeddings
     try:
         if rounding:
-            quantize_model(
-                loaded.model,
-                bits,
-                options.quantization_group,
-                embeddings=options.quantize_embeddings,
-            )
+            quantize_model(loaded.model, bits, group, embeddings=embeddings)
     except (NativeError, NativeCodeError) as error:
         raise UnsupportedModelError(
             f"{loaded.name}: {rounding}: a weight cannot be rounded: {error}"
@@ -109,14 +98,13 @@ def quantize(
         checked = replace(checked, specs=[spec.in_int8() for spec in checked.specs])
     elif options.kv_cache_dtype == "fp8":
         checked = replace(checked, specs=[spec.in_fp8() for spec in checked.specs])
-    if decoder.unpacked is None and not is_known:
+    if decoder.unpacked is None and not checked.is_known:
         check_quantized(loaded, checked, rounding)
     return checked
 
 
-def _wide(loaded: LoadedModel) -> int:
-    """Returns the number of linear layers whose weights are not quantized, except the output
-    layer."""
+def _num_wide_linears(loaded: LoadedModel) -> int:
+    """Returns the number of linear layers without quantized weights, except the output layer."""
     model: Any = loaded.model
     head = model.get_output_embeddings()
     return sum(type(module) is nn.Linear and module is not head for module in model.modules())

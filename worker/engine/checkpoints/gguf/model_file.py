@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -25,8 +20,7 @@ from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.quantization.weight import ExpertsWeight
 
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-"""The supported architectures, with transformers' name for each. `llama` with experts is
-`mixtral`."""
+"""The supported architectures, with transformers' names. `llama` with experts is `mixtral`."""
 _NAMES: Any = GGUF_CONFIG_MAPPING
 _FIELDS: dict[str, dict[str, str | None]] = {
     **_NAMES,
@@ -35,16 +29,11 @@ _FIELDS: dict[str, dict[str, str | None]] = {
         "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok",
     },
-    "qwen3_moe": {
-        **_NAMES["qwen3_moe"],
-        "expert_feed_forward_length": "moe_intermediate_size",
-    },
+    "qwen3_moe": {**_NAMES["qwen3_moe"], "expert_feed_forward_length": "moe_intermediate_size"},
 }
-"""For each family: the names of GGUF fields, with the names of the same settings in
-transformers."""
+"""For each family: transformers' name of a setting, by its name in GGUF files."""
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The parameters of all experts of a layer, each with the names of the tensors that it is made
-of."""
+"""The parameters of all experts of a layer, each with the tensors that it is made of."""
 _ROUTER = "ffn_gate_inp.weight"
 _ROTATED = ("attn_q", "attn_k")
 """Weights of the architecture `llama` whose rows llama.cpp's converter rearranges in pairs."""
@@ -56,14 +45,12 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFFile:
-    """A model in a GGUF file, which is mapped into memory. Weights are read only when they are
-    used."""
+    """A model in a GGUF file, which is mapped into memory. Weights are read when used."""
 
     generation_config: GenerationConfig | None = None
 
     def __init__(self, source: str) -> None:
-        """Read the header. Raises ModelNotFoundError, or UnsupportedModelError for an unsupported
-        model."""
+        """Read the header. Raises ModelNotFoundError, or UnsupportedModelError."""
         self.source = source
         self._header = header = GGUFHeader(source)
         self._tensors = header.tensors
@@ -75,21 +62,20 @@ class GGUFFile:
             )
         if self._architecture not in _ARCHITECTURES:
             raise UnsupportedModelError(
-                f"{source}: is of the architecture {self._architecture[:100]!r}, and GGUF files of"
-                f" {', '.join(_ARCHITECTURES)} are read; use a directory of safetensors files, or"
-                " --engine llama.cpp"
+                f"{source}: is of the architecture {self._architecture[:100]!r}, but promptq"
+                f" reads only GGUF files of {', '.join(_ARCHITECTURES)}; use a directory of"
+                " safetensors files, or --engine llama.cpp"
             )
         if strange := self._kinds - READERS.keys() - _DTYPES.keys():
             raise UnsupportedModelError(
-                f"{source}: has weights of the type {min(strange)}, and {', '.join(READERS)},"
-                f" {', '.join(_DTYPES)} are read; use another file, or --engine llama.cpp"
+                f"{source}: has weights of the type {min(strange)}, but promptq reads only"
+                f" {', '.join((*READERS, *_DTYPES))}; use another file, or --engine llama.cpp"
             )
         self.config = self._config()
 
     @property
     def _kinds(self) -> set[str]:
-        """The GGUF types of the matrices, such as Q4_0. Routers do not count: they are always in
-        fp32."""
+        """The GGUF types of the matrices, such as Q4_0, except routers, which are in fp32."""
         return {
             each.tensor_type.name
             for name, each in self._tensors.items()
@@ -179,10 +165,7 @@ class GGUFFile:
         config.dtype = self.dtype
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights:
-        """Returns the weights for a model that computes in `dtype`.
-
-        Raises UnsupportedModelError if a weight is missing or unknown.
-        """
+        """Returns the weights, to compute in `dtype`. Raises UnsupportedModelError."""
         blocks = sorted(self._kinds - _DTYPES.keys())
         saved = SavedWeights(f"GGUF {'/'.join(blocks)}" if blocks else "", dtype)
         places = self._places()
@@ -205,8 +188,7 @@ class GGUFFile:
         return saved
 
     def _add_experts(self, saved: SavedWeights, module: str, places: list[str]) -> None:
-        """Add the weights of a layer's experts. `places` are the names of the gate, up and down
-        tensors."""
+        """Add a layer's experts. `places` are the names of the gate, up and down tensors."""
         tensors = [self._tensors[place] for place in places]
         if all(tensor.tensor_type.name in READERS for tensor in tensors):
             parts = []
@@ -262,8 +244,7 @@ class GGUFFile:
         return places
 
     def _rows(self, place: str) -> torch.Tensor | None:
-        """Returns the order in which transformers has a weight's rows; None if the file has the
-        same order."""
+        """Returns transformers' order of a weight's rows; None if the file has the same order."""
         part = place.split(".")[-2]
         if self._architecture != "llama" or part not in _ROTATED:
             return None
@@ -273,8 +254,7 @@ class GGUFFile:
         return rows.view(heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
 
     def _scale_positions(self, config: Any) -> None:
-        """Set the rope scaling of Llama 3, of which the file has only the factors of the
-        frequencies."""
+        """Set the rope scaling of Llama 3. The file has only the factors of the frequencies."""
         factors = torch.from_numpy(self._tensors[_LLAMA3_FREQUENCIES].data.copy())
         plain = dict(config.rope_parameters)
         config.rope_parameters = {

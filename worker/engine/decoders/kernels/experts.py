@@ -1,5 +1,4 @@
-"""Computes a mixture of experts: the choice of experts, their products, and the sum of their
-results."""
+"""A mixture of experts: the choice of experts, their products, and the sum of their results."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ _SOFTMAX, _SIGMOID, _SPARSEMIXER = map(tl.constexpr, range(len(SCORES)))
 
 
 class Experts:
-    """A layer of experts, from rows [T, hidden size] to rows of the same shape. Never waits for the
-    device."""
+    """A layer of experts, with inputs and outputs [T, hidden size]. Never waits for the device."""
 
     def __init__(self, parts: ExpertParts, shared: Product | None) -> None:
         """`shared` computes the shared experts; None if there are none."""
@@ -73,10 +71,8 @@ def joined_experts(fused: QuantizedExperts) -> tuple[QuantizedWeight, QuantizedW
 
 
 def choose_experts(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the experts of each row, int32 [T, top_k], and their shares in fp32.
-
-    `logits` [T, outputs] are in fp32, and the experts' logits come first.
-    """
+    """Returns the experts of each row, int32 [T, top_k], and their shares in fp32. `logits` [T,
+    outputs] are in fp32, and the experts' logits come first."""
     num_rows = len(logits)
     experts = logits.new_empty(num_rows, routing.top_k, dtype=torch.int32)
     shares = logits.new_empty(num_rows, routing.top_k)
@@ -203,8 +199,8 @@ def _of_best_groups(
     TOP_GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the ranks of the experts in the groups whose two best ranks have the largest sums,
-    and -inf for all other experts."""
+    """Returns the ranks, and -inf outside of the groups whose two best ranks have the largest
+    sums."""
     group = expert // SIZE
     sums = tl.full((ranks.shape[0],), float("-inf"), tl.float32)
     for index in range(NUM_GROUPS):

@@ -30,8 +30,7 @@ _OUTPUT_TILE = 128
 warps of a program divide its outputs, so each warp dequantizes a part of the weights."""
 _ROW_TILE = 64
 _LEAST_ITERATIONS = 12
-"""The fewest iterations of a program. Writing and reading the sum of a tile takes as many bytes as
-the numbers of four to eight iterations."""
+"""The fewest iterations of a program. A tile's sum has the bytes of four to eight iterations."""
 _NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
 """The approximate number of weights that are dequantized at once, for many rows. In 16 bits they
@@ -41,8 +40,7 @@ _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
 
 
 def programs_per_processor(architecture: int) -> int:
-    """Returns the number of programs that a processor runs at once. On older GPUs a third program
-    would spill registers."""
+    """Returns the programs that a processor runs at once. On older GPUs, a third would spill."""
     return 3 if architecture >= 90 else 2
 
 
@@ -171,11 +169,8 @@ def _product_kernel(
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one tile of rows and outputs, for one split of the inputs.
-
-    Weights are the left side of products. The program that finishes a tile last adds the sums of
-    the tile's splits, in order.
-    """
+    """Each program computes one tile of rows and outputs, for one split of the inputs. Weights are
+    the left side of products. A tile's last program adds its splits' sums in order."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     split = tl.program_id(2)
     place = tl.program_id(1) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
