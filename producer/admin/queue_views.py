@@ -25,8 +25,7 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """State of a queue. `model` is empty until a worker has reported it. It remains after the last
-    worker has left."""
+    """State of a queue. `model` is empty until a worker reports one, and outlasts the workers."""
 
     queue: str
     model: str
@@ -40,8 +39,7 @@ class QueueView:
     has_standby: bool
     """Whether a worker has loaded the model, or will load it when the queue's turn comes."""
     max_model_len: int | None
-    """The most tokens of prompt and output together that every worker accepts; None without a
-    worker."""
+    """The most tokens of prompt and output that every worker accepts; None without a worker."""
     refused: tuple[str, ...]
     """The fields of a request that no worker's engine can serve. Sorted."""
 
@@ -110,8 +108,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
 
 
 def models(keys: Keys, /) -> Operation[list[ServedModel]]:
-    """Reads the models of all queues of the server, sorted by name. A queue without a model is left
-    out."""
+    """Reads the models of all queues of the server, sorted by name."""
     models: dict[str, ServedModel] = {}
     for view in (yield from views_of_queues(keys)):
         if view.model:
@@ -125,8 +122,7 @@ def models(keys: Keys, /) -> Operation[list[ServedModel]]:
 def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
     """Reads which queue serves a model, by the model's name or an alias.
 
-    If several queues do, returns the one with the fewest requests for each worker. Raises
-    ModelNotServedError.
+    Of several, returns the one with the fewest requests per worker. Raises ModelNotServedError.
     """
     aliases = yield from _aliases()
     views = yield from views_of_queues(keys)

@@ -13,8 +13,7 @@ from promptq.shared.runtime.turns import Work
 
 
 class EndedAttempt(BaseModel):
-    """One attempt that ended without finishing its request. Times are Unix milliseconds of the
-    server."""
+    """One attempt that did not finish its request. Times are Unix milliseconds of the server."""
 
     attempt: int = 0
     worker: str = ""
@@ -37,8 +36,7 @@ def json_object(text: str | bytes | None) -> dict[str, Any]:
 
 
 def object_in_parts(text: str | None) -> Work[dict[str, Any]]:
-    """Parses a JSON object that may be large, in slices; the result is {} if the text is not
-    one."""
+    """Parses a JSON object in slices, because it may be large; {} if the text is not one."""
     try:
         return (yield from object_in(text or "", {}))
     except (ValueError, RecursionError):

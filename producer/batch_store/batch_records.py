@@ -38,8 +38,7 @@ class BatchOverError(PromptqError):
 
 
 class BatchRecord(BaseModel):
-    """A batch. Times are Unix seconds. All fields except `cancelling_at` are changed only by the
-    batch's runner."""
+    """A batch. Times are Unix seconds. Only its runner changes it, except for `cancelling_at`."""
 
     id: str
     endpoint: str
@@ -144,8 +143,7 @@ class Batches:
     async def add(self, record: BatchRecord, max_unfinished: int = 0) -> None:
         """Adds a batch, which `promptq jobs` will run.
 
-        Raises TooManyBatchesError if the tenant already has `max_unfinished` batches that have not
-        ended; 0 means no limit.
+        Raises TooManyBatchesError if the tenant has `max_unfinished` unfinished batches; 0: any.
         """
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
         await self._reset_spoilt({own: "zset", unfinished: "set"})
@@ -173,8 +171,7 @@ class Batches:
             raise _too_many(max_unfinished)
 
     async def _reset_spoilt(self, types: Mapping[str, str]) -> None:
-        """Deletes keys of a wrong type, which other programs wrote, and logs this. The keys are
-        then created anew."""
+        """Deletes keys of a wrong type, which other programs wrote, and logs this."""
         asking: list[Call[str]] = [Call("", ["TYPE", key], text_of) for key in types]
         for key, kind in zip(types, await self._queue.run(asking), strict=True):
             if kind not in (types[key], "none"):
@@ -217,8 +214,7 @@ class Batches:
         return [record for record in records if record is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
-        """Requests the end of a batch, which its runner then carries out. Raises BatchMissingError,
-        BatchOverError."""
+        """Makes a batch's runner end the batch. Raises BatchMissingError, BatchOverError."""
         record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
@@ -235,8 +231,7 @@ class Batches:
         return bool(await self._queue.run(call))
 
     async def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """Returns, for each tenant, the number of batches that wait for a process, and the number
-        that run."""
+        """Returns the numbers of batches that wait for a process and that run, by tenant."""
         key = self._keys.unfinished_batches
         members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
         asking = list[Call[Any]]()
@@ -264,8 +259,7 @@ class Batches:
         await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
-        """Removes a batch from the list of unfinished batches, because its record is gone or
-        final."""
+        """Removes a batch, whose record is gone or final, from the unfinished batches."""
         await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
 
     def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:

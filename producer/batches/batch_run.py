@@ -45,8 +45,7 @@ longer, a large batch would fill the server."""
 _LET_GO_SECONDS = 1.0
 """The shortest time in seconds between two writes to the disk."""
 _END_SECONDS = 30.0
-"""The most seconds to wait for the end of cancelled requests. A dead worker holds requests for the
-length of a lease."""
+"""The most seconds to wait for the end of cancelled requests: a dead worker's lease runs out."""
 _UNFINISHED = {
     Ending.CANCELLED: (
         "batch_cancelled",
@@ -104,8 +103,7 @@ class BatchRun:
         self._let_go_at = time.monotonic()
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
-        """Runs the lines that are not done. Calls `look` between two rounds: it may return how to
-        end the run early.
+        """Runs the lines that are not done. Between rounds, `look` may return how to end early.
 
         Raises redis.RedisError or RedisSideError if the server stays away. A later run continues.
         """
@@ -209,8 +207,7 @@ class BatchRun:
                 await self._refuse_if_too_large(item)
 
     def _first_held_back(self) -> LineRequest | None:
-        """Removes and returns the first postponed line that may be tried again; None if there is
-        none."""
+        """Removes and returns the first postponed line to try again; None if there is none."""
         for number, item in self._held_back.items():
             if not self._is_full(item):
                 return self._held_back.pop(number)
@@ -220,8 +217,7 @@ class BatchRun:
         return time.monotonic() < self._full_until.get(item.served.name, 0.0)
 
     async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
-        """Enqueues requests that are not in the queue yet. Returns False if the line was postponed,
-        because the queue is full."""
+        """Enqueues requests, unless they are enqueued. Returns False if the queue is full."""
         try:
             await self._persist(partial(item.served.queue.enqueue, requests))
         except RequestExistsError:
@@ -236,8 +232,7 @@ class BatchRun:
         self._full_until[item.served.name] = time.monotonic() + min(seconds, _LONGEST_FULL_SECONDS)
 
     async def _refuse_if_too_large(self, item: LineRequest) -> None:
-        """Refuses a postponed line that does not fit even into an empty queue. Without this, the
-        line would wait forever."""
+        """Refuses a postponed line if even the empty queue has no room for it."""
         queue = item.served.queue
         counts = [Call("", ["ZCARD", queue.keys.delayed], int), lookups.count(queue.keys)]
         if any(await self._persist(partial(queue.run, counts))):
@@ -252,8 +247,7 @@ class BatchRun:
             self._journal.add_refusal(self._gateway.too_large(item, error.limit))
 
     async def _collect(self) -> int:
-        """Writes the answers of lines whose requests have ended. Returns the number of these
-        lines."""
+        """Writes the answers of lines whose requests have ended. Returns their number."""
         requests = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
         standings = await self._of_all(requests, _standing)
         for (item, new), (state, result) in zip(requests, standings, strict=True):
@@ -275,8 +269,7 @@ class BatchRun:
         requests: Sequence[RequestOfLine],
         call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
     ) -> list[T]:
-        """Makes a call for each request, with one round trip for each queue. Returns the results in
-        the order of the requests."""
+        """Makes a call for each request, in one round trip per queue. Returns the results."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
         for at, (item, _) in enumerate(requests):
             by_queue.setdefault(item.served.queue, []).append(at)
@@ -313,8 +306,7 @@ class BatchRun:
         return self._journal.add_answer(line.number, line.custom_id, item.request_id, answer)
 
     def _cut_short(self, reason: FinishReason) -> tuple[str, str]:
-        """Returns the code and the message for a request that did not finish, because the batch
-        ended or for another reason."""
+        """Returns the error code and message for a request that did not finish."""
         if self._ending in _UNFINISHED:
             return _UNFINISHED[self._ending]
         until = self._options.expires_at

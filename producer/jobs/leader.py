@@ -1,5 +1,4 @@
-"""The work of the leader among all `promptq jobs`: starting batches, calling webhooks, enqueueing
-upkeep."""
+"""The work of the leader of all `promptq jobs`: batches, webhooks, and enqueueing upkeep."""
 
 from __future__ import annotations
 

@@ -90,8 +90,7 @@ def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis])
 
 
 def _check_rights(settings: JobsSettings, url: str, try_out: Callable[[], object]) -> None:
-    """Raises RedisAuthError if the user of `url` may not run `try_out`, a command that needs the
-    role `jobs`."""
+    """Raises RedisAuthError if the user of `url` may not run `try_out`, which tests the role."""
     try:
         try_out()
     except NoPermissionError as error:
@@ -168,8 +167,7 @@ class _Processes:
         return time.monotonic() >= self._said_at + _SAID_AGAIN_SECONDS
 
     def stop(self) -> None:
-        """Stops all processes. A batch stops at once and can be continued; a webhook call may
-        finish."""
+        """Stops all processes. Batches stop at once, to be continued; webhook calls may finish."""
         os.close(self._writing)
         until = time.monotonic() + _END_SECONDS
         for process in [place.process for place in self._places if place.process is not None]:

@@ -35,8 +35,7 @@ class AddressRefusedError(PromptqError):
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an IP address is on the public internet. For an IPv4 address inside an IPv6
-    address, both are checked."""
+    """Returns whether an IP address, and an IPv4 address inside it, is on the public internet."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour

@@ -29,8 +29,7 @@ class PriorityStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """Numbers of requests that one reaping changed: returned to waiting, ended, made dead letters,
-    and deleted as old dead letters.
+    """Numbers of requests returned to waiting, ended, made dead letters, or deleted (`purged`).
 
     `has_more` is true if another call may find more to do.
     """

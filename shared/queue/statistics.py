@@ -11,8 +11,7 @@ from promptq.shared.queue.call import Call, named, text_map
 from promptq.shared.queue.spoilt import readable
 
 SOON_MS = 60_000
-"""Milliseconds. Delayed requests that are due within this time count as load, because a new worker
-takes some time to start."""
+"""Milliseconds. Delayed requests due within this time count as load: a new worker starts slowly."""
 WINDOW_SECONDS = 30.0
 """Seconds over which the script averages the tokens that clients request."""
 _MOST_DEADLINES = 1000
@@ -44,8 +43,7 @@ class Contribution:
 
 
 def sample(part: Contribution) -> Call[int]:
-    """Adds a worker's numbers, which may be 0, and writes the samples whose time is over. Returns
-    the number of samples written."""
+    """Adds a worker's numbers, and writes the samples whose time is over. Returns their number."""
     args = named(
         generated_tokens=part.generated_tokens,
         prompt_tokens=part.prompt_tokens,
@@ -74,8 +72,7 @@ def _sample_of(entry: tuple[bytes, Any]) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """Reads the number of waiting requests by priority. The numbers are estimates if more than some
-    hundreds wait."""
+    """Reads the number of waiting requests by priority; estimates if more than hundreds wait."""
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))

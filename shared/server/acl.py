@@ -1,9 +1,8 @@
 """Users for the server's access control list (ACL): one role for each kind of process of a queue.
 
-A role is limited to commands, and to patterns of keys and channels. It cannot be limited to some
-scripts, because the server runs a script with the rights of its caller. So a role that may enqueue
-by a script may also write the same keys without the script. docs/security.md describes the
-consequences.
+A role is limited to commands, and to patterns of keys and channels, but not to some scripts: the
+server runs a script with the rights of its caller. So a role that may enqueue by a script may also
+write the same keys without the script (docs/security.md).
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """For each family of keys, the patterns of its keys, which follow the queue's prefix."""
 
 _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
-"""Rules to read the keys that all queues of the server share: the names of the queues, and the
-aliases of models."""
+"""Rules to read the keys that all queues share: the queues' names, and the models' aliases."""
 
 _CONNECT = (
     "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"
@@ -69,14 +67,12 @@ _RQ_KEYS = (
     *(f"~rq:{kind}:promptq-*" for kind in ("failed", "wip", "scheduled", "clean_registries")),
     *("~rq:queues", "~rq:workers", "%R~rq:suspended", "~rq:job:msg_*"),  # the last for jobs of 0.2
 )
-"""Patterns for promptq's queues, jobs and workers in RQ, and RQ's lists of the queues and workers
-of all programs."""
+"""Patterns for promptq's queues, jobs and workers in RQ, and for RQ's lists of all programs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The rights of one kind of process: families of keys that it writes or reads, channels, and
-    further commands."""
+    """Rights of one kind of process: families of keys it writes or reads, channels, commands."""
 
     writes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
@@ -144,8 +140,7 @@ ROLES: dict[str, Role] = {
         others=(f"~{QUEUES}", f"~{ALIASES}"),
     ),
 }
-"""Maps a role's name to the role. An `operator` creates API keys, pauses the queue and sets weights
-and limits."""
+"""The role of each name. An `operator` creates API keys, pauses queues, sets weights and limits."""
 
 
 def user_rules(role: str, queue: str, password: str) -> list[str]:
@@ -161,8 +156,7 @@ def user_name(role: str, queue: str) -> str:
 
 
 def acl_file(queue: str, passwords: Mapping[str, str]) -> str:
-    """Returns the lines of a server's `aclfile` for the users of a queue. `passwords` has the
-    password of each role.
+    """Returns a server's `aclfile` for a queue's users. `passwords` maps each role to its password.
 
     Raises ConfigurationError if the name of the queue is not valid.
     """

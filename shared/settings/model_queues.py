@@ -40,8 +40,7 @@ def queues_of_models(
 
 
 def _queue_like(model: str) -> str:
-    """Returns the name of a queue for a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`, `a/B.gguf` ->
-    `B`."""
+    """Returns a queue's name for a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`, `a/B.gguf` -> `B`."""
     path = Path(model)
     name = path.stem if path.suffix.lower() == ".gguf" and not path.is_dir() else path.name
     return re.sub(r"[^A-Za-z0-9_.\-]", "-", name)[:64] or "model"

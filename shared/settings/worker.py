@@ -212,6 +212,5 @@ class WorkerSettings(ReaperSettings):
 
 
 def read_worker_settings(**overrides: Any) -> WorkerSettings:
-    """Returns a worker's settings. `overrides` take precedence over the environment. Raises
-    ConfigurationError."""
+    """Returns a worker's settings; `overrides` come first. Raises ConfigurationError."""
     return read_settings_of(WorkerSettings, flag_of, **overrides)
