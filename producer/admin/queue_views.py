@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import ResponseError
 
+from promptq.producer.admin.request_fields import whole
 from promptq.shared.errors import ConfigurationError, ModelNotServedError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.output_style import OutputStyle
@@ -87,7 +88,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
             Call("", ["HMGET", keys.worker(worker), "max_model_len", "refused"], list, list)
             for worker in workers
         ]
-    abilities = [(_length(length), _fields(refused)) for length, refused in filter(None, abilities)]
+    abilities = [(whole(length), _fields(refused)) for length, refused in filter(None, abilities)]
     # Workers of earlier releases write the model into `config`.
     *earlier, paused = earlier
     model, style = current if current[0] is not None else earlier
@@ -236,9 +237,3 @@ def _aliases() -> Operation[dict[str, str]]:
 
 def _fields(value: bytes | None) -> frozenset[str]:
     return frozenset((value or b"").decode(errors="replace").split())
-
-
-def _length(value: bytes | None) -> int | None:
-    with suppress(ValueError):  # any program may have written it
-        return int(value) if value is not None else None
-    return None

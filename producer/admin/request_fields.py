@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from promptq.shared.queue.call import text_of
 from promptq.shared.queue.spoilt import readable
 from promptq.shared.runtime.large_json import object_in
 from promptq.shared.runtime.turns import Work
@@ -23,9 +24,9 @@ class EndedAttempt(BaseModel):
     """How the attempt ended: `crashed`, `crashed alone`, `given back`, or `its claim was lost`."""
 
 
-def whole(text: str | None) -> int:
+def whole(value: str | bytes | None) -> int:
     """Returns the whole number in a text; 0 if the text is not one."""
-    text = text or ""
+    text = text_of(value or "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
 
 

@@ -76,7 +76,7 @@ class BatchRecord(BaseModel):
 
     @property
     def tenant_as_written(self) -> str:
-        """The tenant, in the form in which `Batches.turns` counts batches."""
+        """The tenant as JSON, which is how `Batches.turns` counts batches."""
         return json.dumps(self.tenant)
 
     def to_api(self) -> dict[str, object]:
@@ -172,8 +172,8 @@ class Batches:
 
     async def _reset_spoilt(self, types: Mapping[str, str]) -> None:
         """Deletes keys of a wrong type, which other programs wrote, and logs this."""
-        asking: list[Call[str]] = [Call("", ["TYPE", key], text_of) for key in types]
-        for key, kind in zip(types, await self._queue.run(asking), strict=True):
+        calls: list[Call[str]] = [Call("", ["TYPE", key], text_of) for key in types]
+        for key, kind in zip(types, await self._queue.run(calls), strict=True):
             if kind not in (types[key], "none"):
                 note(spoilt_record(key, f"it is of the type {kind}"))
                 await self._queue.run(_command("DEL", key))
@@ -234,12 +234,12 @@ class Batches:
         """Returns the numbers of batches that wait for a process and that run, by tenant."""
         key = self._keys.unfinished_batches
         members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
-        asking = list[Call[Any]]()
+        calls = list[Call[Any]]()
         for batch_id in filter(is_batch_id, await self._queue.run(members)):
-            asking.append(_command("EXISTS", self._keys.batch_runner(batch_id)))
+            calls.append(_command("EXISTS", self._keys.batch_runner(batch_id)))
             key = self._keys.batch(batch_id)
-            asking.append(Call("", ["HGET", key, "tenant"], lambda reply: reply, lambda: None))
-        answers = await self._queue.run(asking)
+            calls.append(Call("", ["HGET", key, "tenant"], lambda reply: reply, lambda: None))
+        answers = await self._queue.run(calls)
         waiting: Counter[str] = Counter()
         run: Counter[str] = Counter()
         for is_run, tenant in zip(answers[::2], answers[1::2], strict=True):

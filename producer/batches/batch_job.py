@@ -102,8 +102,8 @@ class _BatchJob:
         if record.status != "finalizing":
             source = self._running("input")
             try:
-                await self._aside(self._store.keep, record.input_file_id, record.tenant, source)
-                total = await self._aside(count_lines, source)
+                await self._in_thread(self._store.keep, record.input_file_id, record.tenant, source)
+                total = await self._in_thread(count_lines, source)
             except FileMissingError:
                 return await self._fail("input_file_missing", "the input file was deleted")
             except BatchFileError as error:
@@ -116,7 +116,7 @@ class _BatchJob:
         except FileNotFoundError:
             return await self._fail("output_missing", "the answers were deleted while it ran")
 
-    async def _aside(self, call: Callable[..., T], *args: object) -> T:
+    async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
         """Calls a function in a thread, and renews the lease meanwhile."""
         work = asyncio.create_task(asyncio.to_thread(call, *args))
         while not (await asyncio.wait([work], timeout=LEASE_MS / 4000))[0]:

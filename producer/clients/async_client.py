@@ -523,10 +523,10 @@ class AsyncClient:
         return follow(keys, request_id, from_index, silence=self._silence, timeout=timeout)
 
     async def _carry_out(self, begin: Callable[[], GoOn[Any]]) -> AsyncGenerator[Any, None]:
-        """Carries out a stream's actions, once the client is connected and knows its queue.
+        """Performs a stream's actions, once the client is connected and knows its queue.
 
-        `begin` returns a function that takes an answer and returns an action. Yields each result
-        that is not an action, until the function returns None.
+        `begin` returns a function that takes the answer to an action and returns the next action.
+        Yields each result of the function that is no action, until it returns None.
         """
         await self._connected()
         go_on = begin()

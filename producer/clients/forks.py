@@ -64,7 +64,7 @@ class ForkSource:
         return kept, point
 
     def compose_fork(self, at: int | None, append: str, changes: Mapping[str, Any]) -> NewRequest:
-        """Returns the fork that continues after `at` tokens and `append`, with `changes` of fields.
+        """Returns a fork after `at` tokens and the text `append`, with the fields in `changes`.
 
         Raises InvalidRequestError.
         """

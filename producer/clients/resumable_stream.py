@@ -123,7 +123,8 @@ def follow(
     timeout: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Steps:
-    """Streams a request's events to the last, from the first or from that with token `from_index`.
+    """Streams a request's events to its last one, from the first event or from the event that
+    contains token `from_index`.
 
     If the request's log was folded into its result, the stream is one event with the rest. With a
     `from_index`, this event has `index` 0 and contains everything, because a result does not show

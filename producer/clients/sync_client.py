@@ -416,9 +416,8 @@ class Client:
         with the event that contains this token. After a lost connection, the stream reconnects. If
         the request fails, its last event has the error, and no error is raised.
 
-        Raises RequestNotFoundError. Raises TimeoutError if the request has not ended after
-        `timeout` seconds. Raises StreamChangedError if the server lost delivered tokens and sent
-        other tokens in their place.
+        Raises RequestNotFoundError, TimeoutError after `timeout` seconds, and StreamChangedError if
+        the server lost delivered tokens and sent other tokens in their place.
         """
         keys = self.queue.keys
         check_request_id(request_id)

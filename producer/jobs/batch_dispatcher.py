@@ -75,11 +75,11 @@ class Dispatcher:
         if not unfinished:
             self._starting.clear()
             return 0
-        in_rq, run = batches_waiting(self._batches), self._run_of(unfinished)
-        ids = unfinished - in_rq - run
+        in_rq, running = batches_waiting(self._batches), self._running(unfinished)
+        ids = unfinished - in_rq - running
         starting = self._find_starting(ids)
         ids -= starting
-        num_free = num_workers(self._batches) - len(in_rq | run | starting)
+        num_free = num_workers(self._batches) - len(in_rq | running | starting)
         if not ids or num_free <= 0:
             return 0
         # Read the list once more: a batch without a process may just have ended.
@@ -125,12 +125,12 @@ class Dispatcher:
                 self._queue.run(Call("", ["SREM", key, raw], int))
         return batch_ids
 
-    def _run_of(self, ids: set[str]) -> set[str]:
-        """Returns those of the batches that a process runs."""
+    def _running(self, ids: set[str]) -> set[str]:
+        """Returns the batches among `ids` that a process runs."""
         listed = sorted(ids)
         keys = [self._keys.batch_runner(batch_id) for batch_id in listed]
-        is_run = self._queue.run([Call("", ["EXISTS", key], bool) for key in keys])
-        return set(compress(listed, is_run))
+        are_run = self._queue.run([Call("", ["EXISTS", key], bool) for key in keys])
+        return set(compress(listed, are_run))
 
     def _find_starting(self, ids: set[str]) -> set[str]:
         """Returns the batches that a worker has just got, so that their runs have no lease yet.

@@ -22,7 +22,7 @@ _PAGE = 500
 
 
 def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
-    """Moves webhooks that wait in RQ for their first or next attempt. Returns their number.
+    """Moves webhooks that wait in the server `jobs` to the server `own`. Returns their number.
 
     Each call reads and deletes one page of each list. Of a job, only the request's id is read, so a
     forged job causes no more than one further call of the webhook that the request names.

@@ -16,7 +16,7 @@ from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.queue.call import text_map, text_of
+from promptq.shared.queue.call import text_map
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.spoilt import alone, deleted_if_spoilt, note, spoilt_record
 from promptq.shared.queue.statistics import Contribution
@@ -73,7 +73,7 @@ def _watched(client: Any, keys: Keys) -> tuple[int, int]:
     seen = since = None
     with deleted_if_spoilt(client, keys.upkeep):
         seen, since = client.hmget(keys.upkeep, "seen", "since")
-    return whole(text_of(seen or b"")), whole(text_of(since or b""))
+    return whole(seen), whole(since)
 
 
 def sweep(settings: JobsSettings) -> str:

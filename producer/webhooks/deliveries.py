@@ -134,7 +134,8 @@ class Deliveries:
         self._begin()
 
     def pause(self) -> None:
-        """Begins no calls while another process leads. Then `go_on` reads all webhooks again."""
+        """Begins no calls while another process leads. The next `go_on` reads all webhooks
+        again."""
         if self._is_known:
             self._forget()
             self._is_known = False

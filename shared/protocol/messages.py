@@ -25,10 +25,10 @@ _SEPARATORS = ",[{"
 
 
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages with content as one text, tool arguments as objects, and templates' roles.
+    """Returns the messages in the form that chat templates expect.
 
-    A `function_call` (the former name of a tool call) becomes a tool call. Messages in this form
-    are returned unchanged. Raises ValueError that names the part that is wrong.
+    Content becomes one text, arguments of tool calls become objects, and a `function_call` (the
+    former name) becomes a tool call. Raises ValueError that names the part that is wrong.
     """
     num_values = 0
     clean = []

@@ -10,6 +10,8 @@ CancelMode = Literal["any", "waiting", "flagged"]
 
 
 class CancelStatus(StrEnum):
+    """Reply to a cancel. `cancel.lua` explains each value."""
+
     CANCELLED = "cancelled"
     FLAGGED = "flagged"
     ACTIVE = "active"

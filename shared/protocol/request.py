@@ -457,8 +457,8 @@ def _unknown_field(name: str, within: str = "") -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class TokenAccount:
-    """The API key, or another holder of rates, whose limit in tokens a minute pays for a request's
-    output while the output is generated."""
+    """The holder, such as an API key, whose limit of tokens per minute a request's output counts
+    towards while it is generated."""
 
     holder: str
     limit: int

@@ -24,9 +24,9 @@ from promptq.shared.protocol.claims import ClaimContext, Claims
 _NUM_REPLIES = 64
 """Number of recent replies to compare. The quickest one shows how much the two clocks differ."""
 _LONGEST_KEPT = 30.0
-"""Seconds during which claims that return requests continue at the same place of the queue."""
+"""Seconds for which claims that return requests keep their position in the queue."""
 _LONGEST_DELAY = 5.0
-"""In seconds. After a longer delay, the reply is not late: the server's clock has been changed."""
+"""Seconds. A reply that seems later than this is not late: the server's clock was changed."""
 
 
 class ClaimHistory:
@@ -68,8 +68,8 @@ class ClaimHistory:
                 self._is_under_way = False
 
     def _place_after(self, claims: Claims) -> int:
-        """Returns `skip` of the next claim. A place that claims keep is left after a while, because
-        more urgent requests may have come before it."""
+        """Returns `skip` of the next claim. Claims that return requests keep their position in the
+        queue only for a while, because more urgent requests may have come before it."""
         now = time.monotonic()
         if not claims:
             self._kept_since = now

@@ -23,7 +23,7 @@ def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
 
 
 def fields(keys: Keys, request_id: str, names: Sequence[str]) -> Call[dict[str, str]]:
-    """Reads those of the named fields that a request's hash has, as text."""
+    """Reads the named fields of a request's hash as text, without missing ones."""
 
     def parse(reply: list[bytes | None]) -> dict[str, str]:
         pairs = zip(names, reply, strict=True)
@@ -92,7 +92,7 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
     """Reads the ids of dead letters, the latest first. Leaves out texts that are no valid id."""
 
     def parse(reply: list[bytes]) -> list[str]:
-        return [request_id for request_id in ids_of(reply) if is_request_id(request_id)]
+        return [*filter(is_request_id, ids_of(reply))]
 
     return Call("", ["ZRANGE", keys.dead, 0, limit - 1, "REV"], parse, list)
 
@@ -139,11 +139,9 @@ def forget_queue(queue: str) -> Call[int]:
 
 def queue_names() -> Call[list[str]]:
     """Reads the names of queues, in order. Leaves out texts that are no valid name."""
-
-    def parse(reply: list[bytes]) -> list[str]:
-        return sorted(filter(is_name, ids_of(reply)))
-
-    return Call("", ["SMEMBERS", QUEUES], parse, list)
+    return Call(
+        "", ["SMEMBERS", QUEUES], lambda reply: sorted(filter(is_name, ids_of(reply))), list
+    )
 
 
 def aliases() -> Call[dict[str, str]]:

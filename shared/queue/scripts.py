@@ -204,12 +204,8 @@ def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[Ca
 
     In the mode `flagged`, ends only waiting requests that a plain client has flagged.
     """
-
-    def parse(reply: list[Any]) -> list[CancelStatus]:
-        return [CancelStatus(text) for text in texts_of(reply)]
-
     encoded = [request_id.encode("utf-8", "surrogateescape") for request_id in request_ids]
-    return Call("cancel", [mode, *encoded], parse)
+    return Call("cancel", [mode, *encoded], lambda reply: [*map(CancelStatus, texts_of(reply))])
 
 
 def try_channels() -> Call[list[CancelStatus]]:

@@ -84,7 +84,7 @@ def alone(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
 
 @contextmanager
 def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
-    """Deletes `key`, and logs this, if it has not the type that the commands in the block need."""
+    """Deletes `key` if the commands in the block need another type, and logs this."""
     try:
         yield
     except ResponseError as error:

@@ -13,7 +13,7 @@ from promptq.shared.queue.spoilt import readable
 SOON_MS = 60_000
 """Milliseconds. Delayed requests due within this time count as load: a new worker starts slowly."""
 WINDOW_SECONDS = 30.0
-"""Seconds over which the script averages the tokens that clients request."""
+"""Seconds over which `measure_work` averages the tokens that clients request."""
 _MOST_DEADLINES = 1000
 
 
@@ -58,12 +58,10 @@ def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sa
     """Reads the samples since `since_ms`, oldest first; with `limit`, only the latest ones."""
 
     def parse(reply: list[Any]) -> list[Sample]:
-        samples = readable(keys.statistics, reply, _sample_of)
-        return samples if limit is None else samples[::-1]
+        return readable(keys.statistics, reply, _sample_of)[::-1]
 
-    if limit is None:
-        return Call("", ["XRANGE", keys.statistics, since_ms, "+"], parse, list)
-    return Call("", ["XREVRANGE", keys.statistics, "+", since_ms, "COUNT", limit], parse, list)
+    count = () if limit is None else ("COUNT", limit)
+    return Call("", ["XREVRANGE", keys.statistics, "+", since_ms, *count], parse, list)
 
 
 def _sample_of(entry: tuple[bytes, Any]) -> Sample:

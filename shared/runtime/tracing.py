@@ -42,7 +42,7 @@ class Tracing:
         return self._propagator.extract(carrier) if carrier else None
 
     def context_of(self, span: Span) -> TraceContext:
-        """Returns a span's trace context for a request, whose later spans become its children."""
+        """Returns a span's trace context. A request that carries it continues the span's trace."""
         from opentelemetry.trace import set_span_in_context
 
         carrier: dict[str, str] = {}

@@ -41,7 +41,7 @@ CLUSTER_RETRIES = 40
 _RETRIES_OF_CHANGES = 8
 _RETRIES_AT_THE_END = 4
 _BACKOFF = EqualJitterBackoff(cap=0.5, base=0.01)
-_ASKING_SECONDS = 1.0
+_QUERY_SECONDS = 1.0
 
 Address = tuple[str, int]
 
@@ -216,12 +216,12 @@ class _FollowsSlot:
     def __init__(self, *, slot: int, nodes: Nodes, **options: Any) -> None:
         super().__init__(**options)
         self._slot, self._nodes = slot, nodes
-        # Connections that query the slot's owner give up soon: other nodes know the owner too.
-        self._asking = {
+        # Queries for the slot's owner give up soon, because other nodes know the owner too.
+        self._query_options = {
             **options,
             "retry": type(options["retry"])(NoBackoff(), 0),
-            "socket_connect_timeout": _ASKING_SECONDS,
-            "socket_timeout": _ASKING_SECONDS,
+            "socket_connect_timeout": _QUERY_SECONDS,
+            "socket_timeout": _QUERY_SECONDS,
         }
 
 
@@ -229,8 +229,8 @@ class _Following(_FollowsSlot):
     def connect_check_health(
         self, check_health: bool = True, retry_socket_connect: bool = True
     ) -> None:
-        # The caller retries already. If this did too, each try would ask all nodes many times.
-        super().connect_check_health(  # type: ignore[misc]  # of the kind beside it
+        # The caller retries already. Retries here would query all nodes many times for each try.
+        super().connect_check_health(  # type: ignore[misc]  # of the other base class
             check_health=check_health, retry_socket_connect=False
         )
 
@@ -244,15 +244,15 @@ class _Following(_FollowsSlot):
     def _owner(self) -> Address:
         lost: Exception = ClusterChangedError("no node of the cluster is known")
         for host, port in self._nodes:
-            asking = self.plain(**{**self._asking, "host": host, "port": port})
+            connection = self.plain(**{**self._query_options, "host": host, "port": port})
             try:
-                asking.connect()
-                asking.send_command(*_OWNERS)
-                return self._nodes.owner(self._slot, asking.read_response(), host)
+                connection.connect()
+                connection.send_command(*_OWNERS)
+                return self._nodes.owner(self._slot, connection.read_response(), host)
             except redis.RedisError as error:
-                lost = _worse(lost, error)
+                lost = _more_informative(lost, error)
             finally:
-                asking.disconnect()
+                connection.disconnect()
         raise lost
 
     def read_response(self, *args: Any, **options: Any) -> Any:
@@ -270,7 +270,7 @@ class _AsyncFollowing(_FollowsSlot):
         self, check_health: bool = True, retry_socket_connect: bool = True
     ) -> None:
         try:
-            await super().connect_check_health(  # type: ignore[misc]  # of the kind beside it
+            await super().connect_check_health(  # type: ignore[misc]  # of the other base class
                 check_health=check_health, retry_socket_connect=False
             )
         except redis.ConnectionError as error:
@@ -292,15 +292,15 @@ class _AsyncFollowing(_FollowsSlot):
     async def _owner(self) -> Address:
         lost: Exception = ClusterChangedError("no node of the cluster is known")
         for host, port in self._nodes:
-            asking = self.plain(**{**self._asking, "host": host, "port": port})
+            connection = self.plain(**{**self._query_options, "host": host, "port": port})
             try:
-                await asking.connect()
-                await asking.send_command(*_OWNERS)
-                return self._nodes.owner(self._slot, await asking.read_response(), host)
+                await connection.connect()
+                await connection.send_command(*_OWNERS)
+                return self._nodes.owner(self._slot, await connection.read_response(), host)
             except redis.RedisError as error:
-                lost = _worse(lost, error)
+                lost = _more_informative(lost, error)
             finally:
-                await asking.disconnect()
+                await connection.disconnect()
         raise lost
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
@@ -324,7 +324,7 @@ def _changed(error: Exception) -> ClusterChangedError:
     return ClusterChangedError(f"the cluster changes ({type(error).__name__}: {error})")
 
 
-def _worse(one: Exception, other: redis.RedisError) -> Exception:
+def _more_informative(one: Exception, other: redis.RedisError) -> Exception:
     """Returns the more informative of two nodes' errors: one in a reply says more than no reply."""
     if isinstance(other, redis.ResponseError):
         return NoClusterError(str(other)) if _NO_CLUSTER in str(other) else other

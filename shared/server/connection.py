@@ -205,7 +205,7 @@ def _try_to_make(kind: Any, url: str) -> Any:
         client = kind.from_url(url, **_options_of(kind, url), **_checks_of(kind, url))
     pool = client.connection_pool
     pool.connection_class(**pool.connection_kwargs)  # raises if it does not know an option
-    # An @ after the host ends a password, and a piece of the password was taken for the host.
+    # An @ after the host belongs to a password, a part of which was read as the host.
     options = [option.partition("=")[0] for option in parts.query.split("&")]
     is_socket = parts.scheme == "unix" and (not parts.netloc or parts.netloc.endswith("@"))
     path = "" if is_socket else parts.path
@@ -221,9 +221,9 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
     - Maintenance notifications are off. Only Redis Enterprise has them. They would cost each
       connection a round trip, and redis-py would pass a connection with an unread reply to another
       call.
-    - Only the URL can limit the pool. When a pool's limit is reached, redis-py fails a call as if
-      the server were gone, and a call that has a connection may need a second one before it returns
-      the first. Each thread needs a connection, and `AsyncRequestQueue` limits its calls.
+    - Only the URL can limit the pool. At the limit, redis-py fails calls as if the server were
+      gone, and a call with a connection may need a second one before it returns the first. Instead,
+      each thread needs a connection, and `AsyncRequestQueue` limits its calls.
     """
     options: dict[str, Any] = {
         "max_connections": _NO_LIMIT,

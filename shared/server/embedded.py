@@ -205,7 +205,7 @@ def _locked(folder: Path) -> Iterator[int]:
                 f"--data: another server keeps its data in {folder}; stop it, or name another"
                 " folder"
             ) from None
-        for path in _left_by_servers(folder):
+        for path in _server_files(folder):
             _check_owner(path)
             path.chmod(_PRIVATE_FOLDER if path.is_dir() else _PRIVATE_FILE)
         yield file.fileno()
@@ -221,7 +221,7 @@ def _check_private(folder: Path) -> None:
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
     _check_owner(folder)
     mode = folder.stat().st_mode
-    holds_more = not _left_by_servers(folder).issuperset(folder.iterdir())
+    holds_more = not _server_files(folder).issuperset(folder.iterdir())
     if mode & _OTHERS_WRITE or (mode & _OTHERS and holds_more):
         raise ConfigurationError(
             f"--data: {folder} is open to other users; `chmod 700` it if nobody else needs it, or"
@@ -230,7 +230,7 @@ def _check_private(folder: Path) -> None:
     folder.chmod(_PRIVATE_FOLDER)
 
 
-def _left_by_servers(folder: Path) -> set[Path]:
+def _server_files(folder: Path) -> set[Path]:
     return {file for pattern in _FILES for file in folder.glob(pattern)}
 
 

@@ -80,7 +80,7 @@ class Autoscaler:
         self._paused_until = 0.0
         self._last_error = ""
         self._is_over = threading.Event()
-        threading.Thread(target=self._read_on, daemon=True).start()
+        threading.Thread(target=self._keep_reading, daemon=True).start()
 
     def close(self) -> None:
         """Stops reading the queue's load."""
@@ -143,7 +143,7 @@ class Autoscaler:
         used = self._supervisor.processes(self._command)
         return next(name for n in count(1) if (name := f"{self._name} {n}") not in used)
 
-    def _read_on(self) -> None:
+    def _keep_reading(self) -> None:
         while not self._is_over.is_set():
             error = ""
             try:

@@ -132,9 +132,9 @@ class Supervisor:
                 place.process = self._start(place.name, place.command)
         elif (exit_code := place.process.exit_code) is not None:
             place.process.wait()
-            self._take_note(place, exit_code)
+            self._plan_restart(place, exit_code)
 
-    def _take_note(self, place: _Place, exit_code: int) -> None:
+    def _plan_restart(self, place: _Place, exit_code: int) -> None:
         """Plans the restart of a process that has exited unexpectedly."""
         was_steady = time.monotonic() - place.started > _STEADY_SECONDS
         place.failures = 1 if was_steady else place.failures + 1
