@@ -269,7 +269,7 @@ class BatchRun:
         requests: Sequence[RequestOfLine],
         call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
     ) -> list[T]:
-        """Makes a call for each request, in one round trip per queue. Returns the results."""
+        """Makes a call for each request, in one round trip per queue. Returns results in order."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
         for at, (item, _) in enumerate(requests):
             by_queue.setdefault(item.served.queue, []).append(at)

@@ -202,7 +202,7 @@ class _Stream:
         self._text_length = 0
         self._token_ids = array("q")  # delivered tokens, from `_text_from` on
         self._may_not_read = False  # whether this user may not read the request's record
-        self._was_cut = False  # whether the connection was lost, and so perhaps writes
+        self._was_cut = False  # whether the connection was lost: writes may be lost too
         self._ended = False
         self._deadline = None if self.timeout is None else self.clock() + self.timeout
         self._failures = 0

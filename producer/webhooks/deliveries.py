@@ -134,8 +134,7 @@ class Deliveries:
         self._begin()
 
     def pause(self) -> None:
-        """Begins no calls while another process leads. The next `go_on` reads all webhooks
-        again."""
+        """Begins no calls, because another process leads. The next `go_on` reads all webhooks."""
         if self._is_known:
             self._forget()
             self._is_known = False

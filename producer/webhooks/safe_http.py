@@ -70,7 +70,7 @@ def post(
             raise ValueError("the URL has no http or https host")
         port = parts.port or _PORTS[parts.scheme]
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
-        connection.default_port = _PORTS[parts.scheme]  # the Host header leaves it out
+        connection.default_port = _PORTS[parts.scheme]  # not in the Host header
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.sock = _connect(host, port, timeout, until, allow_private)
         is_late = threading.Event()
@@ -79,7 +79,9 @@ def post(
             is_late.set()
             if connection.sock is not None:
                 with suppress(OSError):
-                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)  # below any TLS
+                    socket.socket.shutdown(
+                        connection.sock, socket.SHUT_RDWR
+                    )  # not the shutdown of TLS
 
         timer = threading.Timer(max(0.0, until - time.monotonic()), cut)
         timer.daemon = True
@@ -98,7 +100,7 @@ def post(
         if is_late.is_set():
             raise TimeoutError("the call took too long")
         return status
-    except OSError:  # a wrong certificate is one, and also a ValueError
+    except OSError:  # an error of a certificate is also a ValueError
         raise
     except (ValueError, http.client.InvalidURL) as error:
         raise AddressRefusedError(f"the URL is not valid: {error}") from None

@@ -20,7 +20,7 @@ PREFIX = "promptq:"
 QUEUES = f"{PREFIX}queues"
 """Key of the set of the queues that workers have served. The key belongs to no queue."""
 ALIASES = f"{PREFIX}aliases"
-"""Key of the hash from an alias, such as `gpt-4o`, to a model's name. It belongs to no queue."""
+"""Key of the hash from an alias, such as `gpt-4o`, to a model's name, for all queues."""
 
 _NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
@@ -71,7 +71,7 @@ class _Channel(_Name):
 class Keys:
     """The names of the keys and channels of one queue.
 
-    A server's databases share its channels, so the channels of a `database` other than 0 name it.
+    A server's databases share its channels, so channel names contain a `database` other than 0.
 
     Raises ConfigurationError unless the queue's name is 1 to 64 letters, digits and `_.-`.
     """

@@ -60,7 +60,7 @@ class GrammarOutput:
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool that the model may call, and its arguments' JSON schema. Messages name `place`."""
+    """A tool that the model may call, with its arguments' schema. Messages name its `place`."""
 
     name: str
     parameters: dict[str, Any]

@@ -42,16 +42,15 @@ _CONNECT = (
 `client|setinfo` by name, so the whole category is permitted. Excluded are commands that disturb
 others, and CLIENT TRACKING, which would report the keys of all clients."""
 
-_READ = (
+_COMMON = (
     "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl smembers srandmember type"
-    " xrange xread xrevrange zcard zmscore zrange zscore"
+    " xrange xread xrevrange zcard zmscore zrange zscore del hdel hincrby hset hsetnx lpush ltrim"
+    " persist pexpire sadd set srem xadd zadd zrem zremrangebyscore"
+    " evalsha publish script|load spublish"
 )
-_WRITE = (
-    "del hdel hincrby hset hsetnx lpush ltrim persist pexpire sadd set srem xadd zadd zrem"
-    " zremrangebyscore"
-)
+"""Commands of all roles except `subscriber`: to read, to write, and to run scripts."""
 _LISTEN = "ssubscribe subscribe sunsubscribe unsubscribe"
-_SCRIPTS = "evalsha publish script|load spublish"
+_TRANSACTIONS = "multi exec discard watch unwatch"
 _DATABASES = ("", "[1-9]*:")
 """Patterns for the text between a channel's prefix and its name: nothing for database 0, the number
 for other databases. No channel of database 0 matches the second pattern."""
@@ -99,7 +98,7 @@ ROLES: dict[str, Role] = {
         writes=_ENQUEUEING,
         reads=("outputs", "workers", "statistics", "model", "config"),
         channels=("control", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} multi exec discard watch unwatch",
+        commands=f"{_COMMON} {_LISTEN} {_TRANSACTIONS}",
         others=_READS_DIRECTORY,
     ),
     "subscriber": Role(
@@ -114,29 +113,27 @@ ROLES: dict[str, Role] = {
         ),
         reads=("config",),
         channels=("control", "drain", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} scan",
+        commands=f"{_COMMON} {_LISTEN} scan",
         others=(f"~{QUEUES}",),
     ),
     "gateway": Role(
         writes=(*_ENQUEUEING, "config", "used", "rates", "batches", "responses"),
         reads=("outputs", "workers", "statistics", "model", "api_keys"),
         channels=("control", "drain", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_LOOK_THROUGH}"
-        " multi exec discard watch unwatch zintercard",
+        commands=f"{_COMMON} {_LISTEN} {_LOOK_THROUGH} {_TRANSACTIONS} zintercard",
         others=_READS_DIRECTORY,
     ),
     "jobs": Role(
         writes=(*_ENQUEUEING, "rates", "batches", "upkeep", "statistics"),
         reads=("outputs", "workers", "model", "config"),
         channels=("control", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_RQ_COMMANDS} multi exec discard watch unwatch",
+        commands=f"{_COMMON} {_RQ_COMMANDS} {_TRANSACTIONS}",
         others=(*_RQ_KEYS, *_READS_DIRECTORY),
     ),
     "operator": Role(
         writes=tuple(FAMILIES),
         channels=("control", "drain", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_LOOK_THROUGH}"
-        " multi exec discard watch unwatch",
+        commands=f"{_COMMON} {_LISTEN} {_LOOK_THROUGH} {_TRANSACTIONS}",
         others=(f"~{QUEUES}", f"~{ALIASES}"),
     ),
 }

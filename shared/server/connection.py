@@ -358,7 +358,7 @@ def explain(
     if fault := what_is_wrong(error):
         return RedisProtocolError(f"the server at {shown} cannot be reached by TLS: {fault}")
     if isinstance(error, NOT_FOUND):
-        error = in_short(error)  # of a client that promptq did not make
+        error = in_short(error)  # from a client that promptq did not make
     text = str(error).rstrip(".")  # more text may follow this message
     if isinstance(error, InvalidResponse):
         return RedisProtocolError(
