@@ -66,8 +66,7 @@ class RedisTooOldError(RedisSideError):
 
 
 class SpoiltRecordError(PromptqError):
-    """A record in Redis breaks the protocol. Any client with write access can write such a
-    record."""
+    """A record in Redis breaks the protocol. Clients with write access can write such records."""
 
 
 class ModelError(PromptqError):

@@ -169,7 +169,7 @@ def beside() -> Iterator[ThreadPoolExecutor]:
 def fresh_log() -> None:
     """Nothing was logged before, so nothing is left out of the log for that."""
     spoilt._logged_in.cache_clear()
-    retry._said.clear()
+    retry._logged_at.clear()
 
 
 @pytest.fixture(params=SERVERS)

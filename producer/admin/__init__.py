@@ -1,5 +1,4 @@
-"""Functions that read and control a queue as a whole. Each module is imported when it is first
-used."""
+"""Functions that read and control a whole queue. Each module is imported when it is first used."""
 
 from __future__ import annotations
 

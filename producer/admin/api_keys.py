@@ -22,8 +22,7 @@ from promptq.shared.queue.call import Call, Operation, text_map
 from promptq.shared.queue.spoilt import readable
 
 SCOPES = ("completions", "files", "batches", "models")
-"""The scopes that a key may have: completions with their streams, files, batches, and the list of
-models."""
+"""The scopes that a key may have. `completions` includes streams; `models` is the models' list."""
 
 LOCAL_NAME = "local"
 """Name of callers on this machine while no key is needed. No key may have this name."""
@@ -50,8 +49,7 @@ class ApiKey(BaseModel):
     """The most urgent priority that the key's requests may have; lower numbers run sooner."""
     requests_per_minute: int = Field(0, ge=0)
     tokens_per_minute: int = Field(0, ge=0)
-    """Limit of tokens per minute. An estimate of the prompt counts at once, output counts while it
-    is generated."""
+    """Limit of tokens per minute. A prompt's estimate counts at once, output as it is generated."""
     is_admin: bool = False
     """Whether the key may read and control the whole queue."""
     scopes: tuple[str, ...] | None = None
@@ -65,8 +63,7 @@ class ApiKey(BaseModel):
     hint: str = ""
     """The key's last characters, by which people distinguish keys."""
     last_used_at: int = 0
-    """Time of the key's last use in Unix milliseconds, exact to a minute; 0 if it was never
-    used."""
+    """Time of the key's last use in Unix milliseconds, exact to a minute; 0: never used."""
 
     @classmethod
     def build(cls, **fields: Any) -> Self:
@@ -83,7 +80,7 @@ class ApiKey(BaseModel):
 
     @property
     def is_free(self) -> bool:
-        """Whether the key's requests may name any tenant. Only administrators without a tenant
+        """Whether the key's requests may name any tenant: only administrators without a tenant
         may."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)
 
@@ -112,9 +109,9 @@ def create_api_key(
 ) -> Operation[tuple[str, ApiKey]]:
     """Creates a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
-    `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is taken,
-    if the name is the tenant of another key, if the tenant is the name of a key without a tenant,
-    or if a scope is unknown.
+    `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is taken
+    or is another key's tenant, if the tenant is the name of a key without a tenant, or if a scope
+    is unknown.
     """
     _check_scopes(key)
     if key.name == LOCAL_NAME:

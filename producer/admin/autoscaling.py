@@ -18,8 +18,7 @@ from promptq.shared.queue.call import Operation
 from promptq.shared.queue.statistics import WINDOW_SECONDS, Work, measure_work
 
 _MOST_BUSY = 0.8
-"""The share of the workers' full speed that is planned for. At 1, a backlog would never become
-shorter."""
+"""The part of the workers' full speed to plan for. At 1, a backlog would never get shorter."""
 _MOST_FULL = 0.5
 """The largest share of slots to use while the workers' speed is unknown."""
 _START_SECONDS = 10.0
@@ -50,8 +49,7 @@ class Reason(StrEnum):
 
 
 class Scaling(BaseModel):
-    """The wanted number of workers, with its reason. Times are seconds of one worker's work; None:
-    not measured."""
+    """The wanted number of workers. Times are seconds of one worker's work; None: not measured."""
 
     queue: str
     desired: int = Field(description="Number of workers that there should be.")
@@ -83,8 +81,7 @@ class Scaling(BaseModel):
 
 
 def scaling(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[Scaling]:
-    """Computes the number of workers that the queue needs so that no request waits longer than
-    `target_seconds`."""
+    """Computes how many workers the queue needs so that no request waits over `target_seconds`."""
     work: Work = yield measure_work(keys)
     return scaling_of(keys.queue, work, target_seconds)
 
@@ -129,8 +126,7 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
 
 
 def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
-    """Returns the number of workers that each reason requires. Of equal numbers, the caller uses
-    the first reason."""
+    """Returns the number of workers for each reason. The first of equal numbers counts."""
     num_waiting = 0 if work.is_paused else work.num_waiting
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):

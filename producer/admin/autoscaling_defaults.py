@@ -1,5 +1,4 @@
-"""Default times of autoscaling. Commands read them at each start, so this module imports
-nothing."""
+"""Default times of autoscaling. Commands read them at each start, so there are no imports here."""
 
 TARGET_SECONDS = 30.0
 """The longest time in seconds that a request should wait."""

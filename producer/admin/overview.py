@@ -35,8 +35,7 @@ class WorkerView(BaseModel):
 
     stats: WorkerStats
     told_at: int
-    """Time of the worker's last report about its batch, in Unix milliseconds of the server; 0: not
-    yet."""
+    """Unix milliseconds (server) of the worker's last report about its batch; 0: none yet."""
     slots: list[SlotStats]
 
 

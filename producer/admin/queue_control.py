@@ -18,8 +18,7 @@ def resume(keys: Keys, /) -> Operation[None]:
 
 
 def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
-    """Makes one worker, or all, stop claiming, finish their running requests and exit. Returns the
-    workers' ids."""
+    """Makes one worker, or all, finish running requests and exit. Returns the workers' ids."""
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
     channels = (keys.drain, keys.control)  # workers of earlier releases listen to `control`
@@ -28,8 +27,7 @@ def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
 
 
 def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[PriorityStatus]:
-    """Moves a waiting request to the place that it would have if it had been enqueued with this
-    priority.
+    """Moves a waiting request to the place of requests that were enqueued with this priority.
 
     Returns a status. A request that a worker holds keeps its priority. Raises InvalidRequestError.
     """
@@ -56,10 +54,6 @@ def _with_priority(payload: bytes, priority: int) -> str:
         fields = json.loads(payload)
         changed = json.dumps({**fields, "priority": priority}, ensure_ascii=False)
         changed.encode()
-    except (
-        ValueError,
-        TypeError,
-        RecursionError,
-    ) as error:  # no worker could read the payload either
+    except (ValueError, TypeError, RecursionError) as error:  # no worker could read it either
         raise InvalidRequestError(f"payload: is no JSON object: {error}", field="payload") from None
     return changed

@@ -22,8 +22,7 @@ class QueueStats(BaseModel):
     active: int
     """Number of requests that workers hold: they run, or are prepared to run."""
     dead: int
-    """Number of dead letters: requests that no worker tries again, because they crashed their
-    workers."""
+    """Number of dead letters: requests that no worker tries again, because they crash workers."""
     workers: list[WorkerStats]
     has_standby: bool = False
     """Whether a worker has loaded the model, or will load it when the queue's turn comes."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import ResponseError
 
+from promptq.producer.admin.request_fields import whole
 from promptq.shared.errors import ConfigurationError, ModelNotServedError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.output_style import OutputStyle
@@ -25,8 +26,7 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """State of a queue. `model` is empty until a worker has reported it. It remains after the last
-    worker has left."""
+    """State of a queue. `model` is empty until a worker reports one, and outlasts the workers."""
 
     queue: str
     model: str
@@ -40,8 +40,7 @@ class QueueView:
     has_standby: bool
     """Whether a worker has loaded the model, or will load it when the queue's turn comes."""
     max_model_len: int | None
-    """The most tokens of prompt and output together that every worker accepts; None without a
-    worker."""
+    """The most tokens of prompt and output that every worker accepts; None without a worker."""
     refused: tuple[str, ...]
     """The fields of a request that no worker's engine can serve. Sorted."""
 
@@ -89,7 +88,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
             Call("", ["HMGET", keys.worker(worker), "max_model_len", "refused"], list, list)
             for worker in workers
         ]
-    abilities = [(_length(length), _fields(refused)) for length, refused in filter(None, abilities)]
+    abilities = [(whole(length), _fields(refused)) for length, refused in filter(None, abilities)]
     # Workers of earlier releases write the model into `config`.
     *earlier, paused = earlier
     model, style = current if current[0] is not None else earlier
@@ -110,8 +109,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
 
 
 def models(keys: Keys, /) -> Operation[list[ServedModel]]:
-    """Reads the models of all queues of the server, sorted by name. A queue without a model is left
-    out."""
+    """Reads the models of all queues of the server, sorted by name."""
     models: dict[str, ServedModel] = {}
     for view in (yield from views_of_queues(keys)):
         if view.model:
@@ -125,8 +123,7 @@ def models(keys: Keys, /) -> Operation[list[ServedModel]]:
 def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
     """Reads which queue serves a model, by the model's name or an alias.
 
-    If several queues do, returns the one with the fewest requests for each worker. Raises
-    ModelNotServedError.
+    Of several, returns the one with the fewest requests per worker. Raises ModelNotServedError.
     """
     aliases = yield from _aliases()
     views = yield from views_of_queues(keys)
@@ -240,9 +237,3 @@ def _aliases() -> Operation[dict[str, str]]:
 
 def _fields(value: bytes | None) -> frozenset[str]:
     return frozenset((value or b"").decode(errors="replace").split())
-
-
-def _length(value: bytes | None) -> int | None:
-    with suppress(ValueError):  # any program may have written it
-        return int(value) if value is not None else None
-    return None

@@ -7,14 +7,14 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from promptq.shared.queue.call import text_of
 from promptq.shared.queue.spoilt import readable
 from promptq.shared.runtime.large_json import object_in
 from promptq.shared.runtime.turns import Work
 
 
 class EndedAttempt(BaseModel):
-    """One attempt that ended without finishing its request. Times are Unix milliseconds of the
-    server."""
+    """One attempt that did not finish its request. Times are Unix milliseconds of the server."""
 
     attempt: int = 0
     worker: str = ""
@@ -24,9 +24,9 @@ class EndedAttempt(BaseModel):
     """How the attempt ended: `crashed`, `crashed alone`, `given back`, or `its claim was lost`."""
 
 
-def whole(text: str | None) -> int:
+def whole(value: str | bytes | None) -> int:
     """Returns the whole number in a text; 0 if the text is not one."""
-    text = text or ""
+    text = text_of(value or "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
 
 
@@ -37,8 +37,7 @@ def json_object(text: str | bytes | None) -> dict[str, Any]:
 
 
 def object_in_parts(text: str | None) -> Work[dict[str, Any]]:
-    """Parses a JSON object that may be large, in slices; the result is {} if the text is not
-    one."""
+    """Parses a JSON object in slices, because it may be large; {} if the text is not one."""
     try:
         return (yield from object_in(text or "", {}))
     except (ValueError, RecursionError):

@@ -56,8 +56,7 @@ _RANKS = {what: rank for rank, what in enumerate(Happened)}
 
 
 class Moment(BaseModel):
-    """One moment of a request. `attempt` and `worker` are set if the moment belongs to an
-    attempt."""
+    """One moment of a request. `attempt` and `worker` are set if it belongs to an attempt."""
 
     at: int
     """Time in Unix milliseconds of the server."""
@@ -84,8 +83,7 @@ class Timeline(BaseModel):
     requeued_from: str = ""
     """The id of the dead letter that was enqueued again as this request; empty if there is none."""
     forked_from: str = ""
-    """The id of the request whose output this request continues; empty if this request is no
-    fork."""
+    """The id of the request whose output this request continues; empty if this is no fork."""
     forked_at: int | None = None
     """Number of tokens of the source's output with which the fork begins."""
     worker: str = ""
@@ -104,7 +102,7 @@ def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
     record: dict[str, str] = yield lookups.fields(keys, check_request_id(request_id), _FIELDS)
     if not record:
         raise RequestNotFoundError(f"request {request_id!r} is unknown, or ended long ago")
-    state, worker, slot = _state(record), record.get("worker", ""), None
+    state, worker, slot = lookups.state_of(record.get("state", "")), record.get("worker", ""), None
     if state is RequestState.ACTIVE and worker:
         _, slots = yield statistics.slots(keys, worker)
         slot = next((each for each in slots if each.request_id == request_id), None)
@@ -179,12 +177,6 @@ def _of_this_attempt(
         yield moment(Happened.PREEMPTED, at)
     for at in (times.resumed_at if times else None) or []:
         yield moment(Happened.RESUMED, at)
-
-
-def _state(record: dict[str, str]) -> RequestState:
-    with suppress(ValueError):
-        return RequestState(record.get("state", ""))
-    return RequestState.WAITING  # plain clients set no state
 
 
 def _priority(record: dict[str, str]) -> int:

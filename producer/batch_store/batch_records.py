@@ -38,8 +38,7 @@ class BatchOverError(PromptqError):
 
 
 class BatchRecord(BaseModel):
-    """A batch. Times are Unix seconds. All fields except `cancelling_at` are changed only by the
-    batch's runner."""
+    """A batch. Times are Unix seconds. Only its runner changes it, except for `cancelling_at`."""
 
     id: str
     endpoint: str
@@ -77,7 +76,7 @@ class BatchRecord(BaseModel):
 
     @property
     def tenant_as_written(self) -> str:
-        """The tenant, in the form in which `Batches.turns` counts batches."""
+        """The tenant as JSON, which is how `Batches.turns` counts batches."""
         return json.dumps(self.tenant)
 
     def to_api(self) -> dict[str, object]:
@@ -144,8 +143,7 @@ class Batches:
     async def add(self, record: BatchRecord, max_unfinished: int = 0) -> None:
         """Adds a batch, which `promptq jobs` will run.
 
-        Raises TooManyBatchesError if the tenant already has `max_unfinished` batches that have not
-        ended; 0 means no limit.
+        Raises TooManyBatchesError if the tenant has `max_unfinished` unfinished batches; 0: any.
         """
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
         await self._reset_spoilt({own: "zset", unfinished: "set"})
@@ -173,10 +171,9 @@ class Batches:
             raise _too_many(max_unfinished)
 
     async def _reset_spoilt(self, types: Mapping[str, str]) -> None:
-        """Deletes keys of a wrong type, which other programs wrote, and logs this. The keys are
-        then created anew."""
-        asking: list[Call[str]] = [Call("", ["TYPE", key], text_of) for key in types]
-        for key, kind in zip(types, await self._queue.run(asking), strict=True):
+        """Deletes keys of a wrong type, which other programs wrote, and logs this."""
+        calls: list[Call[str]] = [Call("", ["TYPE", key], text_of) for key in types]
+        for key, kind in zip(types, await self._queue.run(calls), strict=True):
             if kind not in (types[key], "none"):
                 note(spoilt_record(key, f"it is of the type {kind}"))
                 await self._queue.run(_command("DEL", key))
@@ -217,8 +214,7 @@ class Batches:
         return [record for record in records if record is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
-        """Requests the end of a batch, which its runner then carries out. Raises BatchMissingError,
-        BatchOverError."""
+        """Makes a batch's runner end the batch. Raises BatchMissingError, BatchOverError."""
         record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
@@ -235,16 +231,15 @@ class Batches:
         return bool(await self._queue.run(call))
 
     async def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """Returns, for each tenant, the number of batches that wait for a process, and the number
-        that run."""
+        """Returns the numbers of batches that wait for a process and that run, by tenant."""
         key = self._keys.unfinished_batches
         members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
-        asking = list[Call[Any]]()
+        calls = list[Call[Any]]()
         for batch_id in filter(is_batch_id, await self._queue.run(members)):
-            asking.append(_command("EXISTS", self._keys.batch_runner(batch_id)))
+            calls.append(_command("EXISTS", self._keys.batch_runner(batch_id)))
             key = self._keys.batch(batch_id)
-            asking.append(Call("", ["HGET", key, "tenant"], lambda reply: reply, lambda: None))
-        answers = await self._queue.run(asking)
+            calls.append(Call("", ["HGET", key, "tenant"], lambda reply: reply, lambda: None))
+        answers = await self._queue.run(calls)
         waiting: Counter[str] = Counter()
         run: Counter[str] = Counter()
         for is_run, tenant in zip(answers[::2], answers[1::2], strict=True):
@@ -264,8 +259,7 @@ class Batches:
         await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
-        """Removes a batch from the list of unfinished batches, because its record is gone or
-        final."""
+        """Removes a batch, whose record is gone or final, from the unfinished batches."""
         await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
 
     def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:

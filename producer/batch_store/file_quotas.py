@@ -98,8 +98,7 @@ class FileQuotas:
 
 @dataclass(eq=False, slots=True)
 class Upload:
-    """An upload in progress. It counts until its `with` block ends. After that, the added file
-    counts."""
+    """An upload in progress. It counts until its `with` block ends; then the added file counts."""
 
     _quotas: FileQuotas
     tenant: str

@@ -157,8 +157,7 @@ class FileStore:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
-        """Returns up to `limit` of the tenants' files after the id `after`, and whether there are
-        more."""
+        """Returns up to `limit` of the tenants' files after `after`, and if there are more."""
         is_newest_first = order == "desc"
         files = [
             file
@@ -237,8 +236,7 @@ def _nothing_left(path: Path) -> Iterator[None]:
 
 
 def _write(source: BinaryIO, path: Path) -> None:
-    """Writes a file and waits until it is on the disk, so that it is complete even after a
-    crash."""
+    """Writes a file and waits until it is on the disk, so that it survives a power cut."""
     with path.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
         target.flush()
@@ -246,8 +244,7 @@ def _write(source: BinaryIO, path: Path) -> None:
 
 
 def _write_whole(source: BinaryIO, path: Path) -> None:
-    """Writes a file under a temporary name and renames it, because another process may write the
-    same file."""
+    """Writes a file under a temporary name and renames it: other processes may write it, too."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     try:
         _write(source, new)

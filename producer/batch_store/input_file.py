@@ -1,7 +1,6 @@
 """Reads the lines of a batch's input file piece by piece, and checks each line.
 
-A line is `{"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}`, as in the OpenAI
-Batch API.
+A line is `{"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}`, as at OpenAI.
 """
 
 from __future__ import annotations
@@ -41,14 +40,6 @@ class BatchLine:
     url: str
     body: dict[str, Any]
 
-    @property
-    def is_chat(self) -> bool:
-        return self.url == "/v1/chat/completions"
-
-    @property
-    def is_embedding(self) -> bool:
-        return self.url == "/v1/embeddings"
-
 
 def new_batch_id() -> str:
     """Returns an id that sorts after those of earlier batches."""
@@ -63,8 +54,7 @@ def is_batch_id(text: str) -> bool:
 def request_id_of(batch_id: str, line: BatchLine) -> str:
     """Returns the id of a line's request in the queue. Every process computes the same id.
 
-    The id is a UUIDv7 with the batch's time. Its random bits are a hash of the batch's id and the
-    line's number.
+    The id is a UUIDv7 with the batch's time, and a hash of batch and line as random bits.
     """
     time_and_version = uuid.UUID(batch_id.removeprefix("batch_")).int >> 76
     digest = hashlib.sha256(f"{batch_id} {line.number}".encode()).digest()

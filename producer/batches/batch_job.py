@@ -1,7 +1,6 @@
 """The RQ job that runs one batch of the API, from its input file to its output files.
 
-The job may be killed at any time. The next run repeats the unfinished step, and `batch_run` runs no
-line twice.
+The job may be killed at any time. The next run repeats the unfinished step, but no done line.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ _SHORTEST_TURN_SECONDS = 5.0
 shorter times, many such batches would constantly replace each other."""
 
 LEASE_MS = 15_000
-"""If a runner does not renew its lease for this time in milliseconds, another process may run the
-batch."""
+"""Milliseconds without renewal after which another process may take over a runner's batch."""
 
 
 def run_batch_job(settings: JobsSettings, batch_id: str, stop_pipe: int | None = None) -> str:
@@ -104,8 +102,8 @@ class _BatchJob:
         if record.status != "finalizing":
             source = self._running("input")
             try:
-                await self._aside(self._store.keep, record.input_file_id, record.tenant, source)
-                total = await self._aside(count_lines, source)
+                await self._in_thread(self._store.keep, record.input_file_id, record.tenant, source)
+                total = await self._in_thread(count_lines, source)
             except FileMissingError:
                 return await self._fail("input_file_missing", "the input file was deleted")
             except BatchFileError as error:
@@ -118,7 +116,7 @@ class _BatchJob:
         except FileNotFoundError:
             return await self._fail("output_missing", "the answers were deleted while it ran")
 
-    async def _aside(self, call: Callable[..., T], *args: object) -> T:
+    async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
         """Calls a function in a thread, and renews the lease meanwhile."""
         work = asyncio.create_task(asyncio.to_thread(call, *args))
         while not (await asyncio.wait([work], timeout=LEASE_MS / 4000))[0]:
@@ -127,8 +125,7 @@ class _BatchJob:
         return work.result()
 
     async def _run_lines(self, record: BatchRecord, source: Path, total: int) -> bool:
-        """Runs the lines. Returns whether the batch has ended; otherwise another process continues
-        it."""
+        """Runs the lines. Returns False if another process must continue the batch."""
         self._log.info("batch begins", total=total)
         await self._batches.update(
             record.id,
@@ -248,9 +245,7 @@ class _BatchJob:
 
     async def _end(self, status: Status, **changes: Any) -> None:
         source = self._running("input")
-        for path in source.parent.glob(
-            f"{source.name}*"
-        ):  # including incomplete copies of killed processes
+        for path in source.parent.glob(f"{source.name}*"):  # also copies of killed processes
             path.unlink(missing_ok=True)
         await self._batches.end(self._batch_id, status, **changes)
 

@@ -78,8 +78,7 @@ class Journal:
         self.num_failed += 1
 
     def flush(self) -> None:
-        """Passes all lines to the operating system: after this, they survive if the process is
-        killed."""
+        """Passes all lines to the operating system: they survive the death of the process."""
         self._output.flush()
         self._errors.flush()
 
@@ -146,8 +145,7 @@ def _open_locked(path: Path) -> BinaryIO:
 def _numbers_in(
     file: BinaryIO, on_body: Callable[[dict[str, Any]], object] | None = None
 ) -> set[int]:
-    """Returns the input line numbers in the complete lines of a file. An incomplete rest is cut
-    off.
+    """Returns the input line numbers in a file's complete lines. Cuts off an incomplete rest.
 
     `on_body` is called with the body of each answer.
     """

@@ -42,11 +42,10 @@ _LONGEST_FULL_SECONDS = 5.0
 _KEPT_MS = 120_000
 """Milliseconds for which a request is kept after its answer was written. If requests were kept
 longer, a large batch would fill the server."""
-_LET_GO_SECONDS = 1.0
-"""The shortest time in seconds between two writes to the disk."""
+_SYNC_SECONDS = 1.0
+"""The shortest time in seconds between two syncs of the journal to the disk."""
 _END_SECONDS = 30.0
-"""The most seconds to wait for the end of cancelled requests. A dead worker holds requests for the
-length of a lease."""
+"""Seconds to wait at most for cancelled requests to end: a dead worker's lease must expire."""
 _UNFINISHED = {
     Ending.CANCELLED: (
         "batch_cancelled",
@@ -101,11 +100,10 @@ class BatchRun:
         self._waits_for_rates = False
         self._wait_seconds = _FIRST_WAIT_SECONDS
         self._written: list[RequestOfLine] = []
-        self._let_go_at = time.monotonic()
+        self._synced_at = time.monotonic()
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
-        """Runs the lines that are not done. Calls `look` between two rounds: it may return how to
-        end the run early.
+        """Runs the lines that are not done. Between rounds, `look` may return how to end early.
 
         Raises redis.RedisError or RedisSideError if the server stays away. A later run continues.
         """
@@ -114,7 +112,7 @@ class BatchRun:
                 await self._round(look)
             if self._ending in _UNFINISHED:
                 await self._give_up(*_UNFINISHED[self._ending])
-            await self._let_go()
+            await self._expire_written()
         except _StoppedError:
             self._ending = Ending.STOPPED
         self._in_flight.clear()
@@ -142,8 +140,8 @@ class BatchRun:
             return
         ended = await self._collect()
         self._report()
-        if time.monotonic() - self._let_go_at > _LET_GO_SECONDS:
-            await self._let_go()
+        if time.monotonic() - self._synced_at > _SYNC_SECONDS:
+            await self._expire_written()
         longer = min(self._wait_seconds * 1.5, _LONGEST_WAIT_SECONDS)
         self._wait_seconds = _FIRST_WAIT_SECONDS if ended else longer
         await asyncio.sleep(self._wait_seconds)
@@ -209,8 +207,7 @@ class BatchRun:
                 await self._refuse_if_too_large(item)
 
     def _first_held_back(self) -> LineRequest | None:
-        """Removes and returns the first postponed line that may be tried again; None if there is
-        none."""
+        """Removes and returns the first postponed line to try again; None if there is none."""
         for number, item in self._held_back.items():
             if not self._is_full(item):
                 return self._held_back.pop(number)
@@ -220,8 +217,7 @@ class BatchRun:
         return time.monotonic() < self._full_until.get(item.served.name, 0.0)
 
     async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
-        """Enqueues requests that are not in the queue yet. Returns False if the line was postponed,
-        because the queue is full."""
+        """Enqueues requests, unless they are enqueued. Returns False if the queue is full."""
         try:
             await self._persist(partial(item.served.queue.enqueue, requests))
         except RequestExistsError:
@@ -236,8 +232,7 @@ class BatchRun:
         self._full_until[item.served.name] = time.monotonic() + min(seconds, _LONGEST_FULL_SECONDS)
 
     async def _refuse_if_too_large(self, item: LineRequest) -> None:
-        """Refuses a postponed line that does not fit even into an empty queue. Without this, the
-        line would wait forever."""
+        """Refuses a postponed line if even the empty queue has no room for it."""
         queue = item.served.queue
         counts = [Call("", ["ZCARD", queue.keys.delayed], int), lookups.count(queue.keys)]
         if any(await self._persist(partial(queue.run, counts))):
@@ -252,11 +247,10 @@ class BatchRun:
             self._journal.add_refusal(self._gateway.too_large(item, error.limit))
 
     async def _collect(self) -> int:
-        """Writes the answers of lines whose requests have ended. Returns the number of these
-        lines."""
+        """Writes the answers of lines whose requests have ended. Returns their number."""
         requests = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
-        standings = await self._of_all(requests, _standing)
-        for (item, new), (state, result) in zip(requests, standings, strict=True):
+        states = await self._of_all(requests, _state_and_result)
+        for (item, new), (state, result) in zip(requests, states, strict=True):
             if result is not None:
                 item.results[new.request_id] = result
             # The server has lost the request, or the request has expired.
@@ -275,8 +269,7 @@ class BatchRun:
         requests: Sequence[RequestOfLine],
         call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
     ) -> list[T]:
-        """Makes a call for each request, with one round trip for each queue. Returns the results in
-        the order of the requests."""
+        """Makes a call for each request, in one round trip per queue. Returns results in order."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
         for at, (item, _) in enumerate(requests):
             by_queue.setdefault(item.served.queue, []).append(at)
@@ -287,13 +280,13 @@ class BatchRun:
             results.update(zip(places, replies, strict=True))
         return [results[at] for at in range(len(requests))]
 
-    async def _let_go(self) -> None:
+    async def _expire_written(self) -> None:
         """Makes requests expire soon after their lines were written to the disk.
 
         Dead letters never expire, so that people can find out why they failed.
         """
         done, self._written = self._written, []
-        self._let_go_at = time.monotonic()
+        self._synced_at = time.monotonic()
         if done:
             self._journal.sync()
             without = [line for line in done if line[1].request.webhook_url is None]
@@ -304,7 +297,7 @@ class BatchRun:
         reasons = [result.finish_reason for result in item.results.values()]
         for reason in (FinishReason.CANCELLED, FinishReason.EXPIRED):
             if reason in reasons and FinishReason.ERROR not in reasons:
-                code, message = self._cut_short(reason)
+                code, message = self._error_of_unfinished(reason)
                 return self._journal.add_error(line.number, line.custom_id, code, message)
         try:
             answer = await self._persist(partial(self._gateway.answer, item))
@@ -312,9 +305,8 @@ class BatchRun:
             return self._journal.add_refusal(error)
         return self._journal.add_answer(line.number, line.custom_id, item.request_id, answer)
 
-    def _cut_short(self, reason: FinishReason) -> tuple[str, str]:
-        """Returns the code and the message for a request that did not finish, because the batch
-        ended or for another reason."""
+    def _error_of_unfinished(self, reason: FinishReason) -> tuple[str, str]:
+        """Returns the error code and message for a request that did not finish."""
         if self._ending in _UNFINISHED:
             return _UNFINISHED[self._ending]
         until = self._options.expires_at
@@ -350,10 +342,10 @@ class BatchRun:
             await asyncio.sleep(_FIRST_WAIT_SECONDS * 5)
 
     async def _unfinished(self, requests: list[RequestOfLine]) -> list[RequestOfLine]:
-        standings = await self._of_all(requests, _standing)
+        states = await self._of_all(requests, _state_and_result)
         return [
             each
-            for each, (state, _) in zip(requests, standings, strict=True)
+            for each, (state, _) in zip(requests, states, strict=True)
             if state is not None and not state.is_final
         ]
 
@@ -377,7 +369,7 @@ class BatchRun:
                 await asyncio.sleep(_LONGEST_WAIT_SECONDS)
 
 
-def _standing(
+def _state_and_result(
     queue: AsyncRequestQueue, new: NewRequest
 ) -> Call[tuple[RequestState | None, Result | None]]:
     """Reads the state of a request (None if unknown) and, after its end, its result.

@@ -1,5 +1,4 @@
-"""Converts a batch's line into requests, and their results into the line's answer, as the gateway
-would."""
+"""Converts a line into requests, and their results into its answer, like the gateway."""
 
 from __future__ import annotations
 
@@ -14,7 +13,12 @@ from promptq.producer.apis.completions.read import read_chat, read_completion
 from promptq.producer.apis.completions.write import answer
 from promptq.producer.apis.embeddings.read import read_embedding_call
 from promptq.producer.apis.embeddings.write import embeddings_body
-from promptq.producer.batch_store.input_file import BatchLine, RefusedLineError, request_id_of
+from promptq.producer.batch_store.input_file import (
+    URLS,
+    BatchLine,
+    RefusedLineError,
+    request_id_of,
+)
 from promptq.producer.batches.run_options import RunOptions
 from promptq.producer.calls.call import CompletionCall, request_ids
 from promptq.producer.calls.call_to_payloads import composed, granted
@@ -27,6 +31,8 @@ from promptq.shared.errors import InvalidRequestError, ModelNotServedError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import NewRequest
 from promptq.shared.queue.scripts import Rate
+
+_READERS = dict(zip(URLS, (read_chat, read_completion, read_embedding_call), strict=True))
 
 
 @dataclass(slots=True)
@@ -86,8 +92,7 @@ class LineGateway:
         return LineRequest(line, request_id, new, rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
-        """Takes a line's cost from its caller's rates. Returns the seconds to wait, or 0 if the
-        cost was taken.
+        """Takes a line's cost from its caller's rates. Returns the seconds to wait; 0: taken.
 
         As at OpenAI, an API key has separate rates for its calls and for its batches. Raises
         RefusedLineError if a line costs more than the limit of a whole minute.
@@ -138,10 +143,7 @@ def _holder(caller: Caller) -> str:
 
 
 def _call_of(line: BatchLine) -> CompletionCall:
-    body = json.dumps(line.body).encode()
-    if line.is_embedding:
-        return read_embedding_call(body, {})
-    call = (read_chat if line.is_chat else read_completion)(body, {})
+    call = _READERS[line.url](json.dumps(line.body).encode(), {})
     if call.stream:
         raise InvalidRequestError("stream: a batch does not stream", field="stream")
     return call

@@ -30,16 +30,14 @@ from promptq.shared.settings.common import ReaperSettings, read_settings_of
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """The end of a local batch. `is_complete` means that every line is in the output or the error
-    file."""
+    """The end of a local batch. It is complete if the two files have all lines of the input."""
 
     is_complete: bool
     progress: BatchProgress
 
 
 def errors_beside(output: Path) -> Path:
-    """Returns the default path of the file for lines without an answer, such as
-    `out.errors.jsonl`."""
+    """Returns the default file for lines without an answer, such as `out.errors.jsonl`."""
     return output.with_name(f"{output.stem}.errors{output.suffix}")
 
 

@@ -53,8 +53,7 @@ class RunOptions:
 def stop_signals(pipe: int | None = None) -> asyncio.Event:
     """Returns an event that is set by SIGINT, by SIGTERM, or when the other end of `pipe` closes.
 
-    An event loop receives signals only in the main thread. A signal during a fork may be lost, but
-    the end of a pipe is never lost.
+    Only the main thread's event loop gets signals, and a fork may lose one; pipes lose nothing.
     """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()

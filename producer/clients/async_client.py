@@ -70,8 +70,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """`promptq.Client` for asyncio. The methods are coroutines and raise the same errors; `follow`
-    is added.
+    """`promptq.Client` for asyncio: its methods as coroutines with the same errors, and `follow`.
 
     The client connects at the first call, or on entering `async with`. Any number of tasks may use
     it at once. At most 32 calls run at once, and further calls wait. All streams together use one
@@ -147,8 +146,7 @@ class AsyncClient:
     async def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
         """Enqueue requests, all or none. Returns their ids.
 
-        Each request is a mapping of the arguments of `enqueue`: `{"prompt": "Once", "max_tokens":
-        8}`.
+        Each request is a mapping of the arguments of `enqueue`, such as `{"prompt": "Once"}`.
         """
         return await self.enqueue_composed(compose(requests))
 
@@ -166,8 +164,7 @@ class AsyncClient:
         delay_ms: int = 0,
         **fields: Any,
     ) -> list[str]:
-        """Enqueue `n` requests with the same prompt, all or none. Returns their ids, `ID:0` ...
-        `ID:n-1`.
+        """Enqueue `n` requests with one prompt, all or none. Returns the ids `ID:0` ... `ID:n-1`.
 
         If `seed` is set, the seed of request `i` is `seed + i`.
         """
@@ -184,8 +181,7 @@ class AsyncClient:
         delay_ms: int = 0,
         **changes: Any,
     ) -> str:
-        """Enqueue a request that continues another request (the source) after its first `at`
-        tokens. Returns the new id.
+        """Enqueue a request that continues another request (the source) after `at` tokens.
 
         The source, `request_id`, may still run or have ended. Without `at`, the fork continues
         after all of the source's tokens. The fork's output begins with these tokens and the text
@@ -236,8 +232,7 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue samples and return the results of all. `timeout` (seconds) is for all samples
-        together."""
+        """Enqueue samples and return their results. `timeout` (seconds) is for all together."""
         request_ids = await self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [await self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -260,8 +255,7 @@ class AsyncClient:
         vector. `fields` are as in `enqueue`; fields for generation have no effect. `timeout`
         (seconds) is for all texts together.
 
-        Raises the errors of `enqueue` and `result`, and RequestFailedError for a request that ended
-        without a vector.
+        Raises the errors of `enqueue` and `result`, and RequestFailedError without a vector.
         """
         embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         new = compose_embeddings(texts, {**fields, "embed": embed})
@@ -280,8 +274,7 @@ class AsyncClient:
     async def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
         """Move a waiting request to the place of requests that were enqueued with this priority.
 
-        Returns a status. A request that a worker holds keeps its priority. Raises
-        InvalidRequestError.
+        A request that a worker holds keeps its priority. Raises InvalidRequestError.
         """
         return await self._do(
             admin.queue_control.reprioritise(await self._keys(), request_id, priority)
@@ -306,26 +299,22 @@ class AsyncClient:
         return await self._do(admin.overview.overview(await self._keys()))
 
     async def worker(self, worker_id: str) -> admin.overview.WorkerView:
-        """Returns a worker and its current batch. Raises RequestNotFoundError if the worker is
-        gone."""
+        """Returns a worker and its batch. Raises RequestNotFoundError if the worker is gone."""
         return await self._do(admin.overview.worker(await self._keys(), worker_id))
 
     async def statistics(self, since_ms: int = 0) -> list[Sample]:
-        """Returns the samples of the queue's statistics since `since_ms` (Unix milliseconds of the
-        server).
+        """Returns the statistics' samples since `since_ms` (Unix milliseconds of the server).
 
         There is one sample for each 5 s of the last hour, oldest first.
         """
         return await self._do(statistics.samples(await self._keys(), since_ms))
 
     async def keep_statistics(self) -> None:
-        """Write a sample of the statistics if one is due. Call this every few seconds if all
-        workers may be away."""
+        """Write a due sample of the statistics. Call this regularly if all workers may be away."""
         await self._do(statistics.sample(statistics.Contribution()))
 
     async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns the number of workers that the queue needs so that no request waits longer than
-        `target_seconds`."""
+        """Returns how many workers let no request wait longer than `target_seconds`."""
         return await self._do(admin.autoscaling.scaling(await self._keys(), target_seconds))
 
     async def scalings(
@@ -335,8 +324,7 @@ class AsyncClient:
         return await self._do(admin.autoscaling.scalings(await self._keys(), target_seconds))
 
     async def pause(self) -> None:
-        """Stop handing out requests. New requests are accepted and wait, running requests
-        finish."""
+        """Stop handing out requests. New requests are accepted and wait, running ones finish."""
         await self._do(scripts.set_paused(await self._keys(), True))
 
     async def resume(self) -> None:
@@ -344,8 +332,7 @@ class AsyncClient:
         await self._do(admin.queue_control.resume(await self._keys()))
 
     async def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make one worker, or all, stop claiming, finish their running requests and exit. Returns
-        the workers' ids."""
+        """Make one worker, or all, finish running requests and exit. Returns the workers' ids."""
         return await self._do(admin.queue_control.drain(await self._keys(), worker_id))
 
     # Dead letters
@@ -355,8 +342,7 @@ class AsyncClient:
         return await self._do(lookups.dead_ids(await self._keys(), limit))
 
     async def dead_letters(self, limit: int = 100) -> list[admin.dead_letters.DeadLetter]:
-        """Returns the dead letters, the latest first: requests that no worker tries again, because
-        they crash their workers."""
+        """Returns dead letters, the latest first: requests that were given up after crashes."""
         return await self._do(admin.dead_letters.dead_letters(await self._keys(), limit))
 
     async def dead_letter(self, request_id: str) -> admin.dead_letters.DeadLetter:
@@ -364,8 +350,7 @@ class AsyncClient:
         return await self._do(admin.dead_letters.dead_letter(await self._keys(), request_id))
 
     async def requeue(self, request_id: str) -> str:
-        """Enqueue a dead letter again, and return the new request's id. Raises
-        RequestNotFoundError."""
+        """Enqueue a dead letter again. Returns the new id. Raises RequestNotFoundError."""
         return await self._do(request_queue.requeue(request_id))
 
     async def purge(self, request_ids: Sequence[str]) -> int:
@@ -376,15 +361,13 @@ class AsyncClient:
     # Models and their queues
 
     async def models(self) -> list[admin.queue_views.ServedModel]:
-        """Returns the models of all queues of the server, sorted by name. A queue without a model
-        is left out."""
+        """Returns the models of all queues of the server, sorted by name."""
         return await self._do(admin.queue_views.models(await self._keys()))
 
     async def queue_of_model(self, model: str) -> str:
         """Returns the queue that serves a model, by the model's name or an alias.
 
-        If several queues do, returns the one with the fewest requests for each worker. Raises
-        ModelNotServedError.
+        Of several, returns the one with the fewest requests per worker. Raises ModelNotServedError.
         """
         return await self._do(admin.queue_views.queue_of_model(await self._keys(), model))
 
@@ -397,8 +380,7 @@ class AsyncClient:
         await self._do(admin.queue_views.set_alias(await self._keys(), alias, model))
 
     async def forget_model(self, name: str) -> list[str]:
-        """Delete an alias, or a model that no worker serves. Returns the names of the model's
-        queues.
+        """Delete an alias, or a model that no worker serves. Returns the model's queues.
 
         Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
         """
@@ -541,10 +523,10 @@ class AsyncClient:
         return follow(keys, request_id, from_index, silence=self._silence, timeout=timeout)
 
     async def _carry_out(self, begin: Callable[[], GoOn[Any]]) -> AsyncGenerator[Any, None]:
-        """Carries out a stream's actions, once the client is connected and knows its queue.
+        """Performs a stream's actions, once the client is connected and knows its queue.
 
-        `begin` returns a function that takes an answer and returns an action. Yields each result
-        that is not an action, until the function returns None.
+        `begin` returns a function that takes the answer to an action and returns the next action.
+        Yields each result of the function that is no action, until it returns None.
         """
         await self._connected()
         go_on = begin()

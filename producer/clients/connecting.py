@@ -28,8 +28,7 @@ HOW_TO_GET_A_SERVER = (
 
 
 def server_url(url: str | None = None) -> str:
-    """Returns the URL of the server: `url`, otherwise that of the settings, otherwise that of this
-    user's `promptq up`.
+    """Returns the server's URL: `url`, that of the settings, or that of this user's `promptq up`.
 
     Raises RedisUnavailableError if there is none.
     """
@@ -65,8 +64,7 @@ def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str
 
 
 def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:
-    """Raises ConfigurationError for a redis-py client that decodes replies, or that does not encode
-    in UTF-8."""
+    """Raises ConfigurationError for a client of redis-py that decodes replies or uses no UTF-8."""
     options = pool.connection_kwargs
     if options.get("decode_responses"):
         raise ConfigurationError("redis: give a client that was made without decode_responses=True")
@@ -84,8 +82,7 @@ def check_one_of(model: str | None, queue: str | None) -> None:
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Context manager that converts errors of redis-py about the server to promptq's errors. `url`
-    is the server's, for messages."""
+    """Context manager that converts redis-py's errors to promptq's. Messages name the `url`."""
     try:
         yield
     except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError) as error:

@@ -1,5 +1,4 @@
-"""Forks: requests that continue another request after its first tokens. The other request may still
-run."""
+"""Forks: requests that continue another request, which may still run, after its first tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from promptq.shared.runtime.turns import Work, sliced
 _NOT_COPIED = frozenset(
     {"seed", "idempotency_key", "trace_context", "prompt_logprobs", "output_prefix"}
 )
-"""Fields of the source's payload that a fork does not copy. With the source's seed, a fork would
-repeat the source's tokens."""
+"""Fields of the source that a fork does not copy. With the same seed, it would repeat tokens."""
 
 FIXED = ("prompt", "messages", "tools", "chat_template_kwargs", "model", "output_prefix")
 """Fields that a fork cannot change, because its tokens follow the same prompt as the source's."""
@@ -47,8 +45,7 @@ class ForkSource:
     token_ids: list[int]
 
     def fork(self, at: int | None, append: str) -> tuple[dict[str, Any], ForkPoint]:
-        """Returns the fields of a request that continues after `at` tokens and the text `append`,
-        and the fork point.
+        """Returns the fields of a fork after `at` tokens and the text `append`, and its fork point.
 
         Raises InvalidRequestError that names the wrong argument.
         """
@@ -67,8 +64,7 @@ class ForkSource:
         return kept, point
 
     def compose_fork(self, at: int | None, append: str, changes: Mapping[str, Any]) -> NewRequest:
-        """Returns the request that continues the source after `at` tokens and the text `append`.
-        `changes` are further fields.
+        """Returns a fork after `at` tokens and the text `append`, with the fields in `changes`.
 
         Raises InvalidRequestError.
         """

@@ -1,5 +1,4 @@
-"""Builds payloads for the queue from fields. The fields come from a client's method, or from a call
-of the HTTP API."""
+"""Builds payloads from the arguments of a client's method, or from a call of the HTTP API."""
 
 from __future__ import annotations
 
@@ -23,16 +22,14 @@ def compose(
 ) -> list[NewRequest]:
     """Returns requests made from fields: those of their payloads, `request_id` and `delay_ms`.
 
-    The requests' output is charged to the account, if there is one. Raises InvalidRequestError that
-    names the first wrong field.
+    Output is charged to `account`, if any. Raises InvalidRequestError for the first wrong field.
     """
     composed = [_compose_one(dict(fields)) for fields in requests]
     return [replace(new, account=account) for new in composed] if account else composed
 
 
 def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
-    """Returns `n` requests with one prompt. Their ids are `ID:0` ... `ID:n-1`, and their seeds
-    `seed + i` if a seed is set.
+    """Returns `n` requests with one prompt, the ids `ID:0` ... `ID:n-1`, and the seeds `seed + i`.
 
     Raises InvalidRequestError.
     """
@@ -77,8 +74,7 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
 
 
 def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
-    """Returns the error for a value that JSON cannot express: half of a surrogate pair, or a list
-    that contains itself."""
+    """Returns the error for a value that is not JSON: half a surrogate pair, or a circular list."""
     for name, value in fields.items():
         try:
             from_json(to_json({name: value}))

@@ -50,8 +50,7 @@ class Embeddings:
 
 
 def countdown(timeout: float | None) -> Callable[[], float | None]:
-    """Returns a function that returns the seconds left of `timeout`, or None if `timeout` is
-    None."""
+    """Returns a function that returns the seconds left of `timeout`; None for no timeout."""
     if timeout is None:
         return lambda: None
     deadline = time.monotonic() + timeout
@@ -70,8 +69,7 @@ def checked_vector(request_id: str, result: Result) -> Result:
 
 
 def fold(request_id: str, events: list[TokenEvent], check: bool) -> Result:
-    """Returns the result of a whole stream. With `check`, raises RequestFailedError if the request
-    failed."""
+    """Returns the result of a whole stream. With `check`, a failure raises RequestFailedError."""
     result = Result.fold(events)
     if check and result.finish_reason is FinishReason.ERROR:
         error_type = result.error.type if result.error else "unknown"

@@ -8,7 +8,6 @@ reconnection, when `index` jumps, after some silence), the log is read.
 
 from __future__ import annotations
 
-import random
 import time
 from array import array
 from collections.abc import Callable, Generator, Mapping
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 import redis
 from pydantic import BaseModel, ValidationError
+from redis.backoff import EqualJitterBackoff
 
 from promptq.shared.errors import RequestNotFoundError, SpoiltRecordError, StreamChangedError
 from promptq.shared.protocol.events import StoredTokenId, TokenEvent, TokenLogprob
@@ -37,14 +37,12 @@ _LARGE_BYTES = 65_536
 """The most bytes of an event that is parsed at once. A larger event is parsed in slices."""
 
 SILENCE_SECONDS = 3.0
-"""Seconds without an event after which the log is read. If the last event is lost, no later event
-shows the gap."""
+"""Seconds without an event after which the log is read. The last event may have been lost."""
 
 GIVE_UP_SECONDS = 60.0
 """Seconds for which a stream tries to reconnect."""
 
-_FIRST_BACKOFF_SECONDS = 0.1
-_MAX_BACKOFF_SECONDS = 4.0
+_BACKOFF = EqualJitterBackoff(cap=4.0, base=0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +62,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Action: wait for a message of the subscription. The answer is the result of `heard`, or None
-    after `seconds`."""
+    """Action: wait for a message. The answer is the result of `heard`, or None after `seconds`."""
 
     seconds: float
 
@@ -78,8 +75,7 @@ class Sleep:
 
 
 Action = Subscribe | Ask | Wait | Sleep | TokenEvent
-"""An action of a stream. A TokenEvent is the stream's next event, for the reader; its answer is
-None."""
+"""An action of a stream. A TokenEvent is the reader's next event; its answer is None."""
 
 Steps = Generator[Action, Any, None]
 
@@ -94,8 +90,7 @@ class Notice(Enum):
 
 
 def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
-    """Returns the event in a pub/sub message of redis-py, or `SUBSCRIBED`. Returns None for any
-    other message.
+    """Returns the event in a pub/sub message of redis-py, or `SUBSCRIBED`, or None for others.
 
     Raises redis.ConnectionError if the server has ended the subscription by itself.
     """
@@ -109,8 +104,7 @@ def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
 
 
 def advance(steps: Steps, answer: Any) -> Action | None:
-    """Sends the answer to the last action, or raises in the stream the error that the action
-    raised. Returns the next action.
+    """Sends an answer, or raises an error, as the result of the last action. Returns the next one.
 
     Returns None if the stream has ended.
     """
@@ -129,8 +123,8 @@ def follow(
     timeout: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Steps:
-    """Streams a request to its last event, from the first event or from the event that contains
-    token `from_index`.
+    """Streams a request's events to its last one, from the first event or from the event that
+    contains token `from_index`.
 
     If the request's log was folded into its result, the stream is one event with the rest. With a
     `from_index`, this event has `index` 0 and contains everything, because a result does not show
@@ -163,8 +157,7 @@ _WITHOUT_PROMPT: _Readers = {**_READERS, "prompt_logprobs": lambda item: None}
 
 
 def _read_in_parts(kind: type[_Kind], text: bytes, readers: _Readers) -> Work[_Kind | None]:
-    """Parses a text in slices. Returns None if the text is not of this kind, because any program
-    may have written the record."""
+    """Parses a text in slices; None if it is of another kind: any program may have written it."""
     try:
         return kind.model_validate((yield from object_in(text.decode(), readers)))
     except (ValueError, RecursionError):
@@ -178,8 +171,7 @@ def _folded_in(result: bytes) -> Generator[Action, Any, _Folded | None]:
 def _event_in(
     text: bytes, readers: _Readers = _READERS
 ) -> Generator[Action, Any, TokenEvent | None]:
-    """Parses an event, a large one in slices. Returns None if the text is not an event, because any
-    program may publish on a channel."""
+    """Parses an event, a large one in slices; None for other texts: any program may send them."""
     if len(text) > _LARGE_BYTES:  # such an event has the logprobs of a whole prompt
         return (yield from sliced(_read_in_parts(TokenEvent, text, readers), Sleep(0)))
     try:
@@ -210,7 +202,7 @@ class _Stream:
         self._text_length = 0
         self._token_ids = array("q")  # delivered tokens, from `_text_from` on
         self._may_not_read = False  # whether this user may not read the request's record
-        self._was_cut = False  # whether the connection was lost, and so perhaps writes
+        self._was_cut = False  # whether the connection was lost: writes may be lost too
         self._ended = False
         self._deadline = None if self.timeout is None else self.clock() + self.timeout
         self._failures = 0
@@ -229,7 +221,7 @@ class _Stream:
                 elif self.clock() - self._lost_at >= GIVE_UP_SECONDS:
                     raise
                 self._failures += 1
-                yield Sleep(min(self._backoff(), self._patience()))
+                yield Sleep(min(_BACKOFF.compute(self._failures), self._patience()))
 
     def _listen(self) -> Steps:
         config = self.keys.config
@@ -247,8 +239,7 @@ class _Stream:
                 self._failures = 0  # the server has answered, even if the next call fails
 
     def _continue(self, event: TokenEvent) -> Steps:
-        """Delivers an event of the log or the channel, without tokens that were delivered
-        before."""
+        """Delivers an event of the log or the channel, without tokens delivered before."""
         self._check(event.index, event.token_ids)
         if not event.is_last and event.end <= self._position:
             return
@@ -263,8 +254,7 @@ class _Stream:
         yield self._delivered(event)
 
     def _check(self, index: int, token_ids: list[int]) -> None:
-        """Raises StreamChangedError if these tokens, which begin at `index`, differ from delivered
-        tokens."""
+        """Raises StreamChangedError if these tokens from `index` on differ from delivered ones."""
         if self._text_from is None or index >= self._position:
             return
         start = max(index, self._text_from)
@@ -291,18 +281,13 @@ class _Stream:
     def _beyond(self, event: TokenEvent) -> Generator[Action, Any, TokenEvent]:
         """Returns the event without the tokens that were delivered before.
 
-        A failover may lose a part of the log. Then another worker continues, and its events begin
-        at other tokens.
+        A failover may lose a part of the log. Another worker's events begin at other tokens.
         """
         text = ""
         call = lookups.log_after(self.keys, self.id, 0)
         for entry in (yield from self._ask(call, list[bytes]())):
             logged = yield from _event_in(entry)
-            if (
-                logged is not None
-                and logged.index >= (self._text_from or 0)
-                and logged.end <= event.end
-            ):
+            if logged and logged.index >= (self._text_from or 0) and logged.end <= event.end:
                 text += logged.text
         start = self._position - event.index
         return event.model_copy(
@@ -324,9 +309,7 @@ class _Stream:
             return  # only the log and the channel can be read
         state, last_event, folded = record[0], None, None
         if record[1] is not None and record[2] is not None:
-            last_event = yield from _event_in(
-                record[1], _WITHOUT_PROMPT
-            )  # the result has the prompt, too
+            last_event = yield from _event_in(record[1], _WITHOUT_PROMPT)  # the result has it too
             if last_event is not None and last_event.is_last:
                 folded = yield from _folded_in(record[2])
         over = folded is not None
@@ -360,8 +343,7 @@ class _Stream:
         return self._ended or self._position > before
 
     def _read_record(self) -> Generator[Action, Any, _Ending | None]:
-        """Reads the state, last event and result in the record. Returns None if this user may not
-        read the record.
+        """Reads the record's state, last event and result. None if this user may not read it.
 
         Each stream tries this only once, so that the server's log of refusals stays short.
         """
@@ -374,8 +356,7 @@ class _Stream:
             return None
 
     def _is_known(self) -> Generator[Action, Any, bool]:
-        """Returns whether a record without a state belongs to a request that a client enqueued with
-        plain commands.
+        """Returns whether a record without a state is a request that plain commands enqueued.
 
         Uses plain commands, because users who may only read cannot run scripts.
         """
@@ -422,8 +403,7 @@ class _Stream:
         return answer
 
     def _patience(self) -> float:
-        """Returns the seconds to wait for the next event. Raises TimeoutError if the stream's time
-        is over."""
+        """Returns the seconds to wait for an event. Raises TimeoutError if the time is over."""
         if self._deadline is None:
             return self.silence
         left = self._deadline - self.clock()
@@ -431,22 +411,13 @@ class _Stream:
             raise TimeoutError(f"request {self.id!r} did not end within {self.timeout} seconds")
         return min(self.silence, left)
 
-    def _backoff(self) -> float:
-        """Returns the seconds until the next try. They are random, so that clients do not all
-        return at once."""
-        longest = min(_FIRST_BACKOFF_SECONDS * 2**self._failures, _MAX_BACKOFF_SECONDS)
-        return random.uniform(longest / 2, longest)  # noqa: S311 # spreads retries
-
 
 def _ending(keys: Keys, request_id: str) -> Call[_Ending]:
-    """Reads the state, last event and result of a request, but not the payload, which is large."""
+    """Reads the state, last event and result of a request, but not the payload: it is large."""
 
     def parse(reply: list[Any]) -> _Ending:
         state, last_event, result = reply
-        return (
-            None if state is None else lookups.state_of(state),
-            last_event or None,
-            result or None,
-        )
+        known_state = None if state is None else lookups.state_of(state)
+        return known_state, last_event or None, result or None
 
     return Call("", ["HMGET", keys.request(request_id), "state", "last_event", "result"], parse)

@@ -25,8 +25,7 @@ from promptq.shared.errors import QueueClosedError
 from promptq.shared.runtime.tasks import end, heeding_cancels
 
 MAX_UNREAD = 256
-"""The most messages that wait for a stream. If there are more, all are dropped, and the stream gets
-`MISSED`."""
+"""The most messages that wait for a stream. Beyond, all are dropped, and it gets `MISSED`."""
 
 _MAX_RECONNECT_SECONDS = 0.1
 
@@ -50,9 +49,7 @@ class Subscriptions:
         self._redis = client
         self._mailboxes: dict[_Channel, list[Mailbox]] = {}
         self._requested: set[_Channel] = set()  # subscriptions that were sent, and not refused
-        self._unanswered: deque[_Channel] = (
-            deque()
-        )  # subscriptions without a reply, in the order sent
+        self._unanswered = deque[_Channel]()  # subscriptions without a reply, in the order sent
         self._leaving: Counter[_Channel] = Counter()  # unsubscriptions without a reply
         self._confirmed: set[_Channel] = set()
         self._changed = asyncio.Event()
@@ -82,8 +79,7 @@ class Subscriptions:
             self._keeper = asyncio.create_task(self._keep())
 
     async def leave(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Stops putting a channel's messages into a mailbox. When the last mailbox leaves, the
-        connection is closed."""
+        """Takes a mailbox off a channel. When none is left, closes the connection."""
         mailboxes = self._mailboxes.get(channel, [])
         if mailbox not in mailboxes:
             return  # the connection failed before
@@ -113,8 +109,7 @@ class Subscriptions:
                 self._fail(error)
 
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
-        """Reads replies until the connection is lost. If no reply came, raises the connection's
-        error."""
+        """Reads replies until the connection is lost. Raises its error if there was no reply."""
         self._requested.clear()
         self._unanswered.clear()
         self._leaving.clear()
@@ -154,19 +149,12 @@ class Subscriptions:
             self._leaving.update(old)
             self._requested.update(new)
             self._unanswered.extend(new)
-            changes = (("SUBSCRIBE", new), ("UNSUBSCRIBE", old))
-            await _send(
-                connection,
-                [
-                    ("S" * sharded + verb, name)
-                    for verb, names in changes
-                    for name, sharded in names
-                ],
-            )
+            commands = [("S" * sharded + "SUBSCRIBE", name) for name, sharded in new]
+            commands += [("S" * sharded + "UNSUBSCRIBE", name) for name, sharded in old]
+            await _send(connection, commands)
 
     async def _give_up_if_quiet(self, connection: Any) -> None:
-        """Disconnects if the server does not even answer a PING, because the connection may be
-        dead.
+        """Disconnects if the server does not even answer a PING: the connection may be dead.
 
         The streams would not notice this, because each reads missed events from the log.
         """
@@ -199,8 +187,7 @@ class Subscriptions:
                 raise redis.ConnectionError("the cluster has moved the channel to another node")
 
     def _refuse(self, error: redis.ResponseError) -> None:
-        """Passes the error to the first subscription without a reply, because replies come in
-        order.
+        """Passes the error to the first subscription without a reply: replies come in order.
 
         If a stream still waits for a refused channel, the next change subscribes to it again.
         """
@@ -214,8 +201,7 @@ class Subscriptions:
             mailbox.put(item)
 
     def _fail(self, error: Exception) -> None:
-        """Passes the error to all streams. The next stream starts a new keeper with a new
-        connection."""
+        """Passes the error to all streams. The next stream starts a new keeper."""
         mailboxes, self._mailboxes = self._mailboxes, {}
         self._keeper = None
         self._confirmed.clear()
@@ -242,15 +228,13 @@ class Mailbox:
         self._timer: asyncio.TimerHandle | None = None
 
     async def subscribe(self, name: str, sharded: bool) -> None:
-        """Follows this channel instead of the previous one. `SUBSCRIBED` or an error arrives
-        next."""
+        """Follows this channel, and no other one. `SUBSCRIBED` or an error arrives next."""
         await self.aclose()
         self._channel = (name.encode(), sharded)
         self._subscriptions.join(self._channel, self)
 
     async def listen(self, seconds: float, go_on: GoOn[T]) -> T:
-        """Calls `go_on` with each message while it returns a `Wait`, and returns its first other
-        result.
+        """Calls `go_on` with each message until its result is no `Wait`. Returns that result.
 
         The keeper calls `go_on`, so the listening task wakes up only at the end. `go_on` gets an
         error if the connection is lost, and None if no message came in time.
@@ -299,11 +283,9 @@ class Mailbox:
             self._todo.set_result(todo)
 
     def _set_timer(self, seconds: float) -> None:
-        """Sets the deadline. If the current timer fires earlier, it stays, and sets a new timer
-        when it fires.
+        """Sets the deadline. A timer that fires earlier stays, and then sets the next timer.
 
-        Nearly every wait ends long before its deadline, and setting a timer for each wait would
-        double its cost.
+        Nearly all waits end before their deadlines. A timer for each would double their cost.
         """
         self._deadline = self._loop.time() + seconds
         if self._timer is not None:
@@ -329,6 +311,5 @@ async def _send(connection: Any, commands: Sequence[tuple[str | bytes, ...]]) ->
 
 
 async def _unlogged(response: Any) -> Any:
-    """Returns the response. Replaces redis-py's handler, which formats each message for a log that
-    nobody reads."""
+    """Returns the response, instead of redis-py's handler, which formats it for an unread log."""
     return response

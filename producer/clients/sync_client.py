@@ -148,8 +148,7 @@ class Client:
     def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
         """Enqueue requests, all or none. Returns their ids.
 
-        Each request is a mapping of the arguments of `enqueue`: `{"prompt": "Once", "max_tokens":
-        8}`.
+        Each request is a mapping of the arguments of `enqueue`, such as `{"prompt": "Once"}`.
         """
         return self.enqueue_composed(compose(requests))
 
@@ -167,8 +166,7 @@ class Client:
         delay_ms: int = 0,
         **fields: Any,
     ) -> list[str]:
-        """Enqueue `n` requests with the same prompt, all or none. Returns their ids, `ID:0` ...
-        `ID:n-1`.
+        """Enqueue `n` requests with one prompt, all or none. Returns the ids `ID:0` ... `ID:n-1`.
 
         If `seed` is set, the seed of request `i` is `seed + i`.
         """
@@ -185,8 +183,7 @@ class Client:
         delay_ms: int = 0,
         **changes: Any,
     ) -> str:
-        """Enqueue a request that continues another request (the source) after its first `at`
-        tokens. Returns the new id.
+        """Enqueue a request that continues another request (the source) after `at` tokens.
 
         The source, `request_id`, may still run or have ended. Without `at`, the fork continues
         after all of the source's tokens. The fork's output begins with these tokens and the text
@@ -237,8 +234,7 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue samples and return the results of all. `timeout` (seconds) is for all samples
-        together."""
+        """Enqueue samples and return their results. `timeout` (seconds) is for all together."""
         request_ids = self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -261,8 +257,7 @@ class Client:
         vector. `fields` are as in `enqueue`; fields for generation have no effect. `timeout`
         (seconds) is for all texts together.
 
-        Raises the errors of `enqueue` and `result`, and RequestFailedError for a request that ended
-        without a vector.
+        Raises the errors of `enqueue` and `result`, and RequestFailedError without a vector.
         """
         embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         new = compose_embeddings(texts, {**fields, "embed": embed})
@@ -281,8 +276,7 @@ class Client:
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
         """Move a waiting request to the place of requests that were enqueued with this priority.
 
-        Returns a status. A request that a worker holds keeps its priority. Raises
-        InvalidRequestError.
+        A request that a worker holds keeps its priority. Raises InvalidRequestError.
         """
         return self._do(admin.queue_control.reprioritise(self._keys(), request_id, priority))
 
@@ -305,26 +299,22 @@ class Client:
         return self._do(admin.overview.overview(self._keys()))
 
     def worker(self, worker_id: str) -> admin.overview.WorkerView:
-        """Returns a worker and its current batch. Raises RequestNotFoundError if the worker is
-        gone."""
+        """Returns a worker and its batch. Raises RequestNotFoundError if the worker is gone."""
         return self._do(admin.overview.worker(self._keys(), worker_id))
 
     def statistics(self, since_ms: int = 0) -> list[Sample]:
-        """Returns the samples of the queue's statistics since `since_ms` (Unix milliseconds of the
-        server).
+        """Returns the statistics' samples since `since_ms` (Unix milliseconds of the server).
 
         There is one sample for each 5 s of the last hour, oldest first.
         """
         return self._do(statistics.samples(self._keys(), since_ms))
 
     def keep_statistics(self) -> None:
-        """Write a sample of the statistics if one is due. Call this every few seconds if all
-        workers may be away."""
+        """Write a due sample of the statistics. Call this regularly if all workers may be away."""
         self._do(statistics.sample(statistics.Contribution()))
 
     def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns the number of workers that the queue needs so that no request waits longer than
-        `target_seconds`."""
+        """Returns how many workers let no request wait longer than `target_seconds`."""
         return self._do(admin.autoscaling.scaling(self._keys(), target_seconds))
 
     def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[admin.autoscaling.Scaling]:
@@ -332,8 +322,7 @@ class Client:
         return self._do(admin.autoscaling.scalings(self._keys(), target_seconds))
 
     def pause(self) -> None:
-        """Stop handing out requests. New requests are accepted and wait, running requests
-        finish."""
+        """Stop handing out requests. New requests are accepted and wait, running ones finish."""
         self._do(scripts.set_paused(self._keys(), True))
 
     def resume(self) -> None:
@@ -341,8 +330,7 @@ class Client:
         self._do(admin.queue_control.resume(self._keys()))
 
     def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make one worker, or all, stop claiming, finish their running requests and exit. Returns
-        the workers' ids."""
+        """Make one worker, or all, finish running requests and exit. Returns the workers' ids."""
         return self._do(admin.queue_control.drain(self._keys(), worker_id))
 
     # Dead letters
@@ -352,8 +340,7 @@ class Client:
         return self._do(lookups.dead_ids(self._keys(), limit))
 
     def dead_letters(self, limit: int = 100) -> list[admin.dead_letters.DeadLetter]:
-        """Returns the dead letters, the latest first: requests that no worker tries again, because
-        they crash their workers."""
+        """Returns dead letters, the latest first: requests that were given up after crashes."""
         return self._do(admin.dead_letters.dead_letters(self._keys(), limit))
 
     def dead_letter(self, request_id: str) -> admin.dead_letters.DeadLetter:
@@ -361,8 +348,7 @@ class Client:
         return self._do(admin.dead_letters.dead_letter(self._keys(), request_id))
 
     def requeue(self, request_id: str) -> str:
-        """Enqueue a dead letter again, and return the new request's id. Raises
-        RequestNotFoundError."""
+        """Enqueue a dead letter again. Returns the new id. Raises RequestNotFoundError."""
         return self._do(request_queue.requeue(request_id))
 
     def purge(self, request_ids: Sequence[str]) -> int:
@@ -373,15 +359,13 @@ class Client:
     # Models and their queues
 
     def models(self) -> list[admin.queue_views.ServedModel]:
-        """Returns the models of all queues of the server, sorted by name. A queue without a model
-        is left out."""
+        """Returns the models of all queues of the server, sorted by name."""
         return self._do(admin.queue_views.models(self._keys()))
 
     def queue_of_model(self, model: str) -> str:
         """Returns the queue that serves a model, by the model's name or an alias.
 
-        If several queues do, returns the one with the fewest requests for each worker. Raises
-        ModelNotServedError.
+        Of several, returns the one with the fewest requests per worker. Raises ModelNotServedError.
         """
         return self._do(admin.queue_views.queue_of_model(self._keys(), model))
 
@@ -394,8 +378,7 @@ class Client:
         self._do(admin.queue_views.set_alias(self._keys(), alias, model))
 
     def forget_model(self, name: str) -> list[str]:
-        """Delete an alias, or a model that no worker serves. Returns the names of the model's
-        queues.
+        """Delete an alias, or a model that no worker serves. Returns the model's queues.
 
         Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
         """
@@ -433,9 +416,8 @@ class Client:
         with the event that contains this token. After a lost connection, the stream reconnects. If
         the request fails, its last event has the error, and no error is raised.
 
-        Raises RequestNotFoundError. Raises TimeoutError if the request has not ended after
-        `timeout` seconds. Raises StreamChangedError if the server lost delivered tokens and sent
-        other tokens in their place.
+        Raises RequestNotFoundError, TimeoutError after `timeout` seconds, and StreamChangedError if
+        the server lost delivered tokens and sent other tokens in their place.
         """
         keys = self.queue.keys
         check_request_id(request_id)
@@ -465,10 +447,8 @@ class Client:
             return carry_out(steps, self.queue.run)
 
     def _enqueue(self, new: list[NewRequest]) -> list[str]:
-        with (
-            explained(self.url),
-            enqueueing(self._tracing, self.queue.keys.queue, new) as traced,
-        ):
+        name = self.queue.keys.queue
+        with explained(self.url), enqueueing(self._tracing, name, new) as traced:
             return self.queue.enqueue(traced)
 
     def _read(self, request_id: str, timeout: float | None) -> list[TokenEvent]:

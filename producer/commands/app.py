@@ -17,39 +17,40 @@ from typer.main import get_group
 
 from promptq.shared.runtime.quick_imports import quick_imports
 
+_PACKAGE = "promptq.producer.commands"
 _PANELS = {
     "Processes": {
-        "up": "promptq.producer.commands.starting",
-        "worker": "promptq.producer.commands.starting",
-        "supervise": "promptq.producer.commands.starting",
-        "gateway": "promptq.producer.commands.gateway",
-        "jobs": "promptq.producer.commands.batches",
-        "server": "promptq.producer.commands.starting",
-        "demo": "promptq.producer.commands.starting",
+        "up": "starting",
+        "worker": "starting",
+        "supervise": "starting",
+        "gateway": "gateway",
+        "jobs": "batches",
+        "server": "starting",
+        "demo": "starting",
     },
     "Requests": {
-        "submit": "promptq.producer.commands.requests",
-        "fork": "promptq.producer.commands.requests",
-        "watch": "promptq.producer.commands.requests",
-        "embed": "promptq.producer.commands.requests",
-        "cancel": "promptq.producer.commands.requests",
-        "reprioritise": "promptq.producer.commands.queue",
-        "batch": "promptq.producer.commands.batches",
+        "submit": "requests",
+        "fork": "requests",
+        "watch": "requests",
+        "embed": "requests",
+        "cancel": "requests",
+        "reprioritise": "queue",
+        "batch": "batches",
     },
     "Queue": {
-        "stats": "promptq.producer.commands.queue",
-        "top": "promptq.producer.commands.top",
-        "scaling": "promptq.producer.commands.queue",
-        "pause": "promptq.producer.commands.queue",
-        "resume": "promptq.producer.commands.queue",
-        "drain": "promptq.producer.commands.queue",
-        "acl": "promptq.producer.commands.server_access",
-        "settings": "promptq.producer.commands.settings",
-        "url": "promptq.producer.commands.server_access",
-        "models": "promptq.producer.commands.models",
-        "dead": "promptq.producer.commands.queue",
-        "keys": "promptq.producer.commands.keys",
-        "webhooks": "promptq.producer.commands.webhooks",
+        "stats": "queue",
+        "top": "top",
+        "scaling": "queue",
+        "pause": "queue",
+        "resume": "queue",
+        "drain": "queue",
+        "acl": "server_access",
+        "settings": "settings",
+        "url": "server_access",
+        "models": "models",
+        "dead": "queue",
+        "keys": "keys",
+        "webhooks": "webhooks",
     },
 }
 """The module of each command, by panel and in the order of the help."""
@@ -127,7 +128,7 @@ def _load(name: str) -> Any:
     """Returns the command or group of this name."""
     panel = _PANEL_OF[name]
     with quick_imports():
-        command = getattr(import_module(_PANELS[panel][name]), name)
+        command = getattr(import_module(f"{_PACKAGE}.{_PANELS[panel][name]}"), name)
     gc.freeze()  # modules stay, so no collection, not even the last one, must search them
     alone = typer.Typer(rich_markup_mode="rich")
     if isinstance(command, typer.Typer):

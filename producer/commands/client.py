@@ -7,8 +7,7 @@ from promptq.shared.settings.common import read_settings
 
 
 def open_client(redis: str | None, queue: str | None, model: str | None = None) -> Client:
-    """Returns the client for a command's `--redis`, and `--queue` or `--model`. Raises
-    PromptqError."""
+    """Returns the client for `--redis`, and `--queue` or `--model`. Raises PromptqError."""
     if model is not None:
         return Client(redis, queue, model=model)
     return Client(redis, queue or read_settings().queue)
@@ -20,8 +19,7 @@ def names_queue(queue: str | None) -> bool:
 
 
 def open_client_of(redis: str | None, queue: str | None, request_id: str) -> Client:
-    """Returns the client of the queue in `--queue`; without it, of the queue that knows the
-    request."""
+    """Returns the client of `--queue`, or else of the queue that knows the request."""
     client = open_client(redis, queue)
     if names_queue(queue):
         return client

@@ -154,8 +154,7 @@ def revoke(
 
 
 def _expiry(expires_in: str | None, expires_at: str | None) -> int:
-    """Returns the time of expiry in Unix milliseconds; 0 if neither option is set. Raises
-    ConfigurationError."""
+    """Returns the expiry in Unix milliseconds; 0 without options. Raises ConfigurationError."""
     if expires_in is not None and expires_at is not None:
         raise ConfigurationError("expires-in: cannot be given together with --expires-at")
     now = time.time()

@@ -105,8 +105,7 @@ def _wait_for_url(redis: str | None, port: int | None, seconds: float) -> str:
 
 
 def _for_redis_cli(url: str) -> str:
-    """Returns an address with the user `default` if it has no user: redis-cli needs a user before a
-    password."""
+    """Returns the address with a user name, which redis-cli needs before a password."""
     parts = urlsplit(url)
     if not parts.netloc.startswith(":"):
         return url

@@ -56,8 +56,7 @@ def settings(as_json: AsJson = False) -> None:
 
 
 def _rows(current: Settings, process: str | None) -> list[dict[str, Any]]:
-    """Returns a row for each setting that the class adds. `process` is the process that reads these
-    settings; None for all processes."""
+    """Returns a row for each setting that the class adds, for `process` (None: all processes)."""
     kind = type(current)
     return [
         {

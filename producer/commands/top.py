@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from promptq.producer.admin.overview import Overview
-    from promptq.producer.admin.queue_views import QueueView
     from promptq.producer.clients.sync_client import Client
     from promptq.shared.protocol.worker_stats import Sample
 
@@ -31,8 +30,7 @@ _HOUR_MS = 3_600_000
 
 
 class LastHour:
-    """The samples of the queue's statistics in the last hour. Each reading fetches only new
-    samples."""
+    """The samples of the last hour of a queue's statistics. Reads only new ones each time."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -96,13 +94,13 @@ class _Screen:
         self._shown = self._names[at % len(self._names)]
 
     def look(self, width: int, hint: str = "") -> Any:
-        """Reads the queues and returns the screen. `hint` is a line about how to switch to another
-        queue."""
+        """Reads the queues. Returns the screen, with a `hint` how to see another queue."""
         from rich.console import Group
 
         from promptq.producer.commands.screens.overview_screen import overview_screen, queues_list
 
-        views = [] if self._is_named else self._queues()
+        models = [] if self._is_named else self._first.models()
+        views = [view for model in models for view in model.queues]
         if views:
             self._names = [view.queue for view in views]
             if self._shown not in self._names and not self._was_chosen:
@@ -114,10 +112,6 @@ class _Screen:
         overview: Overview = client.overview()
         screen = overview_screen(overview, hour.read(overview.now_ms), width)
         return Group(queues_list(views, self._shown, hint), screen) if len(views) > 1 else screen
-
-    def _queues(self) -> list[QueueView]:
-        """Reads the queues that have a model."""
-        return [view for model in self._first.models() for view in model.queues]
 
 
 def _watch(console: Console, screen: _Screen) -> None:

@@ -1,5 +1,4 @@
-"""Takes batches that no process runs, and enqueues them in RQ while an RQ worker is free. Tenants
-take turns.
+"""Enqueues in RQ the batches that no process runs, while an RQ worker is free. Tenants take turns.
 
 Other programs may write to the queue, too. An entry that is not a batch is deleted with a line in
 the log, so that it does not block later entries.
@@ -37,8 +36,7 @@ _MAX_TENANTS = 10_000
 
 
 class Dispatcher:
-    """One of several dispatchers. Only the leader works. If the leader dies, another dispatcher
-    leads."""
+    """One of several dispatchers. Only the leader works. If it dies, another one leads."""
 
     def __init__(
         self,
@@ -57,8 +55,7 @@ class Dispatcher:
         """For each starting batch, the time at which it was first seen. A batch is starting while a
         worker has it but its run has no lease yet."""
         self._served: dict[bytes, None] = {}
-        """Tenants whose batches were started, in the form of the batches' records. The tenant that
-        has waited longest comes first."""
+        """Tenants whose batches were started, as in the batches' records, the latest last."""
 
     def leads(self) -> bool:
         """Acquires or renews the lead for some seconds. Returns whether this process leads."""
@@ -73,17 +70,16 @@ class Dispatcher:
         return self._queue.run(scripts.hold(self._keys, key, self._holder, ttl_ms))
 
     def hand_out_batches(self) -> int:
-        """Enqueues new batches, and batches whose process died, one for each free worker. Returns
-        their number."""
+        """Enqueues new or interrupted batches, one for each free worker. Returns their number."""
         unfinished = self._unfinished_batches()
         if not unfinished:
             self._starting.clear()
             return 0
-        in_rq, run = batches_waiting(self._batches), self._run_of(unfinished)
-        ids = unfinished - in_rq - run
+        in_rq, running = batches_waiting(self._batches), self._running(unfinished)
+        ids = unfinished - in_rq - running
         starting = self._find_starting(ids)
         ids -= starting
-        num_free = num_workers(self._batches) - len(in_rq | run | starting)
+        num_free = num_workers(self._batches) - len(in_rq | running | starting)
         if not ids or num_free <= 0:
             return 0
         # Read the list once more: a batch without a process may just have ended.
@@ -94,8 +90,7 @@ class Dispatcher:
         return len(chosen)
 
     def _in_turn(self, ids: set[str], count: int) -> list[str]:
-        """Returns `count` batches: in tenants' turns, the oldest batch of the tenant that has
-        waited longest."""
+        """Returns `count` batches: always the oldest one of the tenant that waited longest."""
         waiting: dict[bytes, list[str]] = {}
         listed = sorted(ids)
         keys = [self._keys.batch(batch_id) for batch_id in listed]
@@ -130,16 +125,15 @@ class Dispatcher:
                 self._queue.run(Call("", ["SREM", key, raw], int))
         return batch_ids
 
-    def _run_of(self, ids: set[str]) -> set[str]:
-        """Returns those of the batches that a process runs."""
+    def _running(self, ids: set[str]) -> set[str]:
+        """Returns the batches among `ids` that a process runs."""
         listed = sorted(ids)
         keys = [self._keys.batch_runner(batch_id) for batch_id in listed]
-        is_run = self._queue.run([Call("", ["EXISTS", key], bool) for key in keys])
-        return set(compress(listed, is_run))
+        are_run = self._queue.run([Call("", ["EXISTS", key], bool) for key in keys])
+        return set(compress(listed, are_run))
 
     def _find_starting(self, ids: set[str]) -> set[str]:
-        """Returns those of the batches that a worker has just got, so that their runs have no lease
-        yet.
+        """Returns the batches that a worker has just got, so that their runs have no lease yet.
 
         A run without a lease after `LEASE_MS` counts as lost, even if RQ still knows its worker.
         """

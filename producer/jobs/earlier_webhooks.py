@@ -17,17 +17,15 @@ from promptq.shared.runtime.logs import get_logger
 
 _JOB_ID = re.compile(rb"msg_[0-9a-f]{32}")
 _MAX_BYTES = 16 * 1024 * 1024
-"""The most bytes of a job, packed and unpacked. A job of these releases contains the whole
-message."""
+"""The most bytes of a job, packed and unpacked. Such a job has the whole message."""
 _PAGE = 500
 
 
 def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
-    """Moves webhooks that wait in RQ for their first or next attempt. Returns their number.
+    """Moves webhooks that wait in the server `jobs` to the server `own`. Returns their number.
 
-    Each call reads one page of each list, and deletes all entries of the page. From a job, only the
-    request's id is read. So a forged job causes no more than one further call of the webhook that
-    the request names.
+    Each call reads and deletes one page of each list. Of a job, only the request's id is read, so a
+    forged job causes no more than one further call of the webhook that the request names.
     """
     client: Any = jobs
     name = rq_queue_name(keys.queue, "webhooks")

@@ -1,5 +1,4 @@
-"""The work of the leader among all `promptq jobs`: starting batches, calling webhooks, enqueueing
-upkeep."""
+"""The work of the leader of all `promptq jobs`: batches, webhooks, and enqueueing upkeep."""
 
 from __future__ import annotations
 
@@ -69,12 +68,12 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
         )
         while not is_over():
             try:
-                leads, is_well = dispatcher.leads(), True
+                leads, all_worked = dispatcher.leads(), True
             except redis.RedisError as error:
                 note_failure(error)
-                leads = is_well = False
-            is_well &= _do_each(steps if leads else [deliveries.pause])
-            deliveries.wait(_TICK_SECONDS if is_well else _BACKOFF_SECONDS)
+                leads = all_worked = False
+            all_worked &= _do_each(steps if leads else [deliveries.pause])
+            deliveries.wait(_TICK_SECONDS if all_worked else _BACKOFF_SECONDS)
         with suppress(redis.RedisError):
             deliveries.close(_END_SECONDS)
         with suppress(redis.RedisError):
@@ -83,14 +82,14 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
 
 def _do_each(steps: Iterable[Callable[[], object]]) -> bool:
     """Calls all steps, even if one fails. Returns whether all succeeded."""
-    is_well = True
+    all_worked = True
     for step in steps:
         try:
             step()
         except redis.RedisError as error:
             note_failure(error)
-            is_well = False
+            all_worked = False
         except Exception as error:  # the other steps serve other records
             note(error, "a step of the jobs failed")
-            is_well = False
-    return is_well
+            all_worked = False
+    return all_worked

@@ -44,7 +44,7 @@ _BACKOFF_SECONDS = 1.0
 _END_SECONDS = 40.0
 _NOT_SERVED = os.EX_TEMPFAIL
 """Exit code of a process that the server refuses or does not answer."""
-_SAID_AGAIN_SECONDS = 60.0
+_LOG_AGAIN_SECONDS = 60.0
 
 Work = Callable[[JobsSettings], None]
 
@@ -90,8 +90,7 @@ def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis])
 
 
 def _check_rights(settings: JobsSettings, url: str, try_out: Callable[[], object]) -> None:
-    """Raises RedisAuthError if the user of `url` may not run `try_out`, a command that needs the
-    role `jobs`."""
+    """Raises RedisAuthError if the user of `url` lacks the role `jobs`, which `try_out` needs."""
     try:
         try_out()
     except NoPermissionError as error:
@@ -134,9 +133,9 @@ class _Processes:
 
     def __init__(self, settings: JobsSettings) -> None:
         self._settings = settings
-        self._said_at = -math.inf
-        """Time at which a process last logged why the server refuses it. New processes inherit this
-        time, so that they do not all log it."""
+        self._logged_at = -math.inf
+        """Time of the last log line about a refusing server. New processes inherit this time, so
+        that they do not all log a line."""
         self._reading, self._writing = os.pipe()
         """A pipe to which nothing is ever written. Only this process has the writing end. When that
         end closes, all other processes stop, including those that RQ starts for batches."""
@@ -156,20 +155,19 @@ class _Processes:
                     continue
                 if place.process.exitcode != _NOT_SERVED:
                     get_logger().warning("a process died", process=place.name)
-                elif self._is_to_be_said:
-                    self._said_at = time.monotonic()
+                elif self._is_log_due:
+                    self._logged_at = time.monotonic()
             place.started = time.monotonic()
             context = multiprocessing.get_context("fork")
             place.process = context.Process(target=self._work, args=(place.work,))
             place.process.start()
 
     @property
-    def _is_to_be_said(self) -> bool:
-        return time.monotonic() >= self._said_at + _SAID_AGAIN_SECONDS
+    def _is_log_due(self) -> bool:
+        return time.monotonic() >= self._logged_at + _LOG_AGAIN_SECONDS
 
     def stop(self) -> None:
-        """Stops all processes. A batch stops at once and can be continued; a webhook call may
-        finish."""
+        """Stops all processes. Batches stop at once, to be continued; webhook calls may finish."""
         os.close(self._writing)
         until = time.monotonic() + _END_SECONDS
         for process in [place.process for place in self._places if place.process is not None]:
@@ -184,16 +182,16 @@ class _Processes:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=_stop_with_parent, args=(self._reading,), daemon=True).start()
-        _carry_out(work, self._settings, says_why=self._is_to_be_said)
+        _carry_out(work, self._settings, logs_error=self._is_log_due)
 
 
-def _carry_out(work: Work, settings: JobsSettings, says_why: bool) -> None:
+def _carry_out(work: Work, settings: JobsSettings, logs_error: bool) -> None:
     """Runs the work of a process. If the server is away or refuses a command, the process exits
-    without a traceback; if `says_why`, with a warning."""
+    without a traceback; if `logs_error`, with a warning."""
     try:
         work(settings)
     except (redis.RedisError, RedisSideError) as error:
-        if says_why:
+        if logs_error:
             note_failure(error)
         sys.exit(_NOT_SERVED)
     except StopRequested:  # a stop signal came while the worker ended by itself

@@ -41,8 +41,7 @@ from promptq.shared.server.connection import MIN_REDIS, hides_info, open_redis, 
 MakeQueue = Callable[[str, redis.Redis], Queue]
 
 MAX_DATA_BYTES = 4096
-"""The most bytes of a packed call. promptq's calls have less than 300 bytes. RQ unpacks at most 4
-MiB from a call of this size."""
+"""The most bytes of a packed call; promptq's have under 300. RQ would unpack 4 MiB from it."""
 UPKEEP, BATCHES = "upkeep", "batches"
 """The last part of the names of promptq's queues in RQ."""
 _NO_LIMIT = -1
@@ -90,8 +89,7 @@ def rq_queue_name(queue: str, work: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobJson:
-    """RQ's serializer. It uses JSON, and decodes only calls of functions in the table, for one
-    queue of RQ."""
+    """RQ's serializer, for one queue of RQ. It decodes only calls of functions in the table."""
 
     rq_queue: str
     more: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -148,8 +146,7 @@ class ListedJob(Job):
             raise NoSuchJobError(f"not a job of promptq: {id}") from None
 
     def restore(self, raw_data: Any) -> None:
-        """Sets the job's fields from its record. Raises ValueError if the record is not that of a
-        promptq job."""
+        """Sets the job's fields from its record. Raises ValueError for a job of other programs."""
         fields = {name: raw_data.get(name, b"") for name in (b"data", b"origin", b"status")}
         if len(fields[b"data"]) > MAX_DATA_BYTES:
             raise ValueError("the job is too large for a job of promptq")
@@ -234,8 +231,7 @@ def _delete_strangers(queue: Queue) -> None:
 def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **more: Any) -> None:
     """Runs a worker until SIGTERM or SIGINT; with `burst`, until no job waits.
 
-    Each job gets the settings and the arguments in `more`. They are not passed in the environment,
-    where others could read them.
+    Each job gets the settings and `more`, not by the environment, which others could read.
     """
     pool: Any = queue.connection.connection_pool
     # RQ sets its longer timeout only for new connections, and an idle worker whose wait for a job
@@ -272,8 +268,7 @@ def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: o
 
 
 def upkeep_queue(queue: str, connection: redis.Redis) -> Queue:
-    """Returns RQ's queue for upkeep. It is separate from batches, which may occupy all their
-    workers for hours."""
+    """Returns RQ's queue for upkeep, which need not wait while batches occupy workers for hours."""
     return _queue(rq_queue_name(queue, UPKEEP), connection)
 
 

@@ -16,7 +16,7 @@ from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.queue.call import text_map, text_of
+from promptq.shared.queue.call import text_map
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.spoilt import alone, deleted_if_spoilt, note, spoilt_record
 from promptq.shared.queue.statistics import Contribution
@@ -32,12 +32,10 @@ _MINUTES_KEPT = 7 * 24 * 60
 
 
 def reap(settings: JobsSettings) -> str:
-    """Returns requests of dead workers to the queue, ends requests past their deadlines, and keeps
-    statistics.
+    """Returns dead workers' requests to the queue, ends expired requests, keeps statistics.
 
-    If nothing was reaped for a while, the server may have been away, so that workers could not
-    renew their leases. Then workers get half a lease of time to do so, before any lease counts as
-    lost.
+    If nothing was reaped for a while, the server may have been away, so that no worker could renew
+    its leases. Then workers get half a lease of time for that before a lease counts as lost.
     """
     queue = settings.queue
     with open_redis(server_url(settings.redis_url)) as connection:
@@ -71,12 +69,11 @@ def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> boo
 
 
 def _watched(client: Any, keys: Keys) -> tuple[int, int]:
-    """Returns two times: of the last reaping, and of the first reaping since the last interruption;
-    0 if unknown."""
+    """Returns the times of the last reaping, and of the first one since a break; 0: unknown."""
     seen = since = None
     with deleted_if_spoilt(client, keys.upkeep):
         seen, since = client.hmget(keys.upkeep, "seen", "since")
-    return whole(text_of(seen or b"")), whole(text_of(since or b""))
+    return whole(seen), whole(since)
 
 
 def sweep(settings: JobsSettings) -> str:
@@ -149,8 +146,7 @@ def _ms_of(entry_id: bytes) -> int:
 
 
 def _one_of(samples: list[dict[str, str]]) -> dict[str, str]:
-    """Returns one sample that combines the samples of a minute. Values that are not numbers are
-    left out."""
+    """Returns one sample made of a minute's samples, without values that are not numbers."""
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, text in sample.items():

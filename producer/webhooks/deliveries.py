@@ -45,8 +45,7 @@ from promptq.shared.server.cluster import client_of
 
 _PAGE = 500
 _PAGES = 4
-"""The most pages of ended requests that are read in one round. After each round, the leader renews
-its lead."""
+"""The most pages of ended requests to read before the leader renews its lead."""
 _RECORD_MS = 26 * 3_600_000
 """Milliseconds for which a request's record is kept for its webhook. This is longer than all
 attempts together, as in shared/lua/lib/ending.lua."""
@@ -76,8 +75,7 @@ class DeadWebhook(BaseModel):
 
 
 def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
-    """Returns webhooks that were given up, latest first, without entries that break the
-    protocol."""
+    """Returns webhooks that were given up, latest first, without spoilt entries."""
     client = client_of(connection, keys)
     entries: list[Any] = []
     with alone(keys.webhooks_dead):
@@ -92,9 +90,8 @@ def _dead_of(entry: tuple[bytes, Any]) -> DeadWebhook:
 
 class _Outcome(BaseModel):
     kind: Literal["over", "failed", "undeliverable", "full", "away"]
-    """The outcome of an attempt. `over`: done, or no longer needed. `failed`: the webhook will be
-    tried again. `undeliverable`: it is given up. `full`: its receiver has no free place. `away`:
-    Redis is away."""
+    """The outcome of an attempt. `over`: done or not needed. `failed`: to be tried again.
+    `undeliverable`: given up. `full`: its receiver has no free place. `away`: Redis is away."""
     reason: str = ""
     receiver: str | None = None
 
@@ -137,7 +134,7 @@ class Deliveries:
         self._begin()
 
     def pause(self) -> None:
-        """Begins no calls while another process leads. Then `go_on` reads all webhooks again."""
+        """Begins no calls, because another process leads. The next `go_on` reads all webhooks."""
         if self._is_known:
             self._forget()
             self._is_known = False
@@ -193,8 +190,7 @@ class Deliveries:
         heapq.heappush(self._later, (item.due, request_id))
 
     def _take_in(self) -> int:
-        """Reads a page of requests that have ended, and adds their webhooks. Returns the number of
-        requests."""
+        """Adds the webhooks of a page of requests that have ended. Returns the requests' number."""
         key = self._keys.webhooks
         ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
         if not ids:

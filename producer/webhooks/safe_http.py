@@ -35,8 +35,7 @@ class AddressRefusedError(PromptqError):
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an IP address is on the public internet. For an IPv4 address inside an IPv6
-    address, both are checked."""
+    """Returns whether an IP address, and an IPv4 address inside it, is on the public internet."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour
@@ -71,7 +70,7 @@ def post(
             raise ValueError("the URL has no http or https host")
         port = parts.port or _PORTS[parts.scheme]
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
-        connection.default_port = _PORTS[parts.scheme]  # the Host header leaves it out
+        connection.default_port = _PORTS[parts.scheme]  # not in the Host header
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.sock = _connect(host, port, timeout, until, allow_private)
         is_late = threading.Event()
@@ -80,7 +79,9 @@ def post(
             is_late.set()
             if connection.sock is not None:
                 with suppress(OSError):
-                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)  # below any TLS
+                    socket.socket.shutdown(
+                        connection.sock, socket.SHUT_RDWR
+                    )  # not the shutdown of TLS
 
         timer = threading.Timer(max(0.0, until - time.monotonic()), cut)
         timer.daemon = True
@@ -99,7 +100,7 @@ def post(
         if is_late.is_set():
             raise TimeoutError("the call took too long")
         return status
-    except OSError:  # a wrong certificate is one, and also a ValueError
+    except OSError:  # an error of a certificate is also a ValueError
         raise
     except (ValueError, http.client.InvalidURL) as error:
         raise AddressRefusedError(f"the URL is not valid: {error}") from None

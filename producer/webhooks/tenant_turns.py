@@ -38,8 +38,7 @@ class Turns:
             self._due.clear()
 
     def take(self) -> str | None:
-        """Returns the next webhook, which occupies a place until `give_back`; None if no webhook
-        may begin."""
+        """Returns the next webhook, which has a place until `give_back`; None if none may begin."""
         with self._lock:
             may_begin = self._room()
             for tenant, by_receiver in self._due.items():
@@ -52,8 +51,7 @@ class Turns:
             return None
 
     def name_receiver(self, request_id: str, receiver: str) -> bool:
-        """Sets the receiver of a webhook that occupies a place. Returns whether the receiver may be
-        called."""
+        """Sets the receiver of a webhook that has a place. Returns whether it may be called."""
         with self._lock:
             tenant, known = self._held.pop(request_id)
             may_begin = known == receiver or self._room()(tenant, receiver)
@@ -65,8 +63,7 @@ class Turns:
             del self._held[request_id]
 
     def _room(self) -> Callable[[str, str | None], bool]:
-        """Returns a function that returns whether a call for a tenant and a receiver may begin
-        now."""
+        """Returns a function that tells whether a tenant's call to a receiver may begin now."""
         num_free = self._places - len(self._held)
         of_tenant = Counter(tenant for tenant, _ in self._held.values())
         of_receiver = Counter(held for held in self._held.values() if held[1] is not None)

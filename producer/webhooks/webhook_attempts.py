@@ -23,8 +23,7 @@ BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
 
 
 class UndeliverableError(PromptqError):
-    """The webhook is given up: it has no message, or its URL may not be called or refused the
-    message for good."""
+    """The webhook is given up: it has no message, or its URL is not allowed or wants no calls."""
 
 
 class DeliveryError(PromptqError):
@@ -43,8 +42,8 @@ class Message:
 
     @property
     def receiver(self) -> str:
-        """Host and port of the URL. Calls to the same receiver wait for each other. The rest of the
-        URL is private."""
+        """Host and port of the URL, the rest of which is private. Calls to one receiver take
+        turns."""
         try:
             parts = urlsplit(self.url)
             return f"{parts.hostname}:{parts.port or parts.scheme}"[:300]
@@ -53,8 +52,7 @@ class Message:
 
 
 def webhook_id_of(queue: str, request_id: str) -> str:
-    """Returns the id of a webhook. It is the same for all attempts, so receivers can ignore
-    repetitions."""
+    """Returns a webhook's id. It is the same for all attempts: receivers ignore repetitions."""
     return "msg_" + hashlib.sha256(f"{queue}:{request_id}".encode()).hexdigest()[:32]
 
 

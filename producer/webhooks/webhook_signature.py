@@ -1,5 +1,4 @@
-"""Signs webhooks with a secret for each tenant. The secrets are derived from a master secret, which
-promptq never sends.
+"""Signs webhooks with a secret for each tenant, derived from a master secret that is never sent.
 
 A secret belongs to a tenant, not to a URL. If a tenant names another tenant's URL, the message has
 the first tenant's signature, and the receiver refuses the message. No secret is stored in Redis.
@@ -72,8 +71,7 @@ class WebhookSecrets:
         return [self._make(tenant, version) for version in versions]
 
     def rotate(self, tenant: str) -> str:
-        """Creates and returns the tenant's next secret. It is valid at once; for a time, the
-        previous secret is valid, too."""
+        """Creates and returns the tenant's next secret. The previous one stays valid for a time."""
         with _explained(self._rotations), _locked(self._rotations.with_suffix(".lock")):
             secrets = self._read()
             last = secrets.get(self._name(tenant))
@@ -97,8 +95,7 @@ class WebhookSecrets:
         return f"{self._queue}:{tenant}"
 
     def _make(self, tenant: str, version: int) -> str:
-        """Derives a tenant's secret. It reveals neither the master secret nor another tenant's
-        secret."""
+        """Derives a tenant's secret, which reveals neither the master secret nor another one."""
         what = f"promptq webhook {version} {self._queue} {tenant}".encode()
         return _encode(hmac.digest(self._master, what, hashlib.sha256))
 
@@ -125,8 +122,7 @@ def shared_file(settings: JobsSettings) -> Path:
 
 
 def _load_master(settings: JobsSettings) -> bytes:
-    """Returns the master secret in the settings; without one, a secret that is generated once and
-    stored."""
+    """Returns the master secret of the settings, or one that was generated once and stored."""
     if settings.webhook_master_secret is not None:
         return _decode(settings.webhook_master_secret, "webhook_master_secret")
     path = master_file(settings)

@@ -1,5 +1,4 @@
-"""The arguments and the result of a claim: a worker's room, and the requests that the worker
-gets."""
+"""Arguments and result of a claim: a worker's free room, and the requests that the worker gets."""
 
 from __future__ import annotations
 
@@ -29,13 +28,12 @@ class Room:
     """A worker's room for requests.
 
     - `capacity`: the most KV tokens that one request may take.
-    - `preemptible`: (priority, KV tokens) of the running sequences that a more urgent request may
-      preempt.
+    - `preemptible`: (priority, KV tokens) of the running sequences that an urgent one may preempt.
     - `num_held`: number of requests that the worker holds. A request suspected of earlier crashes
       goes only to a worker that holds no other request.
-    - `num_sharing`: number of workers among which the waiting requests are divided. A claim returns
-      at most the requests that this worker lacks of an equal part, or a quarter of its part of the
-      waiting requests if that is more.
+    - `num_sharing`: number of workers that share the waiting requests. A claim fills this worker up
+      to an equal share of all waiting and held requests. Even beyond that, a worker may claim a
+      quarter of its share of the waiting ones.
     - `held`: what each tenant runs at this worker. A tenant that runs nothing here gets a request
       even from a full worker, if another tenant exceeds its fair share.
     - `refused`: the fields of a request that the worker's engine cannot serve.
@@ -63,11 +61,11 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ClaimContext:
-    """Facts about this worker's earlier claims. The server compares them with its records, and so
-    notices a lost reply.
+    """Facts about this worker's earlier claims, by which the server notices that a reply was lost.
 
-    See `promptq.shared.queue.claim_history`. If `session` is empty, the server notices no lost
-    reply.
+    `session` is a random id of this queue object; if empty, the server notices no lost reply.
+    `answered` is the nonce of the last claim whose reply had requests. `number` counts the claims.
+    `skip` is the number of requests to pass over. See `promptq.shared.queue.claim_history`.
     """
 
     session: str = ""
@@ -78,8 +76,7 @@ class ClaimContext:
 
 @dataclass(slots=True)
 class Claim:
-    """A request that a worker claimed. Each later call sends `fence` to prove that it belongs to
-    this attempt."""
+    """A claimed request. Later calls send `fence` to prove that they belong to this attempt."""
 
     request_id: str
     payload: bytes
@@ -101,15 +98,13 @@ class Claim:
     """Sort key among the requests of all tenants: the lowest waiting score at the time of the
     claim, then the claim's time and order. None if the queue has no tenants."""
     tenant: str = ""
-    """The tenant in whose queue the request waited, even if the payload names another one; empty
-    for no tenant."""
+    """Tenant of the queue in which the request waited, even if the payload names another one."""
     weight: float = 1.0
     """The tenant's weight at the time of the claim."""
     is_suspect: bool = False
     """Whether the request must run alone, because workers crashed while they held this request."""
     num_logged: int = 0
-    """Number of tokens in the log, from the id of the log's last entry. That entry may not be an
-    event."""
+    """Number of tokens in the log, from the id of its last entry, which may not be an event."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
     """Arrival time of the server's reply, in seconds of `time.monotonic()`. A slow reply gets the
     time at which the quickest recent reply would have arrived."""
@@ -120,8 +115,7 @@ class Claim:
         return self.turn or (self.score, self.request_id)
 
     def server_ms(self, at: float) -> int:
-        """Returns the server's time in Unix milliseconds at the moment `at`, in seconds of
-        `time.monotonic()`."""
+        """Returns the server's Unix milliseconds at `at`, in seconds of `time.monotonic()`."""
         return self.claimed_at_ms + round((at - self.received_at) * 1000)
 
     def as_held(self) -> Held:
@@ -130,13 +124,11 @@ class Claim:
 
 
 class Claims(list[Claim]):
-    """The requests of one claim, in queue order. `num_pending` is the number of requests that still
-    wait."""
+    """The requests of one claim, in queue order. `num_pending` more requests still wait."""
 
     num_pending = 0
     next_skip = 0
-    """`skip` of the next claim: the number of requests to pass over, because this worker can never
-    take them."""
+    """Number of requests that the next claim skips: this worker can never take them."""
 
 
 @dataclass(slots=True)

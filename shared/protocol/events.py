@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from promptq.shared.protocol.request import FinishReason
 
 _quoted = json.encoder.encode_basestring
-"""Function that encodes a text as JSON. Characters beyond ASCII stay unescaped. Written in C if
-Python has it."""
+"""Encodes a text as JSON, in C if Python can. Characters beyond ASCII stay unescaped."""
 
 
 StoredTokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -72,8 +71,7 @@ class TokenLogprob(_Wire):
 
 
 class _WithPrompt(_Wire):
-    """The fields about the prompt, in the first event and in the result of a request with
-    `prompt_logprobs` or `tokenize`.
+    """The prompt's fields in the first event and the result, with `prompt_logprobs` or `tokenize`.
 
     Each list has one entry for each token of the prompt. The first log-probability is null, because
     no token comes before the first. The texts, joined, are the prompt.
@@ -163,8 +161,7 @@ class ErrorInfo(_Wire):
 class TokenEvent(_WithPrompt):
     """One message of a request's stream. `index` is the number of tokens before this message.
 
-    Other programs can write to the log, so `index` may be as large as any stream id. The request
-    must end even then.
+    Other programs can write to the log, so `index` may be any stream id. The request still ends.
     """
 
     index: Annotated[int, Field(ge=0, le=2**64)]
@@ -296,11 +293,9 @@ def token_event_json(
     finish_reason: str = "null",
     more: str = "",
 ) -> str:
-    """Returns the JSON of a `TokenEvent` without building one. `finish_reason` and the fields in
-    `more` are JSON already.
+    """Returns the JSON of a `TokenEvent` without building one. `finish_reason` and `more` are JSON.
 
-    This runs for each token, so it joins strings: json.dumps takes three times as long, and the
-    model takes even longer to build.
+    This runs for each token. Joining strings is three times as fast as json.dumps.
     """
     numbers = token_ids[0] if len(token_ids) == 1 else ",".join(map(str, token_ids))
     return (

@@ -1,8 +1,6 @@
-"""Names of the keys and channels that Python code uses. The Lua scripts use further keys
-(docs/protocol.md).
+"""Names of keys and channels for Python code. The Lua scripts use more keys (docs/protocol.md).
 
-The queue's name is in braces, as a Redis Cluster hash tag, so that all keys of a queue are on one
-shard.
+The queue's name is in braces, a Redis Cluster hash tag, so all keys of a queue are on one shard.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ PREFIX = "promptq:"
 QUEUES = f"{PREFIX}queues"
 """Key of the set of the queues that workers have served. The key belongs to no queue."""
 ALIASES = f"{PREFIX}aliases"
-"""Key of the hash from an alias, such as `gpt-4o`, to the name of a model. The key belongs to no
-queue."""
+"""Key of the hash from an alias, such as `gpt-4o`, to a model's name, for all queues."""
 
 _NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
@@ -74,8 +71,7 @@ class _Channel(_Name):
 class Keys:
     """The names of the keys and channels of one queue.
 
-    The databases of a server share its channels. So the names of channels contain the number of the
-    `database`, unless it is 0.
+    A server's databases share its channels, so channel names contain a `database` other than 0.
 
     Raises ConfigurationError unless the queue's name is 1 to 64 letters, digits and `_.-`.
     """
@@ -97,21 +93,18 @@ class Keys:
     workers = _Name("workers")
     tenants_waiting = _Name("tenants:waiting")
     backlog = _Name("backlog")
-    """Hash with the number of waiting requests and of their tokens, which `enqueue` compares with
-    the limits."""
+    """Hash with the numbers of waiting requests and their tokens, for the limits of `enqueue`."""
     api_keys = _Name("api_keys")
     api_keys_used = _Name("api_keys:used")
     """Hash with the time at which each API key was last used."""
     webhooks = _Name("webhooks")
     """Sorted set of requests that ended and have a webhook, by the time (ms) of the end."""
     webhooks_waiting = _Name("webhooks:waiting")
-    """Webhooks that wait for a call: for each, the number of attempts and the time of the next
-    call."""
+    """Hash of waiting webhooks: for each, its attempts so far and the time of the next one."""
     webhooks_dead = _Name("webhooks:dead")
     """The last few thousand webhooks that were given up."""
     jobs_leader = _Name("jobs:leader")
-    """Lease of the leader among several `promptq jobs` processes. The leader hands out the queue's
-    background work."""
+    """Lease of the leader of all `promptq jobs`, which hands out the queue's background work."""
     upkeep = _Name("upkeep")
     """Times of the last reaping, and of the first reaping since the last interruption."""
     statistics = _Name("statistics")
@@ -120,8 +113,7 @@ class Keys:
     """A sample for each minute, computed from the samples in the stream `statistics`."""
     unfinished_batches = _Name("batches:unfinished")
     unfinished_responses = _Name("responses:unfinished")
-    """Sorted set of stored responses without a result, by the time (ms) at which a gateway last
-    checked each."""
+    """Sorted set of stored responses without a result, by the time (ms) of the last check."""
 
     def __post_init__(self) -> None:
         if not is_name(self.queue):
@@ -149,8 +141,8 @@ class Keys:
         return f"{self.pending}:{tenant}" if tenant else self.pending
 
     def batches_of(self, tenant: str) -> str:
-        """Returns the key of a tenant's batches, sorted by creation time (ms); '' is the tenant
-        without a name."""
+        """Returns the key of a tenant's batches by creation time (ms); '': tenant without a
+        name."""
         return f"{self.prefix}batches:of:{tenant}"
 
     def batch(self, batch_id: str) -> str:

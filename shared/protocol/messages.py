@@ -25,11 +25,10 @@ _SEPARATORS = ",[{"
 
 
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with content as one text, arguments of tool calls as objects, and the
-    roles of chat templates.
+    """Returns the messages in the form that chat templates expect.
 
-    A `function_call` (the former name of a tool call) becomes a tool call. Messages in this form
-    are returned unchanged. Raises ValueError that names the part that is wrong.
+    Content becomes one text, arguments of tool calls become objects, and a `function_call` (the
+    former name) becomes a tool call. Raises ValueError that names the part that is wrong.
     """
     num_values = 0
     clean = []
@@ -107,8 +106,7 @@ def _function(where: str, call: Any) -> dict[str, Any]:
 
 
 def _object(where: str, arguments: Any) -> dict[str, Any]:
-    """Returns a tool call's arguments as an object: `{}` if there are none, and the complete part
-    if the text was cut."""
+    """Returns a tool call's arguments as an object: {} for none, the complete part of cut text."""
     read = arguments
     if isinstance(arguments, str):
         try:

@@ -1,8 +1,6 @@
-"""The form of output that a request requires: any text, JSON, text that matches a pattern, or a
-tool call.
+"""The form of output that a request requires: any text, JSON, a pattern, or a tool call.
 
-`response_format`, `tools` and `tool_choice` have the form of OpenAI's API, with three more types:
-`regex`, `choice` and `grammar`.
+The fields are those of OpenAI's API, with three more types: `regex`, `choice` and `grammar`.
 """
 
 from __future__ import annotations
@@ -22,16 +20,14 @@ MAX_CHOICES = 1000
 """The most texts in a `choice`. The limit bounds the cost of preparing a request."""
 
 MAX_PARAMETERS = 16_384
-"""The most parameters of all tools together. Every reader of the answer needs the types of all
-parameters."""
+"""The most parameters of all tools together. Each reader of an answer needs all their types."""
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
 class JsonOutput:
-    """JSON that matches a schema. If `strict` is false, unknown keywords of the schema are
-    ignored."""
+    """JSON that matches a schema. If not `strict`, unknown keywords in the schema are ignored."""
 
     schema: dict[str, Any]
     strict: bool
@@ -64,8 +60,7 @@ class GrammarOutput:
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool that the model may call, and the JSON schema of its arguments. `place` is the tool's
-    path in the request, for messages."""
+    """A tool that the model may call, with its arguments' schema. Messages name its `place`."""
 
     name: str
     parameters: dict[str, Any]

@@ -25,11 +25,9 @@ _BESIDE_NAMES = ("<", "{", '"')
 
 @dataclass(frozen=True, slots=True)
 class OutputStyle:
-    """The marks with which a model family writes calls and reasoning. A reader ignores white space
-    in and around marks.
+    """The marks of a model family's calls and reasoning. Readers ignore white space around marks.
 
-    All calls in a text have one of these forms. NAME is the tool's name, {...} its arguments as
-    JSON:
+    All calls in a text have one form. NAME is the tool's name, and {...} are its arguments as JSON:
 
     - `object`: `before`, {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, `after`. If `between` is set,
       there may be several objects, separated by `between`.
@@ -38,8 +36,7 @@ class OutputStyle:
     - `elements`: `before`, NAME, `middle`, the arguments, `after`. An argument is `key_before`, its
       name, `key_after`, its value, `value_after`. If `key_after_json` is set, a value after this
       mark is JSON, and a value after `key_after` is text. A blank `middle` is no mark.
-    - `tagged`: like `elements`, with `opening` instead of `before` and `closing` instead of
-      `after`.
+    - `tagged`: like `elements`, with `opening` for `before` and `closing` for `after`.
     - `literals`: `before`, NAME, `middle`, the arguments with commas between them, `after`. An
       argument is its name, `key_after`, a literal. A string is between two `quote` marks, without
       escapes; if `quote` is empty, strings are Python's. If `before` is empty, calls are only at
@@ -53,10 +50,10 @@ class OutputStyle:
     may precede a call that is not forced.
 
     A reader that does not know the form finds no calls. In all forms except `named`, a forced call
-    that begins with `{` is read as an object: earlier releases write forced calls in this way, and
-    so do workers if the form cannot express the tool's schema. Gateways of earlier releases know
-    only `arguments_key`, `before` and `after`, so a forced call in the form `object` uses only
-    these marks.
+    (one that `tool_choice` requires) that begins with `{` is read as an object: earlier releases
+    write forced calls so, and so do workers if the form cannot express the tool's schema. Gateways
+    of earlier releases know only `arguments_key`, `before` and `after`, so a forced call in the
+    form `object` uses only these marks.
     """
 
     arguments_key: str = "arguments"
@@ -75,8 +72,7 @@ class OutputStyle:
     value_after: str = ""
     quote: str = ""
     reasoning_before: str = ""
-    """Mark in front of the reasoning, with which an output begins; empty if the model never
-    reasons."""
+    """Mark before the reasoning that begins an output; empty if the model never reasons."""
     reasoning_after: str = ""
     name_key: str = "name"
     without_tools: OutputStyle | None = None
@@ -89,8 +85,7 @@ class OutputStyle:
 
     @property
     def has_calls(self) -> bool:
-        """Whether this release can read the style's calls: it knows the form, and no needed mark is
-        missing."""
+        """Whether this release can read calls: it knows the form, and all needed marks are set."""
         needed = _NEEDED.get(self.form)
         return needed is not None and all(getattr(self, name).strip() for name in needed)
 
@@ -106,14 +101,12 @@ class OutputStyle:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a call states each argument separately, as name and value, instead of one JSON
-        object."""
+        """Whether a call has its arguments one by one, by name, instead of in one JSON object."""
         return self.form in (TAGGED, ELEMENTS, LITERALS)
 
     @property
     def as_elements(self) -> OutputStyle:
-        """This style with the form `elements` instead of `tagged`; unchanged if it has another
-        form."""
+        """This style with the form `elements` instead of `tagged`; any other style unchanged."""
         if self.form != TAGGED:
             return self
         return replace(
@@ -140,8 +133,7 @@ class OutputStyle:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
-        """Returns the style in a JSON text, without unknown fields; None if the text is not a
-        style."""
+        """Returns the style in a JSON text, without unknown fields; None if there is none."""
         try:
             marks = json.loads(text)
         except (ValueError, RecursionError):

@@ -10,6 +10,8 @@ CancelMode = Literal["any", "waiting", "flagged"]
 
 
 class CancelStatus(StrEnum):
+    """Reply to a cancel. `cancel.lua` explains each value."""
+
     CANCELLED = "cancelled"
     FLAGGED = "flagged"
     ACTIVE = "active"
@@ -29,8 +31,7 @@ class PriorityStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """Numbers of requests that one reaping changed: returned to waiting, ended, made dead letters,
-    and deleted as old dead letters.
+    """Numbers of requests returned to waiting, ended, made dead letters, or deleted (`purged`).
 
     `has_more` is true if another call may find more to do.
     """

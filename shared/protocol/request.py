@@ -34,8 +34,7 @@ PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_MS = 2**52
-"""The longest deadline or delay in milliseconds (140,000 years). Added to the current time, it is
-still an exact score."""
+"""The longest deadline or delay in milliseconds (140,000 years) with an exact score."""
 
 MAX_MESSAGES = 4096
 MAX_LOGIT_BIAS = 1024
@@ -52,39 +51,16 @@ MAX_STOPS_CHARS = 16_384
 
 TEMPLATE_CALL_ARGUMENTS = frozenset(
     {
-        "self",
-        "conversation",
-        "conversations",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "kwargs",
-        "bos_token",
-        "eos_token",
-        "unk_token",
-        "sep_token",
-        "pad_token",
-        "cls_token",
-        "mask_token",
-        "additional_special_tokens",
-        "extra_special_tokens",
+        *("self", "conversation", "conversations", "messages", "tools", "documents"),
+        *("chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "kwargs", "additional_special_tokens", "extra_special_tokens"),
+        *(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
     }
 )
-"""Names that a request may not set as variables of a chat template: they are parameters of the
-function that renders the chat. `chat_template`, for example, would let a client run its own
-program."""
+"""Names that a request may not set as variables of a chat template, because they are parameters of
+the function that renders it. `chat_template`, for example, would let a client run a program."""
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _HTTP_URL = "^https?://"
@@ -96,8 +72,7 @@ _LONGEST_SHOWN = 80
 _OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
 Pooling = Literal["last", "mean"]
-"""How a prompt becomes a vector: from the last token's final hidden state, or from the mean of all
-final hidden states."""
+"""How a prompt becomes a vector: the last token's final hidden state, or all tokens' mean."""
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -202,8 +177,7 @@ class SamplingParams(BaseModel):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_logit_bias(cls, bias: Any) -> Any:
-        """Returns a valid logit bias. Raises ValueError at the first error; pydantic would collect
-        the errors of the whole dict."""
+        """Returns a valid logit bias. Raises ValueError at the first error, unlike pydantic."""
         if not isinstance(bias, dict):
             return bias
         for token_id, value in bias.items():
@@ -227,8 +201,7 @@ class SamplingParams(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def is_set(self, name: str) -> bool:
-        """Returns whether a field has an effect. A temperature of 0 (greedy choice) counts as
-        having none."""
+        """Returns whether a field has an effect. A temperature of 0 (greedy) counts as none."""
         value = getattr(self, name)
         return bool(value > 0.0 if name == "temperature" else value != getattr(NEUTRAL, name))
 
@@ -246,8 +219,7 @@ _NO_PENALTIES = _penalties(NEUTRAL)
 
 
 class TraceContext(BaseModel):
-    """The trace context of the span that enqueued the request, as in the headers of W3C Trace
-    Context.
+    """The trace context of the span that enqueued the request, as in W3C Trace Context's headers.
 
     If a value is not valid, the request begins a new trace.
     """
@@ -290,8 +262,7 @@ class OutputPrefix(BaseModel):
 
 
 _MEMBERS = frozenset({*Embed.model_fields, *OutputPrefix.model_fields, *TraceContext.model_fields})
-"""Names of fields of nested objects. The path in a pydantic error contains these names, mixed with
-names of types."""
+"""Names of nested objects' fields. In a pydantic error's path, names of types stand among them."""
 
 
 class Request(SamplingParams):
@@ -364,8 +335,7 @@ class Request(SamplingParams):
         return self
 
     def _check_alone(self, kind: str, others: Sequence[str]) -> None:
-        """Raises ValueError for a field that only generation uses. `kind` is the field of a request
-        that generates nothing."""
+        """Raises ValueError if a field of generation is set, which the field `kind` excludes."""
         for name in (*SamplingParams.model_fields, *others, "output_prefix"):
             if getattr(self, name) != Request.model_fields[name].default:
                 raise ValueError(f"{name}: has no meaning with {kind}, which generates nothing")
@@ -377,8 +347,7 @@ class Request(SamplingParams):
 
     @property
     def field_that_bounds(self) -> str:
-        """The name of the first field that limits which tokens may be chosen; empty if no field
-        does."""
+        """The first field that limits which tokens may be chosen; empty if no field does."""
         if (wanted := self.wanted_output) is not None:
             return wanted.field
         return "bad_words" if self.bad_words else "logit_bias" if self.logit_bias else ""
@@ -461,14 +430,12 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def field_of(message: str) -> str:
-    """Returns the name of the field with which a message begins, without the path inside the
-    field."""
+    """Returns the name of the field that begins a message, without a path inside the field."""
     return message.split(":", 1)[0].split("[", 1)[0]
 
 
 def _shown(value: Any) -> str:
-    """Returns the beginning of a value's JSON. The whole JSON may have megabytes, so this does not
-    build it."""
+    """Returns the beginning of a value's JSON. Does not build all of it, which may be megabytes."""
     text = ""
     if isinstance(value, str):
         value = value[:_LONGEST_SHOWN]
@@ -490,8 +457,8 @@ def _unknown_field(name: str, within: str = "") -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class TokenAccount:
-    """The API key, or another holder of rates, whose limit in tokens a minute pays for a request's
-    output while the output is generated."""
+    """The holder, such as an API key, whose limit of tokens per minute a request's output counts
+    towards while it is generated."""
 
     holder: str
     limit: int
@@ -503,8 +470,7 @@ class TokenAccount:
 
 @dataclass(frozen=True, slots=True)
 class ForkPoint:
-    """The place where a fork branches off from another request: after `position` tokens of its
-    output."""
+    """The place where a fork branches off from another request: after `position` output tokens."""
 
     request_id: str
     position: int

@@ -12,8 +12,7 @@ from promptq.shared.protocol.events import TokenEvent
 class Row(NamedTuple):
     """One event to publish. The fields are the arguments of the script, in order.
 
-    The event has the tokens from `start` to `end`. `finish_reason` and `result_json` are set only
-    if the event is the last one.
+    The event has the tokens `start` to `end`. Only a last event has the last two fields.
     """
 
     request_id: str
@@ -51,8 +50,7 @@ class RowStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Reply to `publish`: the statuses of its rows and of its held ids, each in the order of the
-    call."""
+    """Reply to `publish`: the statuses of its rows and its held ids, in the order of the call."""
 
     rows: list[RowStatus]
     held: list[RowStatus]

@@ -12,15 +12,13 @@ _OF_VALUES: dict[type, str] = {
 }  # fmt: skip
 _EITHER = ("anyOf", "oneOf")
 _MOST_NAMES = 16
-"""The most names that are read from a list of types. JSON Schema has only seven types, so a longer
-list contains no more information."""
+"""The most names read from a list of types. JSON Schema has seven types, so more add nothing."""
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str]:
     """Returns the names of the JSON types that a schema allows; empty if they cannot be determined.
 
-    `root` is the schema in which references are looked up. Each reference is followed once, so
-    circular references do not loop.
+    References are looked up in `root`. Each is followed once, so circular references do not loop.
     """
     found = set[str]()
     followed = set[str]()
@@ -54,8 +52,7 @@ def types_of(schema: Any, root: Any) -> frozenset[str]:
 
 
 def steps_of(reference: str, root: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields each step of the path in a reference: the container, the key, and the value under the
-    key.
+    """Yields each step of the path in a reference: the container, the key, and the key's value.
 
     Stops at a key that does not exist.
     """
@@ -72,8 +69,7 @@ def steps_of(reference: str, root: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def target_of(reference: Any, root: Any) -> Any:
-    """Returns the part of a schema to which a reference points; None if this part does not exist in
-    it."""
+    """Returns the part of a schema to which a reference points; None if there is no such part."""
     if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
         return None
     return [root, *(value for _, _, value in steps_of(reference, root))][-1]

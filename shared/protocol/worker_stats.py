@@ -68,8 +68,7 @@ SLOTS = TypeAdapter(list[SlotStats])
 
 
 class Sample(_Observation):
-    """Statistics of a queue for the `SAMPLE_MS` that begin at `at` (Unix milliseconds of the
-    server).
+    """Statistics of a queue for the `SAMPLE_MS` from `at` on (Unix milliseconds of the server).
 
     Counts are those at the time `at`. Percentiles cover the requests whose first token came within
     the sample, with an error of about 2%. A percentile is None if there was no such request.
@@ -88,8 +87,7 @@ class Sample(_Observation):
     prompt_tokens_per_second: float = 0.0
     """Prompt tokens per second, without tokens found in the cache."""
     worker_tokens_per_second: float = 0.0
-    """Tokens per second of one worker while requests wait, from earlier samples; 0 if not measured
-    yet."""
+    """Tokens per second of one worker while requests wait, from earlier samples; 0: unknown."""
     finished: int = 0
     ttft_p50_ms: float | None = None
     ttft_p95_ms: float | None = None
@@ -110,8 +108,7 @@ class Sample(_Observation):
 
 
 class WorkerStats(_Observation):
-    """A worker's heartbeat: the fields of its hash in Redis. Counts are totals since the worker
-    started."""
+    """A worker's heartbeat: the fields of its hash in Redis. Counts are totals since its start."""
 
     def reported(self, name: str) -> Any:
         """Returns the value of a statistic; None if the worker's engine does not report it."""
@@ -122,8 +119,7 @@ class WorkerStats(_Observation):
     host: str = ""
     pid: int = 0
     state: str = "running"
-    """`running`, `no_server` while its inference server does not answer, or `draining` after its
-    last claim."""
+    """`running`, `draining` after its last claim, or `no_server` without its inference server."""
     started_at_ms: int = 0
     heartbeat_at: int = 0
     """Time of the heartbeat in Unix milliseconds, set by the server."""

@@ -26,8 +26,7 @@ Argument = str | bytes | int | memoryview
 _LUA = resources.files("promptq.shared") / "lua"
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
-"""Beginnings of the error for a forbidden command inside a script: that of Redis 7.0, and that of
-later releases and Valkey."""
+"""Beginnings of the error for a forbidden command in a script: Redis 7.0, later servers."""
 
 _FILES = (path.name for path in (_LUA / "scripts").iterdir())
 SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name.endswith(".lua")))
@@ -35,8 +34,7 @@ SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name
 
 @cache
 def script_text(name: str) -> str:
-    """Returns a script's source, preceded by the parts that it uses. Each part is a Lua table with
-    a separate scope."""
+    """Returns a script after the parts that it uses. Each part is a Lua table with its scope."""
     parts: dict[str, str] = {}
     text = _text_behind(f"scripts/{name}", parts)
     return "".join(parts.values()) + text
@@ -180,8 +178,7 @@ def texts_of(values: Iterable[Any]) -> list[str]:
 
 
 def ids_of(values: Iterable[bytes]) -> list[str]:
-    """Returns the ids as text. Other programs can write ids, so bytes that are not UTF-8 become
-    surrogates."""
+    """Returns the ids as text. Other programs' bytes that are not UTF-8 become surrogates."""
     return [value.decode("utf-8", "surrogateescape") for value in values]
 
 
@@ -192,7 +189,4 @@ def fields_of(reply: Any) -> dict[bytes, bytes]:
 
 def text_map(reply: Any) -> dict[str, str]:
     """Returns the fields of a hash as text. Bytes that are not UTF-8 are replaced."""
-    return {
-        name.decode("utf-8", "replace"): value.decode("utf-8", "replace")
-        for name, value in fields_of(reply).items()
-    }
+    return {text_of(name): text_of(value) for name, value in fields_of(reply).items()}

@@ -4,9 +4,9 @@ With each claim, a worker names the last claim that returned requests to it. If 
 handed out requests since then, the reply with these requests was lost. The requests then wait again
 at once, and no crash is counted.
 
-This works only for claims one after the other, so a claim that runs at the same time as another one
-names no earlier claim. The worker also numbers its claims. So the server recognises a claim that
-arrives too late.
+This works only for claims one after the other, so a claim that overlaps another one names no
+earlier claim. The worker also numbers its claims, so the server recognises one that arrives too
+late.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from contextlib import contextmanager
 from promptq.shared.protocol.claims import ClaimContext, Claims
 
 _NUM_REPLIES = 64
-"""Number of recent replies to compare. The quickest of them determines the difference between the
-server's clock and this machine's."""
+"""Number of recent replies to compare. The quickest one shows how much the two clocks differ."""
 _LONGEST_KEPT = 30.0
-"""Seconds during which claims that return requests continue at the same place of the queue."""
+"""Seconds for which claims that return requests keep their position in the queue."""
 _LONGEST_DELAY = 5.0
-"""In seconds. After a longer delay, the reply is not late: the server's clock has been changed."""
+"""Seconds. A reply that seems later than this is not late: the server's clock was changed."""
 
 
 class ClaimHistory:
@@ -69,20 +68,18 @@ class ClaimHistory:
                 self._is_under_way = False
 
     def _place_after(self, claims: Claims) -> int:
-        """Returns `skip` of the next claim. A place that claims keep is left after a while, because
-        more urgent requests may have come before it."""
+        """Returns `skip` of the next claim. Claims that return requests keep their position in the
+        queue only for a while, because more urgent requests may have come before it."""
         now = time.monotonic()
         if not claims:
             self._kept_since = now
         return claims.next_skip if now - self._kept_since < _LONGEST_KEPT else 0
 
     def _remove_delay(self, claims: Claims) -> None:
-        """Subtracts from `received_at` the delay of this reply, compared with the quickest recent
-        reply.
+        """Subtracts from `received_at` this reply's delay beyond the quickest recent reply.
 
-        `received_at` relates this process's clock to the server's clock. Without the correction,
-        later times of these requests, such as that of a preemption, would be too early after a slow
-        reply.
+        `received_at` relates this process's clock to the server's. After a slow reply, later times
+        of these requests, such as that of a preemption, would otherwise be too early.
         """
         if claims:
             first = claims[0]

@@ -23,7 +23,7 @@ def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
 
 
 def fields(keys: Keys, request_id: str, names: Sequence[str]) -> Call[dict[str, str]]:
-    """Reads those of the named fields that a request's hash has, as text."""
+    """Reads the named fields of a request's hash as text, without missing ones."""
 
     def parse(reply: list[bytes | None]) -> dict[str, str]:
         pairs = zip(names, reply, strict=True)
@@ -52,16 +52,14 @@ def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
 
 
 def state_of(field: str | bytes) -> RequestState:
-    """Returns the state that a field names. Any other value counts as waiting, as it does in the
-    scripts."""
+    """Returns the state that a field names. As in the scripts, any other value is waiting."""
     with suppress(ValueError):
         return RequestState(text_of(field))
     return RequestState.WAITING
 
 
 def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
-    """Reads the events of the replay log that end after `position` tokens, including the last
-    event."""
+    """Reads the replay log's events that end after `position` tokens, and the last event."""
 
     def parse(reply: list[Any]) -> list[bytes]:
         return [fields_of(entry).get(b"event", b"") for _, entry in reply]
@@ -94,7 +92,7 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
     """Reads the ids of dead letters, the latest first. Leaves out texts that are no valid id."""
 
     def parse(reply: list[bytes]) -> list[str]:
-        return [request_id for request_id in ids_of(reply) if is_request_id(request_id)]
+        return [*filter(is_request_id, ids_of(reply))]
 
     return Call("", ["ZRANGE", keys.dead, 0, limit - 1, "REV"], parse, list)
 
@@ -121,8 +119,7 @@ def is_later(time_ms: bytes | None, now_ms: int) -> bool:
 
 
 def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
-    """Reads a worker's last report; None if the worker is gone, or if the key does not contain a
-    report."""
+    """Reads a worker's last report; None if the worker is gone, or if the key has no report."""
 
     def parse(reply: Any) -> WorkerStats | None:
         fields = text_map(reply)
@@ -142,11 +139,9 @@ def forget_queue(queue: str) -> Call[int]:
 
 def queue_names() -> Call[list[str]]:
     """Reads the names of queues, in order. Leaves out texts that are no valid name."""
-
-    def parse(reply: list[bytes]) -> list[str]:
-        return sorted(filter(is_name, ids_of(reply)))
-
-    return Call("", ["SMEMBERS", QUEUES], parse, list)
+    return Call(
+        "", ["SMEMBERS", QUEUES], lambda reply: sorted(filter(is_name, ids_of(reply))), list
+    )
 
 
 def aliases() -> Call[dict[str, str]]:
@@ -162,8 +157,7 @@ def forget_alias(alias: str) -> Call[int]:
 
 
 def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
-    """Reads entries of a list by `command`. If the key has another type, logs this and returns no
-    entries."""
+    """Reads a list's entries by `command`. Logs a key of another type, and returns no entries."""
     return Call("", [command, key, *args], list, list)
 
 

@@ -24,8 +24,7 @@ _LOST = {
 
 
 def maxmemory_warning() -> Call[str]:
-    """Returns a warning if the server may delete keys; empty if it deletes none or its policy is
-    unknown."""
+    """Returns a warning if the server may delete keys; empty if not, or if that is unknown."""
     return Call("", ["INFO", "memory"], _warning_of, of_refusal=str)
 
 
@@ -55,8 +54,7 @@ class MaxmemoryLog:
         return self._clock() >= self._look_at
 
     def note(self, warning: str) -> None:
-        """Processes the result of a check. Logs the warning if it has changed, or if the next
-        repetition is due."""
+        """Takes the result of a check. Logs the warning if it has changed or is due again."""
         from promptq.shared.runtime.logs import get_logger  # clients may lack structlog
 
         now = self._clock()

@@ -55,8 +55,7 @@ _CLEAR_PAGE = 500
 
 
 def new_request_id() -> str:
-    """Returns a UUIDv7. Ids of later requests sort after earlier ids, so requests with equal scores
-    stay first-in first-out.
+    """Returns a UUIDv7. Later ids sort after earlier ones, so equal scores stay first-in first-out.
 
     Layout of RFC 9562: 48 bits of Unix milliseconds, version, 12 bits of the fraction of a
     millisecond, variant, 62 random bits.
@@ -121,8 +120,7 @@ class _Queue:
     def _replies(
         self, client: Any, calls: Sequence[Call[Any]], atomic: bool
     ) -> Operation[list[Any]]:
-        """Returns a server's replies to several calls. In place of the reply to a failed call is
-        its error."""
+        """Returns a server's replies to several calls. The reply to a failed call is its error."""
         pipeline = client.pipeline(transaction=atomic)
         for call in calls:
             if call.script:
@@ -174,8 +172,7 @@ class _Queue:
         timeout: float | None,
         abort: threading.Event | asyncio.Event | None,
     ) -> Operation[Claim | None]:
-        """Implements `take`, with `wake_ups` already subscribed. Yields functions that call the
-        server."""
+        """Implements `take` once `wake_ups` is subscribed. Yields functions that do the calls."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             claims: Claims = yield partial(take_batch, Room(max_count=1, token_budget=2**53))
@@ -307,8 +304,7 @@ class RequestQueue(_Queue):
         return statuses[0] is CancelStatus.CANCELLED
 
     def clear(self) -> int:
-        """Removes all waiting and delayed requests, and returns their number. Running requests
-        continue."""
+        """Removes all waiting and delayed requests, but no running ones. Returns their number."""
         return carry_out(_clear(self.keys), self.run)
 
     def contains(self, request_id: str) -> bool:
@@ -328,13 +324,11 @@ class RequestQueue(_Queue):
         return self.run(lookups.state(self.keys, request_id))
 
     def reap(self) -> Reaped:
-        """Returns the requests of dead workers to the queue, and ends requests whose deadline has
-        passed."""
+        """Returns dead workers' requests to the queue, and ends requests past their deadline."""
         return self.run(scripts.reap(self._max_crashes))
 
     def sweep(self, cursor: str = "0") -> Swept:
-        """Removes requests that nothing refers to, on one page of keys that begins at the
-        cursor."""
+        """Removes requests that nothing refers to, on the page of keys at the cursor."""
         return self.run(scripts.sweep(cursor))
 
     def requeue(self, dead_id: str) -> str:
@@ -376,8 +370,8 @@ class AsyncRequestQueue(_Queue):
         return await self.run(self._enqueue(new))
 
     async def take_batch(self, room: Room) -> Claims:
-        """Claims requests like `RequestQueue.take_batch`. If the call is cancelled, it returns its
-        requests to the queue."""
+        """Claims like `RequestQueue.take_batch`. If cancelled, returns the requests to the
+        queue."""
         claiming = asyncio.ensure_future(self._take_batch(room))
         try:
             return await asyncio.shield(claiming)

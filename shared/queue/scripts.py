@@ -69,8 +69,7 @@ _FIELDS = (
 
 
 def _values(item: NewRequest) -> tuple[Argument, ...]:
-    """Returns the value of each of `_FIELDS`. The script uses empty values and 0 as its
-    defaults."""
+    """Returns the values of `_FIELDS`. The script takes empty values and 0 as its defaults."""
     request = item.request
     return (
         *(item.request_id, item.to_payload(), request.priority, request.deadline_ms or 0),
@@ -205,25 +204,19 @@ def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[Ca
 
     In the mode `flagged`, ends only waiting requests that a plain client has flagged.
     """
-
-    def parse(reply: list[Any]) -> list[CancelStatus]:
-        return [CancelStatus(text) for text in texts_of(reply)]
-
     encoded = [request_id.encode("utf-8", "surrogateescape") for request_id in request_ids]
-    return Call("cancel", [mode, *encoded], parse)
+    return Call("cancel", [mode, *encoded], lambda reply: [*map(CancelStatus, texts_of(reply))])
 
 
 def try_channels() -> Call[list[CancelStatus]]:
-    """Changes nothing. Raises NoPermissionError unless the user may publish on the queue's
-    channels."""
+    """Changes nothing. Raises NoPermissionError if the user may not publish on the channels."""
     return cancel([])
 
 
 def reprioritise(
     request_id: str, priority: int, payload: bytes, new_payload: str
 ) -> Call[PriorityStatus]:
-    """Moves a waiting request to another priority, unless its payload has changed since `payload`
-    was read."""
+    """Moves a waiting request to another priority, unless its payload is no longer `payload`."""
     args: list[str | bytes | int] = [request_id, priority, payload, new_payload]
     return Call("reprioritise", args, lambda reply: PriorityStatus(text_of(reply)))
 
@@ -244,8 +237,7 @@ def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
 
 
 def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
-    """Checks one page of keys, and removes requests that nothing has referred to for a long
-    time."""
+    """Removes requests that nothing has referred to for a long time, on one page of keys."""
 
     def parse(reply: list[Any]) -> Swept:
         return Swept(text_of(reply[0]), int(reply[1]), *texts_of(reply[2:]))
@@ -259,8 +251,7 @@ def requeue(dead_id: str, new_id: str) -> Call[str]:
 
 
 def purge(dead_ids: Sequence[str]) -> Call[list[str]]:
-    """Deletes dead letters and everything stored for them. The reply for each is `purged` or
-    `unknown`."""
+    """Deletes dead letters and everything stored for them. Replies are `purged` or `unknown`."""
     return Call("purge", list(dead_ids), texts_of)
 
 
@@ -295,8 +286,8 @@ def drain(channel: str, worker_id: str | None) -> Call[int]:
 def heartbeat(
     stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
 ) -> Call[int]:
-    """Publishes the statistics of a worker for `ttl_ms`; 0 removes the worker. Returns the number
-    of live workers."""
+    """Publishes a worker's statistics for `ttl_ms`; 0 removes it. Returns the number of live
+    workers."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
     for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]

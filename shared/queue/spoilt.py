@@ -1,9 +1,7 @@
-"""Keeps records that break the protocol (spoilt records) from stopping code that reads many
-records.
+"""Lets code that reads many records pass over one that breaks the protocol (a spoilt record).
 
 Any program that may write to a queue can spoil its records. Code that goes through many records
-reads them with `readable`, or handles each inside `alone`. Then a spoilt record is logged, and the
-others are read.
+reads them with `readable`, or handles each inside `alone`. Both log a spoilt record and go on.
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ def spoilt_record(name: str, why: Exception | str) -> SpoiltRecordError:
 
 
 def note(error: Exception, name: str = "") -> None:
-    """Logs an error that one record caused: each message at most once a minute, and ten messages a
-    minute in all.
+    """Logs an error of one record: each message at most once a minute, and ten messages in all.
 
     An unforeseen error is logged with the `name` of its record and a traceback.
     """
@@ -87,8 +84,7 @@ def alone(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
 
 @contextmanager
 def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
-    """Deletes `key`, and logs this, if its type is not the one that the commands in the block
-    need."""
+    """Deletes `key` if the commands in the block need another type, and logs this."""
     try:
         yield
     except ResponseError as error:

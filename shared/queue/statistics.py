@@ -11,10 +11,9 @@ from promptq.shared.queue.call import Call, named, text_map
 from promptq.shared.queue.spoilt import readable
 
 SOON_MS = 60_000
-"""Milliseconds. Delayed requests that are due within this time count as load, because a new worker
-takes some time to start."""
+"""Milliseconds. Delayed requests due within this time count as load: a new worker starts slowly."""
 WINDOW_SECONDS = 30.0
-"""Seconds over which the script averages the tokens that clients request."""
+"""Seconds over which `measure_work` averages the tokens that clients request."""
 _MOST_DEADLINES = 1000
 
 
@@ -44,8 +43,7 @@ class Contribution:
 
 
 def sample(part: Contribution) -> Call[int]:
-    """Adds a worker's numbers, which may be 0, and writes the samples whose time is over. Returns
-    the number of samples written."""
+    """Adds a worker's numbers, and writes the samples whose time is over. Returns their number."""
     args = named(
         generated_tokens=part.generated_tokens,
         prompt_tokens=part.prompt_tokens,
@@ -60,12 +58,10 @@ def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sa
     """Reads the samples since `since_ms`, oldest first; with `limit`, only the latest ones."""
 
     def parse(reply: list[Any]) -> list[Sample]:
-        samples = readable(keys.statistics, reply, _sample_of)
-        return samples if limit is None else samples[::-1]
+        return readable(keys.statistics, reply, _sample_of)[::-1]
 
-    if limit is None:
-        return Call("", ["XRANGE", keys.statistics, since_ms, "+"], parse, list)
-    return Call("", ["XREVRANGE", keys.statistics, "+", since_ms, "COUNT", limit], parse, list)
+    count = () if limit is None else ("COUNT", limit)
+    return Call("", ["XREVRANGE", keys.statistics, "+", since_ms, *count], parse, list)
 
 
 def _sample_of(entry: tuple[bytes, Any]) -> Sample:
@@ -74,8 +70,7 @@ def _sample_of(entry: tuple[bytes, Any]) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """Reads the number of waiting requests by priority. The numbers are estimates if more than some
-    hundreds wait."""
+    """Reads the number of waiting requests by priority; estimates if more than hundreds wait."""
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))

@@ -1,5 +1,4 @@
-"""Optional dependencies (extras) of the distribution: the packages of each, and whether they are
-installed."""
+"""Optional dependencies (extras): the packages of each, and whether they are installed."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ _REQUIREMENT = re.compile(
 )
 
 _IS_ELSEWHERE = re.compile("sys_platform|python_version")
-"""Matches the condition of a package that only other systems or Python versions need. Such a
-package may be missing."""
+"""Matches the condition of a package for other systems or Python versions, which may be missing."""
 
 
 def require(what: str, *extras: str) -> None:
@@ -31,8 +29,7 @@ def require(what: str, *extras: str) -> None:
 
 
 def require_one_of(what: str, *extras: str) -> None:
-    """Raises ConfigurationError unless all packages of at least one of these extras are
-    installed."""
+    """Raises ConfigurationError unless at least one of these extras is completely installed."""
     if not any(map(_is_complete, extras)):
         raise _lacks(what, extras[:1])
 

@@ -14,13 +14,11 @@ from promptq.shared.runtime.turns import Work
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BEHIND_ITEM = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 _AT_ONCE = 16
-"""Number of items of a list that are read or written in one part. Items with a reader are read one
-by one."""
+"""Number of list items that are read or written in one part. A reader gets them one by one."""
 
 
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
-    """Parses a JSON object. `readers` maps the name of a list to the function that converts the
-    list's items.
+    """Parses a JSON object. `readers` maps the name of a list to the converter of its items.
 
     Raises ValueError, RecursionError, and errors of a reader. Half of a surrogate pair, which UTF-8
     cannot encode, is a ValueError.
@@ -84,8 +82,7 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """Returns the value as ASCII JSON, and empties its lists meanwhile: freeing many objects at
-    once would take long, too."""
+    """Returns the value as ASCII JSON. Empties its lists: freeing all at once would take long."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)

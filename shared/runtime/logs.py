@@ -64,11 +64,9 @@ def configure_logs(level: str, form: str) -> None:
 
 
 def take_over_logs(*libraries: str) -> None:
-    """Makes these libraries, which must be imported already, log only through the root logger's
-    handler.
+    """Makes these libraries, already imported, log only through the root logger's handler.
 
-    Warnings of transformers are dropped: most of them advise to install kernels that promptq does
-    not use.
+    Warnings of transformers are dropped: most of them advise kernels that promptq does not use.
     """
     for name in libraries:
         logger = logging.getLogger(name)
@@ -78,8 +76,7 @@ def take_over_logs(*libraries: str) -> None:
 
 
 class _CurrentStandardError:
-    """Standard error, looked up for each line, because a program may replace and close the stream
-    after a logger was created."""
+    """Standard error, looked up for each line: a program may replace and close the stream."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -104,13 +101,11 @@ The code that serves an HTTP request binds its `request_id`, so that uvicorn's l
 """
 
 unbind = structlog.contextvars.unbind_contextvars
-"""Removes fields that `bind` added. Call it when the task continues with other work, or has
-inherited the fields."""
+"""Removes fields that `bind` added. Call it when the task begins other work or inherited them."""
 
 
 def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Escapes unsafe characters in the values of a line. Clients choose these values, and a
-    terminal obeys control characters."""
+    """Escapes unsafe characters in a line's values, which clients choose and a terminal obeys."""
     for name, value in line.items():
         if name != "exc_info" and not name.startswith("_"):
             line[name] = printable(value if isinstance(value, str) else repr(value))

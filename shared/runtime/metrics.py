@@ -178,8 +178,7 @@ WORKER_HISTOGRAMS = tuple(s for s in ALL if s.kind == "histogram" and s.labels =
 
 
 class Histogram:
-    """A histogram: the number of values in each bucket, and the sum. One thread may write, any
-    thread may read."""
+    """A histogram: the number of values in each bucket, and the sum. Only one thread may write."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -194,8 +193,7 @@ class Histogram:
         self._sum += value * count
 
     def exposed(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns the pairs (upper bound of a bucket, number of values up to this bound), and the
-        sum of all values."""
+        """Returns the number of values up to each bound, as pairs (bound, number), and the sum."""
         cumulated = itertools.accumulate(self._counts)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(bounds, map(float, cumulated), strict=True)), self._sum

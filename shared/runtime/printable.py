@@ -13,8 +13,7 @@ _UNSAFE = re.compile(
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Returns the text with unsafe characters escaped, such as `\x1b`; characters in `keep`
-    stay."""
+    r"""Returns the text with unsafe characters escaped, such as `\x1b`, except those in `keep`."""
     return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
 
 

@@ -49,8 +49,7 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 async def kept_up(name: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Runs background work until it returns. If it raises an error, logs the error and runs the
-    work again."""
+    """Runs background work until it returns. Logs any error, and then runs the work again."""
     while True:
         try:
             return await work()

@@ -25,8 +25,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class Tracing:
-    """Creates spans with a tracer provider: an application's, or the one that `start_tracing`
-    makes."""
+    """Creates spans with a tracer provider: an application's, or that of `start_tracing`."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -43,8 +42,7 @@ class Tracing:
         return self._propagator.extract(carrier) if carrier else None
 
     def context_of(self, span: Span) -> TraceContext:
-        """Returns a span's trace context for a request, so that the request's later spans become
-        its children."""
+        """Returns a span's trace context. A request that carries it continues the span's trace."""
         from opentelemetry.trace import set_span_in_context
 
         carrier: dict[str, str] = {}
@@ -61,8 +59,7 @@ class Tracing:
 
 
 def start_tracing(service: str, endpoint: str | None = None) -> Tracing | None:
-    """Returns a `Tracing` that sends spans to an OTLP collector over HTTP; None if no address is
-    set.
+    """Returns a `Tracing` that sends spans to an OTLP collector by HTTP; None without an address.
 
     `endpoint` is the collector's base URL, such as http://localhost:4318. The default is the
     variable OTEL_EXPORTER_OTLP_ENDPOINT. OpenTelemetry's other variables have their usual effect;

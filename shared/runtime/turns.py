@@ -19,8 +19,7 @@ SLICE_SECONDS = 0.001
 
 
 class Turns:
-    """Lets all long work of one object, such as a client, take turns: in each round of the event
-    loop, one slice runs."""
+    """Lets all long work of one object take turns: one slice in each round of the event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -43,8 +42,7 @@ class Turns:
 
 
 def sliced(steps: Work[T], pause: P) -> Generator[P, None, T]:
-    """Does the work. Yields `pause` after each slice of `SLICE_SECONDS`, and returns the work's
-    result."""
+    """Does the work and returns its result. Yields `pause` after each slice of `SLICE_SECONDS`."""
     until = time.perf_counter() + SLICE_SECONDS
     while True:
         try:

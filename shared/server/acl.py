@@ -1,9 +1,8 @@
 """Users for the server's access control list (ACL): one role for each kind of process of a queue.
 
-A role is limited to commands, and to patterns of keys and channels. It cannot be limited to some
-scripts, because the server runs a script with the rights of its caller. So a role that may enqueue
-by a script may also write the same keys without the script. docs/security.md describes the
-consequences.
+A role is limited to commands, and to patterns of keys and channels, but not to some scripts: the
+server runs a script with the rights of its caller. So a role that may enqueue by a script may also
+write the same keys without the script (docs/security.md).
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """For each family of keys, the patterns of its keys, which follow the queue's prefix."""
 
 _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
-"""Rules to read the keys that all queues of the server share: the names of the queues, and the
-aliases of models."""
+"""Rules to read the keys that all queues share: the queues' names, and the models' aliases."""
 
 _CONNECT = (
     "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"
@@ -44,16 +42,15 @@ _CONNECT = (
 `client|setinfo` by name, so the whole category is permitted. Excluded are commands that disturb
 others, and CLIENT TRACKING, which would report the keys of all clients."""
 
-_READ = (
+_COMMON = (
     "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl smembers srandmember type"
-    " xrange xread xrevrange zcard zmscore zrange zscore"
+    " xrange xread xrevrange zcard zmscore zrange zscore del hdel hincrby hset hsetnx lpush ltrim"
+    " persist pexpire sadd set srem xadd zadd zrem zremrangebyscore"
+    " evalsha publish script|load spublish"
 )
-_WRITE = (
-    "del hdel hincrby hset hsetnx lpush ltrim persist pexpire sadd set srem xadd zadd zrem"
-    " zremrangebyscore"
-)
+"""Commands of all roles except `subscriber`: to read, to write, and to run scripts."""
 _LISTEN = "ssubscribe subscribe sunsubscribe unsubscribe"
-_SCRIPTS = "evalsha publish script|load spublish"
+_TRANSACTIONS = "multi exec discard watch unwatch"
 _DATABASES = ("", "[1-9]*:")
 """Patterns for the text between a channel's prefix and its name: nothing for database 0, the number
 for other databases. No channel of database 0 matches the second pattern."""
@@ -69,14 +66,12 @@ _RQ_KEYS = (
     *(f"~rq:{kind}:promptq-*" for kind in ("failed", "wip", "scheduled", "clean_registries")),
     *("~rq:queues", "~rq:workers", "%R~rq:suspended", "~rq:job:msg_*"),  # the last for jobs of 0.2
 )
-"""Patterns for promptq's queues, jobs and workers in RQ, and RQ's lists of the queues and workers
-of all programs."""
+"""Patterns for promptq's queues, jobs and workers in RQ, and for RQ's lists of all programs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The rights of one kind of process: families of keys that it writes or reads, channels, and
-    further commands."""
+    """Rights of one kind of process: families of keys it writes or reads, channels, commands."""
 
     writes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
@@ -103,7 +98,7 @@ ROLES: dict[str, Role] = {
         writes=_ENQUEUEING,
         reads=("outputs", "workers", "statistics", "model", "config"),
         channels=("control", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} multi exec discard watch unwatch",
+        commands=f"{_COMMON} {_LISTEN} {_TRANSACTIONS}",
         others=_READS_DIRECTORY,
     ),
     "subscriber": Role(
@@ -118,34 +113,31 @@ ROLES: dict[str, Role] = {
         ),
         reads=("config",),
         channels=("control", "drain", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} scan",
+        commands=f"{_COMMON} {_LISTEN} scan",
         others=(f"~{QUEUES}",),
     ),
     "gateway": Role(
         writes=(*_ENQUEUEING, "config", "used", "rates", "batches", "responses"),
         reads=("outputs", "workers", "statistics", "model", "api_keys"),
         channels=("control", "drain", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_LOOK_THROUGH}"
-        " multi exec discard watch unwatch zintercard",
+        commands=f"{_COMMON} {_LISTEN} {_LOOK_THROUGH} {_TRANSACTIONS} zintercard",
         others=_READS_DIRECTORY,
     ),
     "jobs": Role(
         writes=(*_ENQUEUEING, "rates", "batches", "upkeep", "statistics"),
         reads=("outputs", "workers", "model", "config"),
         channels=("control", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_RQ_COMMANDS} multi exec discard watch unwatch",
+        commands=f"{_COMMON} {_RQ_COMMANDS} {_TRANSACTIONS}",
         others=(*_RQ_KEYS, *_READS_DIRECTORY),
     ),
     "operator": Role(
         writes=tuple(FAMILIES),
         channels=("control", "drain", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_LOOK_THROUGH}"
-        " multi exec discard watch unwatch",
+        commands=f"{_COMMON} {_LISTEN} {_LOOK_THROUGH} {_TRANSACTIONS}",
         others=(f"~{QUEUES}", f"~{ALIASES}"),
     ),
 }
-"""Maps a role's name to the role. An `operator` creates API keys, pauses the queue and sets weights
-and limits."""
+"""The role of each name. An `operator` creates API keys, pauses queues, sets weights and limits."""
 
 
 def user_rules(role: str, queue: str, password: str) -> list[str]:
@@ -161,8 +153,7 @@ def user_name(role: str, queue: str) -> str:
 
 
 def acl_file(queue: str, passwords: Mapping[str, str]) -> str:
-    """Returns the lines of a server's `aclfile` for the users of a queue. `passwords` has the
-    password of each role.
+    """Returns a server's `aclfile` for a queue's users. `passwords` maps each role to its password.
 
     Raises ConfigurationError if the name of the queue is not valid.
     """

@@ -5,9 +5,9 @@ Each server has a file in a folder of the user: the system's folder for running 
 password, so only the user may read it. Files and folders that another user owns or may write to are
 ignored: with them, another user could direct requests to another server.
 
-A server keeps its file locked, by a descriptor that it inherited. The kernel releases the lock when
-the server ends, however it ends. So if the lock is free, the server has ended, and another program
-may listen at its address now.
+A server keeps its file locked through a descriptor that it inherited. The kernel releases the lock
+however the server ends. So if the lock is free, the server has ended, and another program may
+listen at its address now.
 
 A copied address may outlive its server and the file. So the password of such a server begins with a
 mark of the folder. A program that sees the folder recognises the mark, finds no file, and sends
@@ -111,16 +111,14 @@ def all_advertised() -> Iterator[str]:
 
 
 def how_to_find(url: str) -> str:
-    """Returns a sentence that says how other programs of this user get the address of a live
-    server."""
+    """Returns a sentence on how other programs of this user find a live server's address."""
     if advertised(urlsplit(url).port) == url:
         return "`promptq url` prints the password"
     return f"no other command finds it: {_folder()} cannot be used, or other users may use it"
 
 
 def password_mark() -> str:
-    """Returns the mark with which an advertised server's password begins; empty if servers cannot
-    be advertised."""
+    """Returns the mark that begins an advertised server's password; empty if none is possible."""
     folder = _folder()
     with suppress(OSError):
         if _made_private(folder):
@@ -172,8 +170,7 @@ def _folder() -> Path:
 
 
 def _folders() -> set[Path]:
-    """Returns all folders that may have files of servers. There may be several, because `cron` and
-    `sudo` do not set XDG_RUNTIME_DIR."""
+    """Returns all folders that may have servers' files: `cron` sets no XDG_RUNTIME_DIR."""
     folders = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
     with suppress(RuntimeError):
         folders.add(Path.home() / ".local" / "state" / "promptq")
@@ -181,8 +178,7 @@ def _folders() -> set[Path]:
 
 
 def _prefix() -> str:
-    """Returns the prefix of the file names of this machine's servers, because several machines may
-    share a home."""
+    """Returns the prefix of this machine's files, because several machines may share a home."""
     return f"server-{os.uname().nodename}-"
 
 

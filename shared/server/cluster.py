@@ -33,17 +33,15 @@ CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 _PORT = 6379
 _OWNERS = ("CLUSTER", "SLOTS")
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)
-"""Errors for a slot that is on another node; MOVED and MASTERDOWN are subclasses. ASK is not
-followed, because scripts need all keys of a slot on one node: the queue waits until its slot has
-moved."""
+"""Errors for a slot on another node; MOVED and MASTERDOWN are subclasses. ASK is not followed,
+because scripts need all keys of a slot on one node: the queue waits until its slot has moved."""
 _NO_CLUSTER = "cluster support disabled"
 CLUSTER_RETRIES = 40
-"""Number of retries. They last for the half minute of a failover with a `cluster-node-timeout` of
-15 s."""
+"""Enough retries for the half minute of a failover with a `cluster-node-timeout` of 15 s."""
 _RETRIES_OF_CHANGES = 8
 _RETRIES_AT_THE_END = 4
 _BACKOFF = EqualJitterBackoff(cap=0.5, base=0.01)
-_ASKING_SECONDS = 1.0
+_QUERY_SECONDS = 1.0
 
 Address = tuple[str, int]
 
@@ -65,8 +63,7 @@ class Nodes:
         self._reported: list[Address] = []
 
     def __iter__(self) -> Iterator[Address]:
-        """Yields the known addresses in random order, because a single node may be cut off and name
-        a former owner.
+        """Yields the known addresses in random order: one node may name a former owner.
 
         The addresses in the URL come last, because these nodes may no longer exist.
         """
@@ -74,8 +71,7 @@ class Nodes:
         yield from dict.fromkeys([*reported, *first])
 
     def owner(self, slot: int, reply: list[Any], host: str) -> Address:
-        """Returns the address of the node that has the slot, according to the reply of the node at
-        `host` to CLUSTER SLOTS.
+        """Returns the owner of the slot, from the reply of the node `host` to CLUSTER SLOTS.
 
         Raises ClusterChangedError if no node has the slot.
         """
@@ -93,8 +89,7 @@ def _address(node: list[Any], queried: str) -> Address:
 
 
 class _Cluster:
-    """A cluster as one program uses it: the addresses of its nodes, and one client for each
-    slot."""
+    """A cluster as one program uses it: its nodes' addresses, and one client for each slot."""
 
     def __init__(self, kind: Any, url: str, options: Mapping[str, Any], nodes: Nodes) -> None:
         """`url` has only one host. `nodes` has all hosts of the original URL."""
@@ -132,8 +127,7 @@ def client_of(client: Any, keys: Keys) -> Any:
 
 
 def client_at(client: Any, key: str) -> Any:
-    """Returns the client for the node that has a key's slot; `client` itself if there is no
-    Cluster."""
+    """Returns the client for the node that has a key's slot; `client` itself without a Cluster."""
     pool = getattr(client, "connection_pool", None)
     if not isinstance(pool, (_Pool, _AsyncPool)):
         return client
@@ -154,8 +148,8 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     """Returns a client of the class `kind` for
     `redis+cluster://[[user]:password@]host[:port][,host:port...]`.
 
-    This client talks to the node that has the list of queues; `client_of` returns the client for a
-    queue. Raises ValueError.
+    The client talks to the node of the list of queues; `client_of` returns a queue's client. Raises
+    ValueError.
     """
     parts = urlsplit(url)
     databases = parse_qs(parts.query).get("db", [])
@@ -170,8 +164,7 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
 
 
 def address_of_nodes(pool: Any) -> str | None:
-    """Returns the URL of a pool's cluster, without credentials; None if the pool is not for a
-    cluster."""
+    """Returns the URL of a pool's cluster, without credentials; None for any other pool."""
     if not isinstance(pool, (_Pool, _AsyncPool)):
         return None
     hosts = ",".join(f"{host}:{port}" for host, port in pool.cluster.nodes.first)
@@ -208,8 +201,7 @@ class _AsyncPool(_SlotPool, redis.asyncio.ConnectionPool):
 
 @cache
 def _following(kind: Any) -> Any:
-    """Returns a subclass of a class of connections. Its connections open to the node that has a
-    slot."""
+    """Returns a subclass of a connection class whose connections open to the node of their slot."""
     is_async = issubclass(kind, redis.asyncio.connection.AbstractConnection)
     mixin = _AsyncFollowing if is_async else _Following
     return type("FollowingConnection", (mixin, kind), {"plain": kind})
@@ -224,12 +216,12 @@ class _FollowsSlot:
     def __init__(self, *, slot: int, nodes: Nodes, **options: Any) -> None:
         super().__init__(**options)
         self._slot, self._nodes = slot, nodes
-        # Connections that query the slot's owner give up soon: other nodes know the owner too.
-        self._asking = {
+        # Queries for the slot's owner give up soon, because other nodes know the owner too.
+        self._query_options = {
             **options,
             "retry": type(options["retry"])(NoBackoff(), 0),
-            "socket_connect_timeout": _ASKING_SECONDS,
-            "socket_timeout": _ASKING_SECONDS,
+            "socket_connect_timeout": _QUERY_SECONDS,
+            "socket_timeout": _QUERY_SECONDS,
         }
 
 
@@ -237,8 +229,8 @@ class _Following(_FollowsSlot):
     def connect_check_health(
         self, check_health: bool = True, retry_socket_connect: bool = True
     ) -> None:
-        # The caller retries already. If this did too, each try would ask all nodes many times.
-        super().connect_check_health(  # type: ignore[misc]  # of the kind beside it
+        # The caller retries already. Retries here would query all nodes many times for each try.
+        super().connect_check_health(  # type: ignore[misc]  # of the other base class
             check_health=check_health, retry_socket_connect=False
         )
 
@@ -252,15 +244,15 @@ class _Following(_FollowsSlot):
     def _owner(self) -> Address:
         lost: Exception = ClusterChangedError("no node of the cluster is known")
         for host, port in self._nodes:
-            asking = self.plain(**{**self._asking, "host": host, "port": port})
+            connection = self.plain(**{**self._query_options, "host": host, "port": port})
             try:
-                asking.connect()
-                asking.send_command(*_OWNERS)
-                return self._nodes.owner(self._slot, asking.read_response(), host)
+                connection.connect()
+                connection.send_command(*_OWNERS)
+                return self._nodes.owner(self._slot, connection.read_response(), host)
             except redis.RedisError as error:
-                lost = _worse(lost, error)
+                lost = _more_informative(lost, error)
             finally:
-                asking.disconnect()
+                connection.disconnect()
         raise lost
 
     def read_response(self, *args: Any, **options: Any) -> Any:
@@ -272,14 +264,13 @@ class _Following(_FollowsSlot):
 
 
 class _AsyncFollowing(_FollowsSlot):
-    """`_Following` for asyncio. redis-py wraps the exception of `_owner`, so this class unwraps
-    it."""
+    """`_Following` for asyncio. Unwraps the exception of `_owner`, which redis-py wraps."""
 
     async def connect_check_health(
         self, check_health: bool = True, retry_socket_connect: bool = True
     ) -> None:
         try:
-            await super().connect_check_health(  # type: ignore[misc]  # of the kind beside it
+            await super().connect_check_health(  # type: ignore[misc]  # of the other base class
                 check_health=check_health, retry_socket_connect=False
             )
         except redis.ConnectionError as error:
@@ -301,15 +292,15 @@ class _AsyncFollowing(_FollowsSlot):
     async def _owner(self) -> Address:
         lost: Exception = ClusterChangedError("no node of the cluster is known")
         for host, port in self._nodes:
-            asking = self.plain(**{**self._asking, "host": host, "port": port})
+            connection = self.plain(**{**self._query_options, "host": host, "port": port})
             try:
-                await asking.connect()
-                await asking.send_command(*_OWNERS)
-                return self._nodes.owner(self._slot, await asking.read_response(), host)
+                await connection.connect()
+                await connection.send_command(*_OWNERS)
+                return self._nodes.owner(self._slot, await connection.read_response(), host)
             except redis.RedisError as error:
-                lost = _worse(lost, error)
+                lost = _more_informative(lost, error)
             finally:
-                await asking.disconnect()
+                await connection.disconnect()
         raise lost
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
@@ -321,8 +312,7 @@ class _AsyncFollowing(_FollowsSlot):
 
 
 def _away(host: str, port: int, error: OSError) -> ClusterChangedError:
-    """Returns an error after which the call is retried: nothing was sent, and another node may take
-    over soon."""
+    """Returns an error after which calls are retried: another node may take over the slot."""
     return ClusterChangedError(f"{host}:{port} has the queue, and does not answer ({error})")
 
 
@@ -334,9 +324,8 @@ def _changed(error: Exception) -> ClusterChangedError:
     return ClusterChangedError(f"the cluster changes ({type(error).__name__}: {error})")
 
 
-def _worse(one: Exception, other: redis.RedisError) -> Exception:
-    """Returns the more informative error of two nodes. An error in a reply says more than a missing
-    reply."""
+def _more_informative(one: Exception, other: redis.RedisError) -> Exception:
+    """Returns the more informative of two nodes' errors: one in a reply says more than no reply."""
     if isinstance(other, redis.ResponseError):
         return NoClusterError(str(other)) if _NO_CLUSTER in str(other) else other
     if isinstance(one, (redis.ResponseError, AuthenticationError)):

@@ -106,8 +106,7 @@ def open_redis(url: str) -> redis.Redis:
 
 
 async def open_async_redis(url: str) -> redis.asyncio.Redis:
-    """Returns an asyncio client of the server at `url`, after the checks of `open_redis`. Raises
-    the same errors."""
+    """Returns an asyncio client for `url`, with the checks and errors of `open_redis`."""
     client = make_async_redis(url)
     try:
         check_version(await client.info("server"), url)
@@ -123,14 +122,12 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
 
 
 def hides_info(error: Exception) -> bool:
-    """Returns whether the server refused INFO, so that its version is unknown. Later commands fail
-    if the server is too old."""
+    """Returns whether the server refused INFO. If it is too old, later commands will fail."""
     return isinstance(error, NoPermissionError) or _is_unknown(error, "INFO")
 
 
 def make_async_redis(url: str) -> redis.asyncio.Redis:
-    """Returns an asyncio client of the server at `url`, without connecting. If no server answers,
-    calls fail at once.
+    """Returns an unconnected asyncio client of the server at `url`, whose calls are not retried.
 
     Raises ConfigurationError.
     """
@@ -142,8 +139,7 @@ def make_async_redis(url: str) -> redis.asyncio.Redis:
 
 @cache
 def _adapted(kind: Any) -> Any:
-    """Returns a subclass of an asyncio connection class that packs commands in C, as the
-    synchronous client does.
+    """Returns an asyncio connection class that packs commands in C, as the synchronous client does.
 
     A publish has seven arguments for each token, and packing them in Python costs more than the
     rest of a call. A `memoryview` is not copied: it is large, and copying 8 MB takes milliseconds.
@@ -180,8 +176,7 @@ def _make(kind: Any, url: str) -> Any:
 
 
 def _what_is_wrong(kind: Any, url: str) -> str:
-    """Returns a sentence about the fault of a URL. The password is masked, so the sentence shows no
-    part of it."""
+    """Returns a sentence about a URL's fault. The password is masked, so no part of it shows."""
     try:
         _try_to_make(kind, without_password(url))
     except _WRONG_URL as error:
@@ -210,7 +205,7 @@ def _try_to_make(kind: Any, url: str) -> Any:
         client = kind.from_url(url, **_options_of(kind, url), **_checks_of(kind, url))
     pool = client.connection_pool
     pool.connection_class(**pool.connection_kwargs)  # raises if it does not know an option
-    # An @ after the host ends a password, and a piece of the password was taken for the host.
+    # An @ after the host belongs to a password, a part of which was read as the host.
     options = [option.partition("=")[0] for option in parts.query.split("&")]
     is_socket = parts.scheme == "unix" and (not parts.netloc or parts.netloc.endswith("@"))
     path = "" if is_socket else parts.path
@@ -226,9 +221,9 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
     - Maintenance notifications are off. Only Redis Enterprise has them. They would cost each
       connection a round trip, and redis-py would pass a connection with an unread reply to another
       call.
-    - Only the URL can limit the pool. When a pool's limit is reached, redis-py fails a call as if
-      the server were gone, and a call that has a connection may need a second one before it returns
-      the first. Each thread needs a connection, and `AsyncRequestQueue` limits its calls.
+    - Only the URL can limit the pool. At the limit, redis-py fails calls as if the server were
+      gone, and a call with a connection may need a second one before it returns the first. Instead,
+      each thread needs a connection, and `AsyncRequestQueue` limits its calls.
     """
     options: dict[str, Any] = {
         "max_connections": _NO_LIMIT,
@@ -253,8 +248,7 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
 
 
 def _checks_of(kind: Any, url: str) -> dict[str, Any]:
-    """Returns options with which each connection, before it sends anything, checks that its
-    embedded server still lives.
+    """Returns options with which each connection first checks that its embedded server still lives.
 
     After a server has ended, another program, perhaps another user's, may listen on its port.
     """
@@ -364,7 +358,7 @@ def explain(
     if fault := what_is_wrong(error):
         return RedisProtocolError(f"the server at {shown} cannot be reached by TLS: {fault}")
     if isinstance(error, NOT_FOUND):
-        error = in_short(error)  # of a client that promptq did not make
+        error = in_short(error)  # from a client that promptq did not make
     text = str(error).rstrip(".")  # more text may follow this message
     if isinstance(error, InvalidResponse):
         return RedisProtocolError(

@@ -62,8 +62,7 @@ class EmbeddedServer:
     """A Valkey server on a loopback port, without persistence unless `data_dir` is set.
 
     Use it as a context manager, or call `stop`. With `is_advertised`, later commands of this user
-    find the server. The password is random by default; pass `password` to restart a server with its
-    old password.
+    find the server. The default password is random; pass the old `password` to restart a server.
 
     Raises RedisUnavailableError if the server does not start. Raises ConfigurationError if `port`
     is taken, or if `data_dir` cannot be used, is used by another server or is open to other users.
@@ -154,9 +153,8 @@ class EmbeddedServer:
         )
 
     def _wait_until_ready(self) -> bool:
-        """Waits until the server's log says that the server is ready; returns False if the server
-        does not start. A test of the port could send the password to another program that got the
-        port first."""
+        """Waits until the server's log says that it is ready. Returns False if it does not start. A
+        test of the port could send the password to another program that got the port first."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             log = self._log_text()
@@ -181,8 +179,7 @@ class EmbeddedServer:
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
-    """Switches the append-only file on, and waits until it has the existing data. Until then, the
-    server would refuse to stop."""
+    """Turns the append-only file on, and waits for it: the server would not stop before."""
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):
@@ -191,8 +188,7 @@ def _append_from_now_on(client: redis.Redis) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Yields a descriptor of a file that is locked as long as a process has the descriptor open.
-    The server keeps it open.
+    """Locks the folder. Yields the lock's descriptor, which the server inherits and keeps open.
 
     Without the lock, two servers could append to the same files and mix their data.
     """
@@ -209,7 +205,7 @@ def _locked(folder: Path) -> Iterator[int]:
                 f"--data: another server keeps its data in {folder}; stop it, or name another"
                 " folder"
             ) from None
-        for path in _left_by_servers(folder):
+        for path in _server_files(folder):
             _check_owner(path)
             path.chmod(_PRIVATE_FOLDER if path.is_dir() else _PRIVATE_FILE)
         yield file.fileno()
@@ -225,7 +221,7 @@ def _check_private(folder: Path) -> None:
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
     _check_owner(folder)
     mode = folder.stat().st_mode
-    holds_more = not _left_by_servers(folder).issuperset(folder.iterdir())
+    holds_more = not _server_files(folder).issuperset(folder.iterdir())
     if mode & _OTHERS_WRITE or (mode & _OTHERS and holds_more):
         raise ConfigurationError(
             f"--data: {folder} is open to other users; `chmod 700` it if nobody else needs it, or"
@@ -234,7 +230,7 @@ def _check_private(folder: Path) -> None:
     folder.chmod(_PRIVATE_FOLDER)
 
 
-def _left_by_servers(folder: Path) -> set[Path]:
+def _server_files(folder: Path) -> set[Path]:
     return {file for pattern in _FILES for file in folder.glob(pattern)}
 
 
@@ -246,8 +242,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _ports(requested: int | None) -> list[int]:
-    """Returns the requested port. Without one, returns several free ports, because another process
-    may take a port first."""
+    """Returns the requested port, or several free ones, as another process may take one first."""
     if requested is not None:
         return [requested]
     free = []

@@ -1,16 +1,15 @@
-"""Recognises errors of a server that is away for now, and repeats calls until the server
-answers."""
+"""Recognises errors of a server that is away for now, and repeats calls until it answers."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any, TypeVar
 
+from redis.backoff import EqualJitterBackoff
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -25,35 +24,30 @@ from redis.exceptions import (
 
 T = TypeVar("T")
 
-_FIRST_BACKOFF_SECONDS = 0.05
-_MAX_BACKOFF_SECONDS = 2.0
+_BACKOFF = EqualJitterBackoff(cap=2.0, base=0.05)
 
-_SAID_AGAIN_SECONDS = 60.0
-_said: dict[str, float] = {}
+_LOG_AGAIN_SECONDS = 60.0
+_logged_at: dict[str, float] = {}
 
 _LONGEST_TRY_SECONDS = 40.0
 """The most seconds that one try adds to the time of trying. After a longer try, the process or its
-machine must have stood still: even in a cluster, a try repeats a call for no more than the half
-minute of a failover."""
+machine stood still: even in a cluster, a try takes at most the half minute of a failover."""
 
 
 _BUSY = "BUSY"
 
 
 class BusyError(ConnectionError):
-    """The server has run a script for a long time and serves nothing else. Counts as a lost
-    connection, as LOADING does."""
+    """The server runs a script for a long time. Counts as a lost connection, as LOADING does."""
 
 
 WORTH_TRYING = (ConnectionError, ReadOnlyError, ClusterDownError, TryAgainError)
-"""Errors after which redis-py reconnects and sends a call again. MASTERDOWN is a subclass of
-ClusterDownError."""
+"""Errors after which redis-py reconnects and repeats a call. MASTERDOWN is a ClusterDownError."""
 
 
 @cache
 def parser_with_busy(kind: Any) -> Any:
-    """Returns a parser class of redis-py that reads BUSY as an error of the server, not of the
-    command."""
+    """Returns a redis-py parser class for which BUSY is the server's error, not the command's."""
     classes = {**kind.EXCEPTION_CLASSES, _BUSY: BusyError}
     return type("ParserWithBusy", (kind,), {"EXCEPTION_CLASSES": classes})
 
@@ -73,8 +67,7 @@ def is_away(error: Exception) -> bool:
 
 
 def note_failure(error: Exception) -> None:
-    """Logs why the server does not accept a call that is repeated: each reason at most once a
-    minute.
+    """Logs why the server does not accept a repeated call: each reason at most once a minute.
 
     During an outage, several parts of a process call this function again and again.
     """
@@ -83,8 +76,8 @@ def note_failure(error: Exception) -> None:
     # The text may have a transaction's command before the reason, and a script's line after it.
     reason = str(error).partition(" script: ")[0].rpartition(" of pipeline caused error: ")[2]
     now = time.monotonic()
-    if now >= _said.get(reason, -math.inf) + _SAID_AGAIN_SECONDS:
-        _said[reason] = now
+    if now >= _logged_at.get(reason, -math.inf) + _LOG_AGAIN_SECONDS:
+        _logged_at[reason] = now
         get_logger().warning("Redis does not accept a call, trying again", error=reason)
 
 
@@ -117,10 +110,9 @@ async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
                 note_failure(error)
         else:
             if failures:
-                _said.clear()
+                _logged_at.clear()
                 get_logger().info("Redis accepts calls again", failures=failures)
             return value
-        longest = min(_FIRST_BACKOFF_SECONDS * 2.0**failures, _MAX_BACKOFF_SECONDS)
-        pause = random.uniform(longest / 2, longest)  # noqa: S311 # spreads retries
+        pause = _BACKOFF.compute(failures)
         await asyncio.sleep(pause)
         tried_seconds += pause

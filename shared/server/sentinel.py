@@ -25,8 +25,7 @@ NOT_FOUND = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNo
 
 
 def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> Any:
-    """Returns a client that always connects to the server that the sentinels name as the service's
-    master.
+    """Returns a client that connects to the server that the sentinels name as the service's master.
 
     The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
     the same options as other URLs. If the sentinels need credentials, the options
@@ -42,9 +41,8 @@ def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> A
     plain, addresses = several_hosts(parts, f"/{database}", "sentinel", _PORT)
     is_async = kind is redis.asyncio.Redis
     pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
-    pool = pool_kind.from_url(
-        plain, **pool_options
-    )  # the pool uses the options that are not for connections
+    # The pool takes out the options that are not for connections.
+    pool = pool_kind.from_url(plain, **pool_options)
     options = {**pool_options, **pool.connection_kwargs, "max_connections": pool.max_connections}
     sentinel_options = {
         name: options.pop(f"sentinel_{name}")
@@ -56,9 +54,8 @@ def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> A
     sentinel_options |= {name: options[name] for name in options if name.startswith(kept)}
     options["ssl"] = sentinel_options["ssl"] = plain.startswith("rediss")
     retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
-    sentinel_options["retry"] = retry_kind(
-        NoBackoff(), 0
-    )  # if a sentinel is gone, the next one is asked
+    # No retries: if a sentinel is gone, redis-py asks the next one.
+    sentinel_options["retry"] = retry_kind(NoBackoff(), 0)
     sentinel_kind = _AsyncSentinel if is_async else _Sentinel
     if is_async:
         options["connection_pool_class"] = _PoolWithSentinels
@@ -94,8 +91,7 @@ def in_short(error: redis.ConnectionError) -> redis.ConnectionError:
 
 
 def address_of_sentinels(pool: Any) -> str | None:
-    """Returns the URL of a pool's sentinels and service, without credentials. None if the pool does
-    not use sentinels."""
+    """Returns the URL of a pool's sentinels and service, without credentials; else None."""
     if not isinstance(pool, _POOLS):
         return None
     sentinels = (each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels)
@@ -105,9 +101,8 @@ def address_of_sentinels(pool: Any) -> str | None:
 
 
 class _Connection(redis.sentinel.SentinelManagedConnection):
-    """A connection that closes if an exception interrupts a call, such as an exception of a signal
-    handler. Otherwise the next call would read the reply to the interrupted call. redis-py's other
-    connections close already."""
+    """A connection that closes if an exception, such as a signal handler's, interrupts a call.
+    Otherwise the next call would read the old reply. redis-py's other connections close already."""
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         options = {"disconnect_on_error": True, **options}
@@ -122,8 +117,7 @@ class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
     """A pool that also closes the connections to the sentinels, because nothing else does."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes all connections. After a change of the master, redis-py calls this for idle
-        connections only.
+        """Closes all connections; after a change of the master, only the idle ones.
 
         redis-py closes an idle connection only some rounds of the event loop later. Meanwhile
         another call may take the connection, and would fail with an AttributeError. So idle

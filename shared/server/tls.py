@@ -1,4 +1,4 @@
-"""Encrypted connections: which clients have them, and a fault in one sentence with its remedy."""
+"""TLS: finds out whether a client uses it, and explains TLS errors, each with a remedy."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def scheme_of(pool: Any) -> str:
 
 
 def what_is_wrong(error: BaseException) -> str:
-    """Returns a sentence about the TLS fault that caused an error; empty if the error has another
-    cause."""
+    """Returns a sentence about the TLS fault behind an error; empty if there is none."""
     cause: BaseException | None = error
     seen = set[int]()  # an error that was raised again may be in its own context
     while cause is not None and not isinstance(cause, ssl.SSLError) and id(cause) not in seen:

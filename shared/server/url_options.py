@@ -17,8 +17,7 @@ _NO_EFFECT = {
     "encoding": ("utf-8", "utf8"),
     "encoding_errors": ("strict",),
 }
-"""For each option, the only values that a URL may have. They are the defaults; other values would
-break promptq."""
+"""The only values that these options may have: the defaults, without which promptq would break."""
 
 
 def _is_duration(value: str) -> bool:
@@ -47,8 +46,7 @@ _FILE = (
 _FOLDER = (os.path.isdir, "a folder that can be read here")
 
 MIN_CONNECTIONS = 2
-"""The smallest allowed `max_connections`. Each subscription keeps one connection, and calls need
-further ones."""
+"""The smallest `max_connections`: each subscription keeps a connection, and calls need others."""
 
 _OPTIONS: dict[str, tuple[Callable[[str], bool], str]] = {
     "db": (_is_number_from(0), "the number of a database"),
@@ -83,8 +81,7 @@ def several_hosts(
 ) -> tuple[str, list[tuple[str, int]]]:
     """Returns a URL with one host only, which redis-py can read, and the list of all (host, port).
 
-    `kind` is the word for a host in messages, such as node. `port` is the default port. Raises
-    ValueError.
+    `kind` is the word for a host in messages. `port` is the default. Raises ValueError.
     """
     credentials, at, hosts = parts.netloc.rpartition("@")
     if not hosts:
@@ -100,8 +97,7 @@ def several_hosts(
 
 
 def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
-    """Returns the query without options that repeat a default. Raises ValueError for an unsupported
-    option."""
+    """Returns the query without repeated defaults. Raises ValueError for an unsupported option."""
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
     for part in query.split("&") if query else ():

@@ -17,11 +17,9 @@ T = TypeVar("T", bound="Settings")
 
 
 class Settings(BaseSettings):
-    """Settings that every process has. The environment variable of a field is its name with the
-    prefix `PROMPTQ_`.
+    """Settings of every process. A field's environment variable is `PROMPTQ_` and its name.
 
-    Each kind of process has a subclass with further fields. The process ignores all other
-    variables.
+    Each kind of process has a subclass with more fields. A process ignores all other variables.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore")
@@ -100,7 +98,6 @@ def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **over
 
 
 def flag_of(name: str) -> str:
-    """Returns the command-line flag of a setting, or a description if the setting has no such
-    flag."""
+    """Returns how a worker's command line writes a setting, such as `--redis` or `-- ARGUMENTS`."""
     others = {"redis_url": "--redis", "engine_arguments": "-- ARGUMENTS"}
     return others.get(name) or "--" + name.replace("_", "-")

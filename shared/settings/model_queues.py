@@ -19,7 +19,7 @@ def queues_of_models(
     """
     if len(models) < 2 and len(queues) < 2:
         return {queues[0] if queues else first_queue: models[0] if models else None}
-    names = [*queues] or [first_queue, *map(_queue_like, models[1:])]
+    names = [*queues] or [first_queue, *map(_queue_named_after, models[1:])]
     if len(names) != len(models):
         raise ConfigurationError(
             f"--queue: give one for each --model (queues: {len(names)}, models: {len(models)})"
@@ -39,9 +39,8 @@ def queues_of_models(
     return dict(zip(names, models, strict=True))
 
 
-def _queue_like(model: str) -> str:
-    """Returns the name of a queue for a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`, `a/B.gguf` ->
-    `B`."""
+def _queue_named_after(model: str) -> str:
+    """Returns a queue's name for a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`, `a/B.gguf` -> `B`."""
     path = Path(model)
     name = path.stem if path.suffix.lower() == ".gguf" and not path.is_dir() else path.name
     return re.sub(r"[^A-Za-z0-9_.\-]", "-", name)[:64] or "model"

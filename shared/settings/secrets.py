@@ -17,9 +17,8 @@ _SECRETS = (
 def forget_secrets() -> None:
     """Removes secrets from the environment, and from the text of `/proc/self/environ`.
 
-    That file shows the memory in which the process got its environment. Removing a variable does
-    not clear the memory, so this function overwrites the text. Child processes do not get the
-    secrets.
+    That file shows the memory in which the process got its environment, even after a variable was
+    removed. So this function overwrites the text. Child processes do not get the secrets.
     """
     names = [name for secret in _SECRETS if (name := ENV_PREFIX + secret) in os.environ]
     with suppress(ValueError, OSError):  # a C library without `environ`

@@ -14,8 +14,8 @@ class WorkerSettings(ReaperSettings):
 
     engine: Literal["native", "vllm", "llama.cpp", "openai"] = Field(
         "native",
-        description="native: this process computes; otherwise the kind of inference server that"
-        " computes, which --upstream names or --engine-command starts (extra `upstream`)",
+        description="native: this process runs the model; otherwise the kind of inference server"
+        " that runs it, at --upstream or started by --engine-command (extra `upstream`)",
     )
     upstream: str | None = Field(
         None,
@@ -30,14 +30,13 @@ class WorkerSettings(ReaperSettings):
         1.0,
         gt=0,
         le=1,
-        description="part of the server's KV cache that this worker counts on; for several workers"
-        " on one server",
+        description="part of the server's KV cache for this worker, if several workers share the"
+        " server",
     )
     engine_command: str | None = Field(
         None,
-        description="program that starts the server, perhaps in another environment:"
-        " /opt/vllm/bin/vllm; default: `vllm` or `llama-server` on the path. Arguments"
-        " after `--` are passed on to this program",
+        description="program that starts the server, such as /opt/vllm/bin/vllm; default: `vllm`"
+        " or `llama-server` on the path. It gets the arguments after `--`",
     )
     engine_arguments: tuple[str, ...] = Field(
         (), description="further arguments of that program: a JSON list in PROMPTQ_ENGINE_ARGUMENTS"
@@ -57,7 +56,7 @@ class WorkerSettings(ReaperSettings):
     trust_remote_code: bool = Field(
         False, description="run Python code from the model's files; read that code first"
     )
-    device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto: cuda where there is one")
+    device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto: cuda if there is a GPU")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="number format; auto: as the model was saved, but bfloat16 instead of float16"
@@ -118,9 +117,9 @@ class WorkerSettings(ReaperSettings):
         None,
         ge=0,
         le=64,
-        description="most tokens that a step drafts for one sequence from its own text, if that"
-        " pays; default: on a CPU 7 if no token's logits depend on what else a step computes,"
-        " otherwise 0",
+        description="most tokens of one sequence that a step guesses from the sequence's text and"
+        " checks (drafts), if that pays; default: 7 on a CPU if no token's logits depend on the"
+        " rest of the step, otherwise 0",
     )
     async_scheduling: bool | None = Field(
         None,
@@ -212,6 +211,5 @@ class WorkerSettings(ReaperSettings):
 
 
 def read_worker_settings(**overrides: Any) -> WorkerSettings:
-    """Returns a worker's settings. `overrides` take precedence over the environment. Raises
-    ConfigurationError."""
+    """Returns a worker's settings; `overrides` come first. Raises ConfigurationError."""
     return read_settings_of(WorkerSettings, flag_of, **overrides)

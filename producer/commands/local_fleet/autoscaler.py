@@ -1,5 +1,4 @@
-"""Autoscaling on this machine: starts and stops workers of one queue according to the queue's
-load."""
+"""Autoscaling on this machine: starts and stops workers as the load of their queue requires."""
 
 from __future__ import annotations
 
@@ -81,15 +80,14 @@ class Autoscaler:
         self._paused_until = 0.0
         self._last_error = ""
         self._is_over = threading.Event()
-        threading.Thread(target=self._read_on, daemon=True).start()
+        threading.Thread(target=self._keep_reading, daemon=True).start()
 
     def close(self) -> None:
         """Stops reading the queue's load."""
         self._is_over.set()
 
     def adjust(self) -> None:
-        """Starts or stops workers according to the latest reading. Does not wait for a new
-        reading."""
+        """Starts or stops workers according to the latest reading, without waiting."""
         latest, self._latest = self._latest, None
         if latest is None:
             return
@@ -118,8 +116,7 @@ class Autoscaler:
                 self._supervisor.remove(name)
 
     def _add(self, needed: int, num_staying: int, scaling: Scaling, num_others: int) -> None:
-        """Starts workers. Draining workers count towards the maximum, because they still use
-        resources such as GPUs."""
+        """Starts workers. Draining ones count towards the maximum: they still use GPUs."""
         num_processes = len(self._supervisor.processes(self._command))
         num_added = min(needed - num_staying, self._range.most - num_processes)
         if num_added <= 0:
@@ -136,8 +133,7 @@ class Autoscaler:
         self._show(f"{self._name}: {wanted} instead of {before} ({why})")
 
     def _name_of(self, worker: WorkerStats) -> str | None:
-        """Returns the name of a worker's process; None if the autoscaler did not start the
-        worker."""
+        """Returns the name of a worker's process; None if the autoscaler did not start it."""
         if worker.host != socket.gethostname():
             return None
         processes = self._supervisor.processes(self._command)
@@ -147,7 +143,7 @@ class Autoscaler:
         used = self._supervisor.processes(self._command)
         return next(name for n in count(1) if (name := f"{self._name} {n}") not in used)
 
-    def _read_on(self) -> None:
+    def _keep_reading(self) -> None:
         while not self._is_over.is_set():
             error = ""
             try:
@@ -161,8 +157,7 @@ class Autoscaler:
 
 
 def _is_gone(worker: WorkerStats) -> bool:
-    """Returns whether the worker's process has died, although its last heartbeat has not
-    expired."""
+    """Returns whether the worker's process has died, although its heartbeat still counts."""
     if worker.host != socket.gethostname() or worker.pid <= 0:
         return False
     try:

@@ -79,8 +79,7 @@ class ChildProcess:
         return "\n".join(self.last_lines)
 
     def has(self, pid: int) -> bool:
-        """Returns whether the process `pid` on this machine belongs to the session of this child
-        process."""
+        """Returns whether the process `pid` of this machine belongs to the child's session."""
         with suppress(OSError, OverflowError):  # no such process, or a wrong number
             return os.getsid(pid) == self._shell.pid
         return False

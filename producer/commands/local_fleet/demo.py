@@ -30,8 +30,7 @@ from promptq.shared.server.embedded import EmbeddedServer
 from promptq.shared.settings.common import ENV_PREFIX
 
 SLOTS = 6
-"""Number of slots. It is smaller than the number of requests, so that requests wait and priorities
-matter."""
+"""Number of slots: fewer than requests, so that requests wait and priorities matter."""
 
 CANCEL_AFTER_TOKENS = 16
 _FRAMES_PER_SECOND = 12
@@ -94,8 +93,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
 
 @contextmanager
 def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator[ChildProcess]:
-    """Context manager with a running worker. Shows the worker's warnings and errors after it is
-    ready."""
+    """Context manager with a worker, whose warnings and errors are shown once it is ready."""
     env = {
         f"{ENV_PREFIX}REDIS_URL": url,
         f"{ENV_PREFIX}LOG_LEVEL": "warning",
@@ -165,8 +163,7 @@ async def _watch(worker: ChildProcess, is_over: Callable[[], bool]) -> None:
 
 
 async def _run_parts(console: Console, client: AsyncClient, worker: ChildProcess) -> list[Shown]:
-    """Enqueues all requests at once, and shows them until the last one ends. Returns what was shown
-    of each."""
+    """Enqueues all requests, shows them until they have ended, and returns what was shown."""
     ids = await client.enqueue_many([part.fields for part in PARTS])
     console.print(f"[green]✓[/] queue    {len(ids)} requests pushed in, {SLOTS} run at a time\n")
     shown = [
@@ -215,8 +212,7 @@ def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[ob
 async def _read_missing_times(
     queue: AsyncRequestQueue, ids: Sequence[str], shown: Sequence[Shown]
 ) -> None:
-    """Reads missing times from the records of requests that a script has ended, because such
-    requests have no statistics."""
+    """Reads the times of requests that a script has ended: these have no statistics."""
     for request_id, one in zip(ids, shown, strict=True):
         if one.queue_ms is None:
             record = await queue.run(lookups.record(queue.keys, request_id))

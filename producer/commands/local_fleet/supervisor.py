@@ -64,8 +64,7 @@ class Supervisor:
         at_each_look: Sequence[Callable[[], None]] = (),
         once_ready: Callable[[], None] | None = None,
     ) -> None:
-        """Keeps the processes running until `is_over`. Raises WorkersFailedError if restarts do not
-        help.
+        """Keeps the processes running until `is_over`. Raises WorkersFailedError if it cannot.
 
         `once_ready` is called when all processes are ready for the first time.
         """
@@ -80,15 +79,13 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def add(self, name: str, command: Sequence[str], *, is_extra: bool = False) -> None:
-        """Starts one more process. If it is extra and keeps exiting, the others continue without
-        it."""
+        """Starts one more process. If it is extra, the others continue when it keeps exiting."""
         process = self._start(name, command)
         place = _Place(name, tuple(command), process, time.monotonic(), is_extra=is_extra)
         self._places.append(place)
 
     def staying(self, command: Sequence[str]) -> dict[str, ChildProcess]:
-        """Returns a mapping from names to the processes that run a command, except those that were
-        removed."""
+        """Returns the processes that run a command, by name, except those that were removed."""
         return {place.name: place.process for place in self._of(command) if not place.is_leaving}
 
     def processes(self, command: Sequence[str]) -> dict[str, ChildProcess]:
@@ -107,8 +104,7 @@ class Supervisor:
                 place.process.drain()
 
     def drain(self, is_enough: Callable[[], bool]) -> None:
-        """Lets all processes finish their work. Kills the rest when `is_enough` returns True, or
-        after DRAIN_SECONDS."""
+        """Lets all processes finish. Kills them once `is_enough`, or after DRAIN_SECONDS."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for place in self._places:
             place.process.drain()
@@ -136,9 +132,9 @@ class Supervisor:
                 place.process = self._start(place.name, place.command)
         elif (exit_code := place.process.exit_code) is not None:
             place.process.wait()
-            self._take_note(place, exit_code)
+            self._plan_restart(place, exit_code)
 
-    def _take_note(self, place: _Place, exit_code: int) -> None:
+    def _plan_restart(self, place: _Place, exit_code: int) -> None:
         """Plans the restart of a process that has exited unexpectedly."""
         was_steady = time.monotonic() - place.started > _STEADY_SECONDS
         place.failures = 1 if was_steady else place.failures + 1

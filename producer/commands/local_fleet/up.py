@@ -35,8 +35,7 @@ _LOOK_SECONDS = 0.1
 
 @dataclass
 class UpOptions:
-    """Options of `promptq up`. `redis_url` is the address of a running server; None starts an
-    embedded server."""
+    """Options of `promptq up`. Without the `redis_url` of a server, an embedded one is started."""
 
     redis_url: str | None = None
     redis_port: int | None = None
@@ -52,8 +51,7 @@ class UpOptions:
 
 
 class StopSignals:
-    """Context manager that counts Ctrl-C and SIGTERM: the first drains the processes, the second
-    stops them at once."""
+    """Context manager that counts stop signals: the first one drains, the second one kills."""
 
     def __enter__(self) -> Self:
         self._count = 0
@@ -78,8 +76,7 @@ class StopSignals:
 
 
 def run_up(options: UpOptions, console: Console) -> None:
-    """Runs the server, the workers and the other processes until a stop signal. Raises PromptqError
-    if a process does not start."""
+    """Runs everything until a stop signal. Raises PromptqError if a process does not start."""
     if options.http_port and not is_free(options.http_port):
         raise ConfigurationError(
             f"--port: {options.http_port} on 127.0.0.1 is taken; name another one, or 0 for any"
@@ -127,8 +124,7 @@ def run_server(port: int | None, data_dir: Path | None, console: Console) -> Non
 
 
 def beside(url: str) -> list[str]:
-    """Returns lines about the server that commands in other terminals use; empty if this user runs
-    no other embedded server."""
+    """Returns lines about which server other terminals use; empty without other servers."""
     latest, *others = [urlsplit(url).port for url in all_advertised()] or [None]
     if latest != urlsplit(url).port or not others:
         return []

@@ -61,8 +61,7 @@ class Shown:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second, measured by the worker. Without statistics, measured by the client
-        from the first to the last token."""
+        """Tokens per second by the worker's statistics; without them, by the client's clock."""
         if self.worker_rate:
             return self.worker_rate
         if self.first_token is None or self.last_token is None or self.num_tokens < 2:
@@ -115,8 +114,7 @@ class Board:
 
 
 def _grid(count: int, width: int, height: int) -> tuple[int, int]:
-    """Returns the number of columns and the number of lines in a panel with which the most text is
-    visible."""
+    """Returns the numbers of columns and of lines in a panel that show the most text."""
 
     def lines(columns: int) -> int:
         return height // -(-count // columns) - _FRAME

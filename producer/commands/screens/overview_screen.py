@@ -33,8 +33,7 @@ _DROPPED_FIRST = (
 
 
 def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -> RenderableType:
-    """Returns the whole screen. `samples` are those of the last hour. `width` is the number of the
-    terminal's columns."""
+    """Returns the screen with the samples of the last hour. `width` is in columns."""
     return Group(
         _title(overview),
         _figures(overview, samples, width),
@@ -140,8 +139,7 @@ def _priorities(overview: Overview, width: int) -> RenderableType:
 
 
 def _workers(overview: Overview, width: int) -> RenderableType:
-    """Returns a table row for each worker, and the wanted number of workers if the current number
-    is different."""
+    """Returns a table of workers. If another number is wanted, a line above says so."""
     table = _workers_table(overview, width)
     wanted = overview.scaling
     if wanted.desired == wanted.workers:

@@ -45,8 +45,7 @@ class StreamPrinter:
         self._ends_in_newline = True
 
     def submit(self) -> int:
-        """Prints the stream to its end. Ctrl-C or a closed pipe cancels the request. Returns the
-        exit code."""
+        """Prints the stream. Ctrl-C or a closed pipe cancels it. Returns the exit code."""
         self._enqueued_at = time.monotonic()
         with self._cancelling_on_ctrl_c():
             try:
@@ -113,8 +112,7 @@ class StreamPrinter:
 
     @contextmanager
     def _explaining_silence(self) -> Iterator[Callable[[], None]]:
-        """At a terminal, explains after some time why no event comes. Call the yielded function at
-        each event."""
+        """At a terminal, explains long silence. Call the yielded function at each event."""
         num_heard, is_over = 0, threading.Event()
 
         def heard() -> None:
@@ -162,8 +160,7 @@ class StreamPrinter:
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:
-        """At the first Ctrl-C, cancels the request in a thread. Then the stream gets its last
-        event.
+        """At the first Ctrl-C, cancels the request in a thread. Then its last event arrives.
 
         A second Ctrl-C, or a long wait for the last event, raises KeyboardInterrupt.
         """
@@ -219,7 +216,6 @@ def _tokens(count: int) -> str:
 
 
 def _leave_pipe() -> int:
-    """Prevents the error message that the interpreter would print about the closed pipe at its
-    exit. Returns the exit code."""
+    """Prevents Python's error message about the closed pipe at exit. Returns the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_BROKEN_PIPE

@@ -48,8 +48,7 @@ def num_workers_of(view: QueueView) -> str:
 
 
 def queue_option(queue: str) -> str:
-    """Returns the option that selects this queue in a command, with a space in front; empty for
-    `default`."""
+    """Returns a command's option for this queue, after a space; empty for `default`."""
     return "" if queue == "default" else f" --queue {shlex.quote(printable(queue))}"
 
 
@@ -96,8 +95,7 @@ def plain_table(*columns: str, title: str | Text | None = None, left: Sequence[s
 
 
 def width_of(columns: Mapping[str, Sequence[str]]) -> int:
-    """Returns the width of a `plain_table` without line breaks, in characters. Three characters
-    separate columns."""
+    """Returns the width of a `plain_table` without line breaks, in characters."""
     return sum(3 + max(map(len, (name, *cells))) for name, cells in columns.items()) - 1
 
 
@@ -166,8 +164,7 @@ def dead_webhooks_table(webhooks: Sequence[DeadWebhook]) -> Table:
 
 
 def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
-    """Returns a table with one row for each key. If the terminal is too narrow, returns a list with
-    one fact on each line."""
+    """Returns a table with one row for each key; in a narrow terminal, a list of their facts."""
     now = time.time() * 1000
     columns = {
         "name": [key.name for key in keys],
@@ -228,8 +225,7 @@ def _limit(a_minute: int) -> str:
 
 
 def workers_table(workers: Sequence[WorkerStats]) -> Table:
-    """Returns a table with one column for each worker, because there are usually more facts than
-    workers."""
+    """Returns a table with one column for each worker: there are more facts than workers."""
     table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left", title_style="bold")
     table.add_column("")
     for worker in workers:
@@ -269,8 +265,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
 
 
 def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
-    """Returns the settings of each process under its name. Each setting has its value and
-    description."""
+    """Returns the settings under the names of their processes, with values and descriptions."""
     lines: list[RenderableType] = []
     for process, group in groupby(rows, key=itemgetter("process")):
         title = (process or "common to all processes").capitalize()

@@ -31,8 +31,7 @@ def console_for_list() -> SafeConsole:
 
 
 class SafeConsole(Console):
-    """A console that escapes unsafe characters in all texts, but not in its own styles and cursor
-    movements.
+    """A console that escapes unsafe characters in texts, but not its styles and cursor movements.
 
     Pass untrusted text as a `Text`, because a plain string may contain markup.
     """

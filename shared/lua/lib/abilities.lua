@@ -1,6 +1,6 @@
 -- uses: keys, numbers, server, requests
--- Fields of requests that a worker's engine cannot serve: each worker reports its list, with spaces between, as
--- `refused`. A request has such a list too, `needs`: those of its fields that some worker had to refuse.
+-- Fields of requests that some engines cannot serve. Each worker reports those of its engine, separated by spaces, as
+-- `refused`. A request's field `needs` lists those of its fields that a worker had to refuse.
 
 local function has_one_of(list, needs)
   for field in string.gmatch(needs, '%S+') do
@@ -34,7 +34,7 @@ local function some_worker_serves(needs)
   return answers[needs]
 end
 
--- Whether a request with these `needs` is for other workers than one that refuses the fields of a list.
+-- Whether a worker that refuses these fields leaves a request with these `needs` to another live worker.
 function abilities.is_for_others(needs, refused)
   return needs and has_one_of(refused, needs) and some_worker_serves(needs) or false
 end

@@ -1,5 +1,5 @@
--- The arguments of a script by name: after the word 'promptq:named' come name, value, name, value, ... The name 'then'
--- ends them, and what follows has no names. Without that word, the values stand in the order of release 0.3.
+-- The arguments of a script by name: after the word 'promptq:named' come name, value, name, value, ... After the name
+-- 'then' come values without names. Without the first word, all values are in the order of release 0.3.
 
 arguments.are_named = ARGV[1] == 'promptq:named'
 
@@ -12,8 +12,8 @@ local function refuse_unknown(found, names)
   arguments.refuse(next(found), 'this script has no such argument', names)
 end
 
--- Returns the values by name, and where begins what follows them. The names are in the order of release 0.3; the first
--- `num_needed` may not be left out.
+-- Returns the values by name, and the position in ARGV after them. `names` has the order of release 0.3; the first
+-- `num_needed` are required.
 function arguments.read(names, num_needed)
   local found, at = {}, 2
   if not arguments.are_named then

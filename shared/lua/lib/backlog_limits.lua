@@ -19,8 +19,8 @@ end
 
 local function limit(name, default) return server.number(name, default and server.number(default, 0) or 0) end
 
--- The reply if a limit keeps the new requests out, else nil. `count` returns how many requests wait, `tokens`
--- how many tokens they count as. Both are called only if there is a limit.
+-- The reply if a limit has no room for the new requests, else nil. `count` returns how many requests wait, and
+-- `tokens` how many tokens they count as. Both are called only if there is a limit.
 local function refusal_by(name, default, new, count, tokens, tenant)
   local tokens_name = string.gsub(name, '^max_pending', 'max_pending_tokens')
   local max_requests, max_tokens = limit(name, default), limit(tokens_name, default and default .. '_tokens')
@@ -50,7 +50,7 @@ end
 
 local function add(sums, tokens) sums[1], sums[2] = sums[1] + 1, sums[2] + tokens end
 
--- The reply of `enqueue` if a limit keeps these new requests out, else nil. Each has its tenant and tokens.
+-- The reply of `enqueue` if a limit has no room for these new requests, else nil. Each has a tenant and tokens.
 function backlog_limits.refusal(fresh)
   local added, added_in_all = {}, {0, 0} -- {requests, tokens} for each tenant, and for the whole queue
   for _, request in ipairs(fresh) do

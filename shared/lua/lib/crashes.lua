@@ -20,10 +20,10 @@ local function bury(id, num)
   if is_listed then redis.call('PERSIST', keys.request(id)) end
 end
 
--- Whether to wait although the lease ran out and the request would become a dead letter: its worker ran
--- it alone, and its heartbeat is so recent that it may be slow and not dead. Then the lease is extended
--- until the worker counts as gone. This happens once an attempt, because a worker may also live and have
--- lost the request.
+-- Whether to extend a lease that ran out, instead of making the request a dead letter. This is so if the
+-- worker ran the request alone and has a recent heartbeat: it may be slow, not dead. The lease then lasts
+-- until the worker counts as gone. It is extended once per attempt, because a live worker may have lost the
+-- request.
 function crashes.may_live(id, max_crashes)
   local fields = requests.read(id, 'crashes', 'alone', 'worker') or {}
   if fields.alone ~= '1' or numbers.whole(fields.crashes, 0) + 1 < max_crashes then return false end
@@ -35,7 +35,7 @@ function crashes.may_live(id, max_crashes)
 end
 
 -- Count a crash of the worker that held the request. After two crashes the request is a suspect and runs
--- alone. Only a request that was alone at a crash is known to have caused it. Returns the new state.
+-- alone, because only a request that ran alone is known to have caused a crash. Returns the new state.
 function crashes.count(id, score, max_crashes)
   local fields = requests.read(id, 'crashes', 'alone') or {}
   local num, key = numbers.whole(fields.crashes, 0) + 1, keys.request(id)

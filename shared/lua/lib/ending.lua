@@ -1,5 +1,5 @@
 -- uses: keys, numbers, server, requests, pending
--- Every request ends here: it gets its last event and a result made of its log, and its holds are dropped.
+-- Every request ends here: it gets its last event and a result made of its log, and leaves its queue and lease.
 
 local STATE_AFTER = {
   stop = 'completed', length = 'completed', cancelled = 'cancelled', expired = 'expired',
@@ -33,14 +33,13 @@ end
 local function log_ttl() return server.number('log_ttl_ms', 60000) end
 function ending.result_ttl() return math.max(log_ttl(), server.number('result_ttl_ms', 3600000)) end
 
--- Whether a payload asks for a webhook. A claim notes it in the request's field `webhook`, so that the end
--- need not read the payload, which may be large.
+-- Whether a payload names a webhook. A claim notes this in the request's field `webhook`, so that the end need
+-- not read the payload, which may be large.
 function ending.wants_webhook(payload)
   return payload and string.find(payload, '"webhook_url"', 1, true) ~= nil
 end
 
--- Whether a decoded entry of a log is an event as workers write it. Anybody who may write to the server
--- may have put something else there.
+-- Whether a decoded entry of a log is an event in a worker's form. A stranger may have written another entry.
 local function is_event(value)
   if type(value) ~= 'table' or type(value.text) ~= 'string' or type(value.token_ids) ~= 'table' then
     return false
@@ -106,9 +105,9 @@ local function bare_last_event(index, attempt, prompt_tokens, reason, error_type
   return event .. '}'
 end
 
--- Append and publish the last event, store the result and drop every hold. `count`, as text, is how many
--- tokens there are up to the event's end. `fields` has the request's tenant and whether it has a webhook. A
--- worker may pass the `result`; otherwise it is made of the log before anything is written.
+-- Append and publish the last event, store the result, and remove the request from its queue and lease. `count`,
+-- as text, is the number of tokens up to the event's end. `fields` has the request's tenant and whether it has a
+-- webhook. A worker may pass the `result`; otherwise it is made of the log before anything is written.
 function ending.finish(id, reason, count, event, fields, result)
   result = result or fold_log(id, event)
   redis.pcall('XADD', keys.tokens(id), count .. '-1', 'event', event)

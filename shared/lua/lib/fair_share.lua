@@ -1,10 +1,10 @@
 -- uses: keys, numbers, server, requests, tenants
--- In which order a claim takes the requests of several tenants.
+-- The order in which a claim takes the requests of several tenants.
 
-local MAX_TENANTS = 256 -- one call looks at no more of them, which bounds its time
+local MAX_TENANTS = 256 -- the most tenants that one call looks at, which bounds its time
 
--- The tenants whose requests wait. Each has a walk through its own queue: `id` is the request where the walk
--- stands, or nil at its end. After its first page the walk continues at the position `skip`.
+-- The queues of tenants whose requests wait. A claim walks through each: `id` is its current request there, or
+-- nil at the end. After the first page, the walk continues at the position `skip`.
 local queues, skip = {}, 0
 fair_share.is_shared = false
 
@@ -52,7 +52,7 @@ local function is_before(one, other)
   return one.place < other.place or one.place == other.place and one.id < other.id
 end
 
--- The priority of the request where a walk stands.
+-- The priority of a walk's current request.
 function fair_share.priority_at(queue)
   if not queue.priority then
     local stored = numbers.whole((requests.read(queue.id, 'priority') or {}).priority)
@@ -78,9 +78,9 @@ end
 
 local function may_be_next(queue) return queue.id and not queue.is_left_out end
 
--- The queue to look at next, and the lowest score of all if tenants share. The request with this score
--- decides which priority is served. Among the tenants that wait at this priority, the one with the least
--- service is next.
+-- The queue to look at next and, if tenants share, the lowest score of all current requests. The request with
+-- this score decides which priority is served. Of the tenants that wait at this priority, the one that received
+-- the least service is next.
 function fair_share.next_queue()
   if not fair_share.is_shared then return may_be_next(queues[1]) and queues[1] end
   local first
@@ -101,7 +101,7 @@ function fair_share.next_queue()
   return best, first.score
 end
 
--- Count a prompt as service. The clock moves up to what its tenant had received before.
+-- Count a prompt as service to its tenant. The clock moves up to what the tenant had received before.
 function fair_share.charge(queue, priority, prompt_tokens)
   local key = tenants.counters_of(priority)
   local before = service_of(queue, key)
@@ -140,7 +140,7 @@ function fair_share.settle()
   end
 end
 
--- How many requests the longest walk has passed and left in their queue.
+-- The most requests that a walk has passed and left in their queue.
 function fair_share.num_passed()
   local most = 0
   for _, queue in ipairs(queues) do
@@ -156,8 +156,8 @@ function fair_share.num_waiting()
   return sum
 end
 
--- Returns how many requests wait now. Removes tenants of which none waits, and the counts of the backlog
--- once nothing waits at all.
+-- Returns how many requests wait now. Removes tenants without waiting requests and, once no request waits at
+-- all, the counts of the backlog.
 function fair_share.count_waiting(num_claims)
   local sum, gone = 0, {}
   for _, queue in ipairs(queues) do

@@ -1,8 +1,8 @@
 -- The names of the queue's keys. KEYS[1] is always the queue's `pending`, and all other names begin with its
 -- prefix. The prefix has the queue as a hash tag, so all keys of a script are on one shard of a cluster.
 
--- While a cluster moves the slot key by key, a script would take those that have left for missing ones. A
--- question about two keys, one of which is nowhere, is refused then, and so is the script, before it writes.
+-- While a cluster moves the slot key by key, keys that have moved would look missing. During a move, the server
+-- refuses a command about two keys if one of them does not exist. Then the script ends before it writes.
 local moving = redis.pcall('EXISTS', KEYS[1], KEYS[1] .. ':')
 if type(moving) == 'table' then
   for _, refusal in ipairs({'The user', 'ACL failure'}) do -- on Redis 7.0, and on later ones
@@ -13,12 +13,13 @@ end
 
 local prefix = string.sub(KEYS[1], 1, -8)
 keys.prefix, keys.pending = prefix, KEYS[1]
--- All databases share channels, and a script cannot find out its database: the text before this may set it.
+-- All databases share channels, and a script cannot read its database's number: the caller may put a line before
+-- the script that sets it.
 keys.channels = KEYS.database and prefix .. KEYS.database .. ':' or prefix
 keys.leases, keys.deadlines = prefix .. 'leases', prefix .. 'deadlines'
 keys.delayed, keys.dead = prefix .. 'delayed', prefix .. 'dead'
 keys.backlog = prefix .. 'backlog' -- counts what waits, for the limits of `enqueue`
-keys.tenants_waiting = prefix .. 'tenants:waiting' -- the tenants of which requests wait, for claims
+keys.tenants_waiting = prefix .. 'tenants:waiting' -- tenants with waiting requests, for claims
 
 function keys.request(id) return prefix .. 'request:' .. id end
 function keys.tokens(id) return prefix .. 'tokens:' .. id end

@@ -12,9 +12,9 @@ function numbers.whole(value, default)
   return default
 end
 
--- A number in the JSON of a payload that plain commands enqueued, found without decoding it. Quotes cannot be
--- bare inside a JSON string, so a match is a key. It may belong to a nested object, so the value is only an
--- estimate. A pattern alone would try each of up to 8 million bytes.
+-- The number of this name in a payload's JSON, found without decoding. A JSON string has no bare quotes, so a
+-- match is a name. It may be in a nested object, so the number is only an estimate. Searching with a pattern
+-- would try each of up to 8 million bytes.
 function numbers.in_json(payload, name)
   local key, stop = '"' .. name .. '"', 0
   while stop do

@@ -44,7 +44,7 @@ function pending.queues()
   return found
 end
 
--- The key of the queue in which an id waits: its tenant's, or another where a stranger put it. nil for none.
+-- The key of the queue in which an id waits: its tenant's, or another in which a stranger put it; nil if none.
 function pending.queue_of(id, tenant)
   local home = keys.pending_of(tenant)
   if server.score_in(home, id) then return home end
@@ -79,8 +79,8 @@ function pending.note_end_of_attempt(id, how)
   if encoded then redis.call('HSET', keys.request(id), 'history', text) end
 end
 
--- Put a request that no worker holds back at its old place, after `delay_ms` if that is given.
--- `how` says how its attempt ended. Without it, the history gets no entry.
+-- Return a request, which no worker holds any longer, to its old place; with `delay_ms`, only after this time.
+-- `how` says how its attempt ended. If it is nil, the history gets no entry.
 function pending.put_back(id, score, how, delay_ms)
   if how then pending.note_end_of_attempt(id, how) end
   local fields = requests.read(id, 'state', 'tenant', 'tokens') or {}

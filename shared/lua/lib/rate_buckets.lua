@@ -16,11 +16,11 @@ function rate_buckets.full_at(key, name)
   return math.max(server.now, math.min(at, server.now + LONGEST_DEBT_MS))
 end
 
--- The time at which it is full again after `amount` more was taken.
+-- The time at which a bucket is full again if `amount` more is taken.
 function rate_buckets.full_after(at, amount, limit) return at + amount * rate_buckets.MINUTE / limit end
 
--- Store such a time with its fraction, because amounts may be small. The key is kept until all buckets of the
--- holder are full. `call` is redis.call, or redis.pcall where an error must not stop the rest of the script.
+-- Store the time at which a bucket is full, with its fraction, because amounts may be small. The key is kept until
+-- all the holder's buckets are full. `call` is redis.call, or redis.pcall if an error must not stop the script.
 function rate_buckets.set_full_at(call, key, name, at)
   call('HSET', key, name, numbers.precise(math.min(at, server.now + LONGEST_DEBT_MS)))
   local fields, latest = redis.pcall('HGETALL', key), server.now + rate_buckets.MINUTE

@@ -52,8 +52,7 @@ end
 -- Tokens of a prompt, estimated from the length of the payload until a tokenizer has seen it.
 function requests.estimated_prompt(payload_length) return math.ceil(payload_length / 4) end
 
--- The most tokens that a payload asks for, found as in `numbers.in_json`: none if it generates nothing, and nil
--- if it does not say.
+-- The payload's max_tokens, found as in `numbers.in_json`: 0 if the request generates nothing, nil if not set.
 function requests.requested_output(payload)
   for _, kind in ipairs({'"embed":', '"tokenize":true'}) do
     if string.find(payload, kind, 1, true) then return 0 end
@@ -67,6 +66,7 @@ function requests.estimated_tokens(payload)
   return requests.estimated_prompt(#payload) + math.max(0, math.min(max_tokens, 2147483648))
 end
 
+-- Remove a request from its queue, and from the lists of leases, deadlines and delays.
 function requests.drop_holds(id, tenant)
   server.remove_later(keys.pending_of(tenant), id)
   server.remove_later(keys.running_of(tenant), id)

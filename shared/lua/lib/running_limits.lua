@@ -1,13 +1,13 @@
 -- uses: keys, server
--- How many requests of a tenant workers may hold at once. Claims put their ids into a sorted set of the tenant,
--- and whatever ends a lease takes them out.
+-- The limit of requests of a tenant that workers hold at once. Claims add ids to a sorted set of the tenant, and
+-- all code that ends a lease removes them.
 
 local NUM_CHECKED = 8 -- ids that a claim at the limit, or a sweep, compares with the leases
 
 local numbers_held, claimed = {}, {} -- by the key of the tenant
 
--- Forget ids that nobody holds, such as those of a worker of an earlier release. The score is the time of the
--- last check, so each claim checks others.
+-- Remove ids that no worker holds, as workers of earlier releases leave them. The score is the time of the last
+-- check, so each call checks other ids.
 function running_limits.forget_gone(key)
   local ids, alive = server.due(key, '+inf', NUM_CHECKED), {}
   local leases = #ids > 0 and redis.call('ZMSCORE', keys.leases, unpack(ids)) or {}
@@ -22,7 +22,7 @@ function running_limits.forget_gone(key)
   server.for_all(redis.pcall, 'ZADD', key, alive)
 end
 
--- Whether workers hold as many requests of a tenant as they may.
+-- Whether a tenant has reached its limit.
 function running_limits.is_reached(tenant)
   local limit = server.number('max_running:' .. tenant, server.number('tenant_max_running', 0))
   if limit <= 0 then return false end
@@ -34,7 +34,7 @@ function running_limits.is_reached(tenant)
   return numbers_held[key] + #(claimed[key] or {}) / 2 >= limit
 end
 
--- Count a request from now on.
+-- Count a claimed request.
 function running_limits.count(tenant, id)
   local key = keys.running_of(tenant)
   claimed[key] = claimed[key] or {}

@@ -1,7 +1,7 @@
 -- uses: keys, numbers
 -- The server's clock, the queue's settings, and commands on many values at once.
--- After an error of Redis inside a script, the writes before it remain and the rest is not run. So pcall is
--- used for keys to which a stranger may have given another type.
+-- After an error of Redis inside a script, the writes before it remain and the rest does not run. So scripts use
+-- pcall for keys to which a stranger (any other program that may write to the server) may have given another type.
 
 local time = redis.call('TIME')
 server.now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -15,11 +15,11 @@ function server.config(name, default)
 end
 function server.number(name, default) return numbers.whole(server.config(name), default) end
 
--- Without memory, as a replica or with a full disk, Redis refuses the first write of a script. Once it has
--- accepted a first write, it accepts all others. So each script begins with a write that changes nothing, and
--- is refused as a whole or not at all. Only scripts that take in requests begin with a write that needs memory:
--- with full memory, what was accepted goes on to its end. Messages come last, so before that the script checks
--- that the user may publish them.
+-- Without memory, as a replica or with a full disk, Redis refuses the first write of a script. After a first
+-- write, it accepts all others. So each script begins with a write that changes nothing, and Redis refuses the
+-- whole script or none of it. Only scripts that add requests begin with a write that needs memory: accepted
+-- requests continue to their end even if memory is full. Messages come last, so the script first checks that
+-- the user may publish them.
 local function check_channels()
   if not redis.acl_check_cmd then return end -- fakeredis knows no users
   for _, channel in ipairs({keys.channels .. 'control', keys.events('')}) do
@@ -51,8 +51,8 @@ function server.size(key)
   return type(size) == 'number' and size or 0
 end
 
--- One command for many values, in pieces, because Lua's stack takes only some thousands at once. `call` is
--- redis.call, or redis.pcall after the first writes, where a key of another type must not stop the rest.
+-- One command for many values, in parts, because Lua's stack holds only some thousands. `call` is redis.call, or
+-- redis.pcall after the first writes, when a key of another type must not stop the script.
 function server.for_all(call, command, key, values)
   for from = 1, #values, 1000 do
     call(command, key, unpack(values, from, math.min(from + 999, #values)))
@@ -70,8 +70,8 @@ function server.score_in(key, member)
   return type(score) == 'string' and tonumber(score) or nil
 end
 
--- Work that a script does once for all its requests instead of once for each. Parts collect it, and register
--- with `at_the_end` a function that does it. Every script that moves requests calls `carry_out`.
+-- Work that a script does once for all its requests. Files in lib/ collect such work, and pass a function that
+-- does it to `at_the_end`. Every script that moves requests calls `carry_out`.
 local actions, removals = {}, {}
 function server.at_the_end(action) actions[#actions + 1] = action end
 function server.carry_out()

@@ -1,8 +1,8 @@
 -- uses: keys, numbers, server, requests
--- Counts the service that each tenant received. Each priority has its own counters, because the tenants
--- that wait at it share its tokens. The member `*` is the clock: what the tenant that was served last had
--- received before, which was the least of all that waited. A tenant without a counter starts at the clock,
--- so idle time neither earns nor costs it anything.
+-- Counts the service (weighted tokens) that each tenant received. Each priority has separate counters, because
+-- the tenants that wait at it share its tokens. The member `*` is the clock: the service that the last served
+-- tenant had received before, the least of all waiting tenants. A tenant without a counter starts at the clock,
+-- so idle time neither earns nor costs service.
 
 tenants.PROMPT_WEIGHT, tenants.OUTPUT_WEIGHT = 1, 2 -- service per token (Sheng et al., OSDI 2024)
 tenants.COUNTERS_TTL_MS = 3600000                   -- counters are kept for this time after the last service

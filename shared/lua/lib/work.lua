@@ -1,6 +1,6 @@
 -- uses: keys, numbers, server, tenants, pending, requests, ending
--- How much work there is and how long it takes: for autoscaling, model swapping and the limits of `enqueue`. Work
--- is counted in output tokens, since prompts cost the same share of a worker's time later as in the samples.
+-- Measures work and how long it takes: for autoscaling, model swapping and the limits of `enqueue`. Work is
+-- counted in output tokens, which assumes that prompts take the same part of a worker's time as in the samples.
 
 local STREAM = keys.prefix .. 'statistics'
 local SAMPLE_MS = 5000 -- how long an entry of the statistics stands for
@@ -40,8 +40,8 @@ function work.tokens_of_answer()
   return #outputs > 0 and math.max(1, sum / #outputs) or requests.DEFAULT_OUTPUT
 end
 
--- Output tokens that one worker makes in a second while requests wait; 0 if that was not measured yet. Workers
--- of an earlier release may have written the newest entries, without it.
+-- Output tokens per second of one worker while requests wait; 0 if not measured yet. The newest entries may lack
+-- this number, because workers of an earlier release wrote them.
 function work.tokens_of_worker()
   for _, sample in ipairs(samples_since(0)) do
     if sample.worker_tokens_per_second then return measured(sample.worker_tokens_per_second) end
@@ -49,9 +49,9 @@ function work.tokens_of_worker()
   return 0
 end
 
--- `tokens_of_worker` after a sample that is about to be written. `claiming` is how many workers claim at its end.
--- If requests waited and ran from its beginning to its end, workers generated as much as they can. At other times
--- they could have generated more, and only a higher rate counts.
+-- The new `tokens_of_worker` for a sample that is about to be written. `claiming` workers claim at its end. If
+-- requests waited and ran during the whole sample, the workers generated as fast as they can. Otherwise they could
+-- have been faster, so only a higher rate than before counts.
 function work.tokens_of_worker_after(sample, claiming, still_waiting)
   local before, claimed = work.tokens_of_worker(), measured(sample.claiming or sample.workers)
   local num_workers = math.max(claimed, claiming) -- those that came meanwhile may have added tokens
@@ -64,8 +64,8 @@ function work.tokens_of_worker_after(sample, claiming, still_waiting)
   return were_full and before + WEIGHT_OF_NEW * (now - before) or before
 end
 
--- Returns how many workers live, and how many requests they run. Of the workers that claim (those that drain or
--- miss their inference server do not), returns how many they are, and how many requests they take at once.
+-- Returns the numbers of live workers and of the requests that they run. Also returns the number of workers that
+-- claim (not those that drain or miss their inference server), and how many requests these take at once.
 function work.count_workers()
   local alive = redis.pcall('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
   if alive.err then alive = {} end
@@ -91,11 +91,11 @@ function work.most_running()
   return most
 end
 
--- Requests that are still to be done. Those that workers hold are half done, on average.
+-- The number of requests still to be done. Requests that workers hold are half done, on average.
 local function left_of(waiting, active) return measured(waiting) + measured(active) / 2 end
 
--- Output tokens that clients request in a second: those that were generated, and the growth of the backlog. The
--- most of any half minute of the last minute, so that a lull of a few seconds changes nothing.
+-- Output tokens that clients request per second: generated tokens, and the growth of the backlog. This is the
+-- maximum over all half minutes of the last minute, so that a short lull changes nothing.
 function work.tokens_requested(num_waiting, num_active)
   local most, samples, each = 0, recent_samples(), work.tokens_of_answer()
   for last, newest in ipairs(samples) do
@@ -117,8 +117,8 @@ function work.tokens_requested(num_waiting, num_active)
   return most
 end
 
--- The mean time between two requests that leave (ms): at the rate of the last half minute's tokens, or else of
--- the last requests that finished. nil if neither is known.
+-- The mean time between two requests that leave the queue (ms), from the tokens of the last half minute, or else
+-- from the last finished requests; nil if unknown.
 local function ms_of_request()
   local samples = samples_since(server.now - WINDOW_MS)
   local made = 0
@@ -129,8 +129,8 @@ local function ms_of_request()
   return (finished[1][1] - finished[#finished][1]) / (#finished - 1)
 end
 
--- How long it takes until `count` requests of a tenant have left, or of the whole queue without a tenant (ms).
--- A tenant gets its share of the workers beside the other tenants that wait.
+-- The time (ms) until `count` requests of a tenant, or of the whole queue if `tenant` is nil, have left the queue.
+-- A tenant has a part of the workers by its weight among all waiting tenants.
 function work.ms_until_left(count, tenant)
   local each, share = ms_of_request(), 1
   if not each then return 1000 end

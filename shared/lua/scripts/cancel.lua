@@ -1,7 +1,7 @@
 -- uses: keys, server, requests, pending, ending
 -- Cancel requests. A waiting one ends now. A running one is flagged, and its worker is notified.
--- ARGV  1 'any'; 'waiting' to leave requests alone that a worker holds; 'flagged' to end only waiting
---         requests that a plain client has flagged; then ids
+-- ARGV  1 'any'; 'waiting': not requests that a worker holds; 'flagged': only waiting requests that a plain
+--         client has flagged; then ids
 -- Reply a status for each: cancelled (ended now), flagged (its worker ends it), active (left alone),
 --       finished (was over before), unknown
 

@@ -2,7 +2,7 @@
 -- Take amounts from the rates of one holder, all of them or none.
 -- ARGV  1 holder   then for each rate: name, amount, limit a minute
 -- Reply {milliseconds to wait, or 0 if all was taken, or -1 if an amount is more than its limit;
---        for each rate: how much is left, milliseconds until all of it is back}
+--        for each rate: the amount left, milliseconds until the whole limit is available}
 
 local key = rate_buckets.key(ARGV[1])
 local wait, wanted, reply = 0, {}, {}

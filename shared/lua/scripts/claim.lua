@@ -49,15 +49,15 @@ local refused, skip = args.refused or '', numbers.whole(args.skip, 0)
 
 local MAX_PAYLOAD = 8 * 1024 * 1024
 local MAX_PASSES = 8    -- how often an oversized request or a suspect is overtaken before room is kept
-local SMALL_PART = 4     -- what a worker may take beyond its share: a fourth of what is each one's part
+local SMALL_PART = 4     -- beyond its share, a worker may take a quarter of one worker's part of what waits
 local MAX_EXAMINED = 512 -- bounds the time of one call when many are cancelled or do not fit
 
 server.write_needs_no_memory()
 
--- Compare this call with the last one that gave something. If the worker has not seen the last one's reply,
--- the reply was lost. Its requests go back; that is no crash, because the worker lives. If the last one is
--- this call, sent twice, it gives the same once more, whichever reply the worker reads. If the last one has
--- a higher number, this call is late, and nobody waits for its reply.
+-- Compare this call with the last one that returned requests. If the worker has not seen that reply, it was
+-- lost: its requests return to the queue, without a crash, because the worker lives. If the last call was this
+-- one, sent twice, it returns the same requests again, whichever reply the worker reads. If the last call has a
+-- higher number, this call is late, and nobody waits for its reply.
 local claimed_key, number = keys.prefix .. 'claimed:' .. session, tonumber(args.number) or 0
 local is_late, last_claimed = false, {}
 local function look_at_last_call()
@@ -89,8 +89,8 @@ if is_late then return {'ok', server.now_text, 0, 0} end
 if #last_claimed == 0 and server.config('paused') == '1' then return {'paused'} end
 
 -- The queue's model, as its first worker named it. Earlier releases read it from `config`, so it is written
--- there too, unless the worker's role may only read that key. From there it is also read if a stranger gave
--- the key `model` another type.
+-- there too, unless the worker's role may only read that key. It is read from there if a stranger gave the
+-- key `model` another type.
 local model_key, config_key = keys.prefix .. 'model', keys.prefix .. 'config'
 local function write_model(...)
   redis.pcall('HSET', model_key, ...)
@@ -128,14 +128,14 @@ local function preemptible_for(priority)
   return found[1], found[2]
 end
 
-local holders, is_held_here = {}, {} -- what each tenant has at this worker, and whether it has anything
+local holders, is_held_here = {}, {} -- what each tenant runs at this worker, and whether it runs anything
 for priority, num, tokens, tenant in string.gmatch(args.held or '', '(-?%d+):(%d+):(%d+):([%w_.%-]*)') do
   holders[#holders + 1] = {tonumber(priority), tonumber(num), tonumber(tokens), tenant}
   is_held_here[tenant] = true
 end
 
--- Slots and tokens that a tenant with nothing at this worker may take from others: its share, by weight, of
--- what it and each of them would have together. No request makes room for a less urgent one.
+-- Slots and tokens that a tenant, which runs nothing at this worker, may take from the others: by weight, its
+-- share of what each of them has. No request makes room for a less urgent one.
 local function share_of(tenant, priority)
   local slots, tokens, weight = 0, 0, tenants.weight_of(tenant)
   for _, holder in ipairs(holders) do
@@ -180,7 +180,7 @@ end
 
 local expiry, new_leases = numbers.exact(server.now + lease_ms), {}
 
--- Names the suspect that was handed out last. The key expires unless claims ask for it.
+-- Holds the id of the last suspect that was handed out. The key expires unless claims read it.
 local alone_key, ALONE_MS = keys.prefix .. 'alone', 10000
 
 -- Whether some worker runs a suspect. Then no room is kept for another one, so that other workers serve the
@@ -192,7 +192,7 @@ local function some_suspect_runs()
   return true
 end
 
-local claimed_ids = {} -- a stranger may have put an id into the queues of two tenants
+local claimed_ids = {} -- a stranger may have put one id into the queues of two tenants
 
 -- The reply for one claim. Its lease begins here.
 local function reply_of(id, fields, cost, has_log, turn, tenant)
@@ -240,13 +240,13 @@ pending.promote_delayed()
 local output = measured_output()
 local claims, taken_tokens, passed_over = {}, 0, {}
 local examined, walking = 0, true -- nothing leaves a queue before the walk is over
-local is_full = false -- only tenants with nothing at this worker get something
+local is_full = false -- then only tenants that run nothing at this worker get a request
 
 local function refuse(id, message)
   ending.finish_bare(id, 'error', 'invalid_request', message)
 end
 
--- Take, end or pass over the request where a tenant's walk stands. Returns whether it stays in the queue.
+-- Take, end or pass over the current request of a queue's walk. Returns whether it stays in the queue.
 local function examine(queue, turn)
   local id = queue.id
   local wrong = requests.wrong_id(id)
@@ -299,7 +299,7 @@ local function examine(queue, turn)
     return true
   end
   if fields.suspect then walking = false end -- it runs alone
-  -- Requests that were passed over count this only when something behind them is taken.
+  -- Passed requests count this only when a request behind them is taken.
   for _, overtaken in ipairs(passed_over) do
     redis.call('HSET', keys.request(overtaken[1]), 'passed', overtaken[2] + 1)
   end
@@ -319,7 +319,7 @@ for _, id in ipairs(last_claimed) do
 end
 
 fair_share.open_all(skip)
--- Or the first of several idle workers would take a whole burst, and the others nothing.
+-- Otherwise the first of several idle workers would take a whole burst, and the others nothing.
 local num_sharing = numbers.whole(args.num_sharing, 1)
 if num_sharing > 1 then
   local num_waiting = fair_share.num_waiting()
@@ -344,8 +344,8 @@ server.for_all(redis.call, 'ZADD', keys.leases, new_leases)
 fair_share.settle()
 server.carry_out()
 
--- Where the next call continues: after requests that are for other workers, so that they hide nothing. A call
--- that gave something keeps the place.
+-- Where the next call continues: after requests that are for other workers, so that these hide no others. A call
+-- that returns requests keeps the place.
 local next_skip = #claims > 0 and skip or 0
 if examined >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
   next_skip = fair_share.num_passed()

@@ -47,7 +47,7 @@ end
 
 local function idempotency_key(name) return keys.prefix .. 'idempotency:' .. name end
 
--- The id that an idempotency key stands for, as long as the request is kept. A purge may delete it early.
+-- The id of the request with an idempotency key, as long as the request is kept. A purge may delete it early.
 local function known_by(name)
   local id = redis.call('GET', idempotency_key(name))
   return id and redis.pcall('HEXISTS', keys.request(id), 'payload') == 1 and id

@@ -3,7 +3,7 @@
 -- ARGV  1 lease (ms)          2 number of rows
 --       for each row: id, fence, index, end, event JSON, finish reason ('' unless it is the last),
 --         result JSON (likewise; '' folds the log)
---       for each id held: id, fence, prompt tokens ('' if sent before); an id may be held and have rows
+--       for each held id: id, fence, prompt tokens ('' if sent before); a held id may also have rows
 -- Reply {{row status, ...}, {held status, ...}}
 --       ok         row written; lease renewed
 --       duplicate  the log has it already (a lost reply was retried); nothing was done

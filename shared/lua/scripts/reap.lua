@@ -1,6 +1,5 @@
 -- uses: keys, numbers, server, requests, pending, ending, crashes
--- Handle leases that ran out, deadlines that passed, delays that are over, and dead letters that were kept
--- long enough.
+-- Handle expired leases, passed deadlines, delays that are over, and old dead letters.
 -- ARGV  1 max crashes: lost leases after which a request becomes a dead letter, if it ran alone at the
 --         last of them   2 limit a call
 -- Reply {requests back to waiting, ended, dead, purged}

@@ -1,5 +1,5 @@
 -- uses: server, requests, tenants, pending, ending, crashes, abilities
--- Give held requests back, with their progress, at their old place in the queue.
+-- Return held requests, with their progress, to their old place in the queue.
 -- ARGV  for each request: id, fence, prompt tokens ('' if unknown)
 --       then, only if the worker's engine failed with them: max crashes (see reap). Each request gets a
 --         crash at once

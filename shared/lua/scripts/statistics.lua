@@ -4,11 +4,11 @@
 --       4 ttft: times to first token (ms), with spaces between   5 queue: times in the queue (ms), likewise;
 --       all of them since the caller's last call
 -- Reply how many entries were written: 0 or 1
--- The first call of each 5 s counts what waits and runs. The rest is summed up in the hash `statistics:open`
--- until the first call after those 5 s, which writes the entry.
+-- The first call of each 5 s counts what waits and runs. The hash `statistics:open` sums up the rest until the
+-- first call after those 5 s, which writes the entry.
 
 local BUCKET_MS, MAX_ENTRIES, KEPT_MS = work.SAMPLE_MS, 720, 3600000
-local BIN_WIDTH = math.log(1.05) -- times are counted in bins, to some 2%, so that workers add up
+local BIN_WIDTH = math.log(1.05) -- times are counted in bins 5% wide, so that workers' counts can be added
 local stream, open = keys.prefix .. 'statistics', keys.prefix .. 'statistics:open'
 local SUMS = {'generated_tokens', 'prompt_tokens', 'finished'}
 
@@ -41,10 +41,10 @@ local function percentiles(fields, kind, shares)
   return unpack(found)
 end
 
--- `after` is what is counted at the end.
+-- Write the entry of the sample in `fields`. `after` has the counts at its end. Returns how many were written.
 local function close(fields, after)
   local seconds = BUCKET_MS / 1000
-  -- No entry can follow one of the future, which a stranger wrote.
+  -- Redis adds no entry after one in the future, which a stranger may have written.
   local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
   if last and tonumber(string.match(last[1], '^%d+')) > server.now + KEPT_MS then redis.call('DEL', stream) end
   local ttft_p50, ttft_p95 = percentiles(fields, 'ttft', {0.5, 0.95})
@@ -60,7 +60,7 @@ local function close(fields, after)
   return type(added) == 'string' and 1 or 0 -- 0: it was written before the server's clock went back
 end
 
--- What the queue holds now.
+-- The current numbers of requests and workers.
 local function counted()
   local total, counts = priority_counts.count()
   local parts, now = {}, work.count_workers()

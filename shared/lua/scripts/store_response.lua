@@ -1,11 +1,11 @@
 -- uses: keys, numbers, server, arguments
--- Keep a response of the HTTP API, add its result, or forget it; and count what its tenant keeps.
+-- Store a response of the HTTP API, add its result, or delete it. Count what its tenant stores.
 -- ARGV by name, or by position: 1 what: 'add', 'end' or 'forget'   2 tenant, '' without a name   3 id
 --       4 added: bytes that this adds   5 ttl_ms: for how long it is kept
 --       6 most: responses of the tenant, 0 for any   7 most_bytes, likewise
 --       by name the word 'then'; then pairs: field, value
 -- Reply {'ok'}; {'gone'} if there is no such response, or for 'end' if it has its result already;
---       {'full', 'number' or 'bytes', how much the tenant keeps} if it may not add anything
+--       {'full', 'number' or 'bytes', how much the tenant stores} if the tenant has reached a limit
 -- `responses:of:TENANT` has the tenant's ids by the time at which they expire, `responses:sizes:TENANT` the
 -- bytes of each and their `total`. Redis deletes expired responses itself, so they are uncounted here.
 

@@ -11,8 +11,8 @@ local cursor, limit = ARGV[1], tonumber(ARGV[2])
 local orphans, grace_ms = keys.prefix .. 'orphans', server.number('result_ttl_ms', 3600000)
 server.write_needs_no_memory()
 
--- Whether an id that nobody holds and that is in no queue has a key without an expiry. Requests that ended
--- do not count: they expire by themselves, and a client may keep a result longer.
+-- Whether an id without lease and queue has a key without an expiry. Ended requests do not count: they expire by
+-- themselves, and a client may keep a result longer.
 local function is_orphan(id)
   local fields = requests.read(id, 'state', 'tenant') or {}
   local stays = redis.call('PTTL', keys.request(id)) == -1 or redis.call('PTTL', keys.tokens(id)) == -1

@@ -167,7 +167,7 @@ def test_a_process_that_the_server_refuses_ends_with_one_sentence(
         for option, said in (("maxmemory", "maxmemory"), ("min-replicas-to-write", "NOREPLICAS")):
             admin.config_set(option, 1)
             with capture_logs() as logs, pytest.raises(SystemExit):
-                _carry_out(_working(upkeep_queue), settings, says_why=True)
+                _carry_out(_working(upkeep_queue), settings, logs_error=True)
             admin.config_set(option, 0)
             assert [said in line["error"] for line in logs] == [True]
 
