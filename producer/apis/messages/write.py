@@ -11,7 +11,7 @@ from pydantic_core import from_json, to_json
 from promptq.producer.apis.messages.read import NAMES
 from promptq.producer.calls.completion import Completion, failure
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.output.output_text import Kind, OutputText, Piece
+from promptq.producer.calls.output.output_text import Kind, OutputPiece, OutputText
 from promptq.producer.calls.output.tool_calls import call_id
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.output_style import OutputStyle
@@ -80,7 +80,7 @@ class MessageWriter:
         frames, self._frames = "".join(self._frames), []
         return frames
 
-    def _own(self, pieces: list[Piece]) -> list[Piece]:
+    def _own(self, pieces: list[OutputPiece]) -> list[OutputPiece]:
         """Returns the pieces without the prefill."""
         return pieces if self._prefill is None else self._prefill.without(pieces)
 
@@ -101,7 +101,7 @@ class MessageWriter:
         self._frame("message_delta", f'{delta},"usage":{usage}')
         self._frame("message_stop", "")
 
-    def _write(self, pieces: Sequence[Piece]) -> None:
+    def _write(self, pieces: Sequence[OutputPiece]) -> None:
         for piece in pieces:
             block = self._block
             if block is None or block.kind != piece.kind or piece.name is not None:
@@ -114,7 +114,7 @@ class MessageWriter:
                 delta = f'{{"type":"{kind}","{member}":{quoted(piece.text)}}}'
                 self._frame("content_block_delta", f'{self._place},"delta":{delta}')
 
-    def _open(self, piece: Piece) -> _Block:
+    def _open(self, piece: OutputPiece) -> _Block:
         tool_use_id = ""
         if piece.kind == "call":
             tool_use_id = call_id(self._completion.id, self._num_calls).replace("call_", "toolu_")
@@ -152,7 +152,7 @@ class _Prefill:
         self._prefill = completion.prefill
         self._alone = OutputText(style, completion.expected)
         self._mark = "" if style is None else style.reasoning_before
-        self._held: Piece | None = None
+        self._held: OutputPiece | None = None
         """The end of the prefill that the reader holds back, because it may still become a mark."""
 
     def split(self, event: TokenEvent) -> tuple[str, str]:
@@ -166,10 +166,10 @@ class _Prefill:
         end = at + len(self._prefill) if at >= 0 else 0 if event.is_last else len(text)
         self._alone.feed(text[:end])
         for piece in self._alone.feed(_NO_MARK):
-            self._held = Piece(piece.kind, piece.text.removesuffix(_NO_MARK))
+            self._held = OutputPiece(piece.kind, piece.text.removesuffix(_NO_MARK))
         return text[:end], text[end:]
 
-    def without(self, pieces: list[Piece]) -> list[Piece]:
+    def without(self, pieces: list[OutputPiece]) -> list[OutputPiece]:
         """Returns the pieces without the end of the prefill. The reader held this end back, so it
         comes again."""
         output = []
@@ -182,9 +182,9 @@ class _Prefill:
             if piece.text[:length] != held.text[:length]:
                 length = 0
             elif length < len(held.text):
-                self._held = Piece(held.kind, held.text[length:])
+                self._held = OutputPiece(held.kind, held.text[length:])
             if length < len(piece.text):
-                output.append(Piece(piece.kind, piece.text[length:]))
+                output.append(OutputPiece(piece.kind, piece.text[length:]))
         return output
 
 

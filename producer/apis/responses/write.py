@@ -21,8 +21,7 @@ from promptq.producer.calls.completion import failure
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.logprobs import chat_logprob
 from promptq.producer.calls.output.model_text import ExpectedOutput
-from promptq.producer.calls.output.output_text import Kind, OutputText
-from promptq.producer.calls.output.output_text import Piece as TextPiece
+from promptq.producer.calls.output.output_text import Kind, OutputPiece, OutputText
 from promptq.producer.calls.output.tool_calls import call_id
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.output_style import OutputStyle
@@ -141,7 +140,7 @@ class ResponseWriter:
             self._has_begun = True
             self._event("response.in_progress", lambda: f'"response":{self._object("in_progress")}')
 
-    def _write(self, pieces: Sequence[TextPiece]) -> None:
+    def _write(self, pieces: Sequence[OutputPiece]) -> None:
         for piece in pieces:
             item = self._item
             if item is None or item.kind != piece.kind or piece.name is not None:
