@@ -272,8 +272,8 @@ def check_size_of_call(
     if total > MAX_CALL_BYTES:
         raise wrong_field(
             named,
-            f"{num_prompts * n} answers to this take {total} bytes, more than the {MAX_CALL_BYTES}"
-            " that one call may enqueue",
+            f"the payloads of {num_prompts * n} answers have {total} bytes, more than the"
+            f" {MAX_CALL_BYTES} that one call may enqueue",
         )
 
 

@@ -217,9 +217,9 @@ class CallReader:
     async def _ask_one(
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Sends a query to a process, to a new one with `is_new`, and returns the reply. If the
-        process ends, raises ApiError 400 if it reached its limits, otherwise EOFError or OSError.
-        """
+        """Sends a query to an idle process, or to a new one, and returns the reply. Raises ApiError
+        400 if the process has reached its limits, and EOFError or OSError if it has ended
+        otherwise."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
         try:

@@ -162,8 +162,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
 
 def shown_fields(payload: bytes, with_prompt: bool) -> dict[str, Any]:
     """Returns the fields of a payload that `stream_completion` needs. The prompt is needed only if
-    the answer repeats it. Slow for a large payload. Raises InvalidRequestError.
-    """
+    the answer repeats it. Slow for a large payload. Raises InvalidRequestError."""
     request = Request.parse(payload)
     prefix = request.output_prefix
     return {

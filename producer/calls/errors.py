@@ -174,7 +174,10 @@ def as_api_error(error: Exception) -> ApiError:
             log_why_unavailable(error)
             message, seconds = "the queue cannot be reached at the moment; try again soon", 1
             if isinstance(error, RedisAuthError):
-                message, seconds = "the gateway may not use its Redis server; its log says why", 5
+                message = (
+                    "the Redis server refuses the gateway's commands; the gateway's log says why"
+                )
+                seconds = 5
             elif isinstance(error, RedisFullError):
                 message = "the memory of the queue's server is full, so it accepts no request"
                 message, seconds = f"{message}; try again later", 30

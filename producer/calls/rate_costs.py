@@ -54,7 +54,7 @@ def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -
         if answer.reset_ms[rate.name] > _MINUTE_MS:
             reasons.append(f"has used more than its {limit}")
         elif left < rate.amount:
-            reasons.append(f"has {left} left of its {limit}, and this needs {rate.amount}")
+            reasons.append(f"has {left} left of its {limit}, and the call needs {rate.amount}")
     seconds = math.ceil((answer.wait_ms or 0) / 1000)
     after = f"{seconds} s" if seconds < 120 else f"{math.ceil(seconds / 60)} min"
     return f"the key {caller.name!r} {' and '.join(reasons)}; try again in {after}"
@@ -98,7 +98,7 @@ def beyond_rates(
     limits = " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
     return ApiError(
         429,
-        f"this needs {needed}, and the key {caller.name!r} never has more than {limits}",
+        f"the call needs {needed}, and the key {caller.name!r} never has more than {limits}",
         code="rate_limit_exceeded",
         headers={**(headers or {}), **NOT_AGAIN},
     )
