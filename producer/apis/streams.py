@@ -173,7 +173,7 @@ async def fork_stream(
         served = await gateway.queues.holding(request_id)
         await payloads_of(served, caller, [request_id])
         source = await carry_out_async(fork_source(served.queue.keys, request_id), served.queue.run)
-        model = (await served.watch.look()).model
+        model = (await served.view()).model
         endpoint, body, point = fork_call(source, options, request.headers, caller, model)
         hold.grow_to(len(body))
         aliases = await gateway.queues.aliases()
@@ -218,5 +218,5 @@ async def _find(
     served = await gateway.queues.holding(request_ids[0])
     payloads = await payloads_of(served, caller, request_ids)
     shown = await gateway.call_reader.shown_fields(caller, payloads, wants_echo(query))
-    view = await served.watch.look()
+    view = await served.view()
     return served, stream_completion(completion_id, query, shown, view.model)

@@ -307,8 +307,8 @@ async def model_and_style(
     """Returns the queue's model and its output style. A worker writes both before it sends the
     first event."""
     with explained(served.client.url):
-        view = await served.watch.look()
+        view = await served.view()
         lacks_style = view.output_style is None and needs_style
         if not view.model or lacks_style:  # a worker may have written them just now
-            view = await served.watch.look(now=True)
+            view = await served.view(now=True)
     return view.model, view.output_style

@@ -18,7 +18,6 @@ from promptq.shared.errors import ModelNotServedError, SpoiltRecordError
 from promptq.shared.protocol.keys import ALIASES, ALL_QUEUES, QUEUES, Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, carry_out_async
-from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 _FRESH_SECONDS = 1.0
 """Seconds after which a queue's state, and the names of queues and aliases, are read again."""
@@ -31,20 +30,38 @@ _AWAY_SECONDS = 1.0
 """Seconds for which a queue is skipped after its server did not answer."""
 
 
-@dataclass(frozen=True, slots=True)
 class ServedQueue:
-    """A queue that a gateway serves: its client, and the reader of its state."""
+    """A queue that a gateway serves: its client, and its state, which is read about once a
+    second."""
 
-    client: AsyncClient
-    watch: QueueWatch
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.queue = client.queue
+        self.name = client.queue.keys.queue
+        self.num_sent = 0
+        """Number of requests that were sent to the queue since its state was read."""
+        self._view: QueueView | None = None
+        self._viewed_at = float("-inf")
+        self._viewing = asyncio.Lock()
 
     @property
-    def queue(self) -> AsyncRequestQueue:
-        return self.client.queue
+    def is_old(self) -> bool:
+        """Whether the next `view` reads the state again."""
+        return time.monotonic() - self._viewed_at > _FRESH_SECONDS
 
-    @property
-    def name(self) -> str:
-        return self.queue.keys.queue
+    async def view(self, *, now: bool = False) -> QueueView:
+        """Returns the state of the queue, at most a second old; with `now`, reads it now. Raises
+        redis.RedisError."""
+        async with self._viewing:
+            if self._view is None or self.is_old or now:
+                self._view = await carry_out_async(queue_view(self.queue.keys), self.queue.run)
+                self._viewed_at = time.monotonic()
+                self.num_sent = 0
+            return self._view
+
+    async def has(self, key: str) -> bool:
+        """Returns whether a key exists in the queue. Raises redis.RedisError."""
+        return await self.queue.run(Call("", ["EXISTS", key], bool))
 
 
 Found = tuple[ServedQueue, QueueView]
@@ -141,16 +158,16 @@ class ServedQueues:
         """Returns the queues that can be read, each with its state. A state is at most a second
         old; with `now`, it is read now."""
         served = await self.all(now=now)
-        old = [queue for queue in served if now or queue.watch.is_old]
-        looks = (queue.watch.look(now=now) for queue in old)
-        errors = await asyncio.gather(*looks, return_exceptions=True)
+        old = [queue for queue in served if now or queue.is_old]
+        reads = (queue.view(now=now) for queue in old)
+        errors = await asyncio.gather(*reads, return_exceptions=True)
         for queue, error in zip(old, errors, strict=True):
             if isinstance(error, BaseException):
                 self._leave_out(queue, error)
             else:
                 self._away.pop(queue.name, None)
         readable = [queue for queue in served if not self._is_refused(queue.name)]
-        return [(queue, await queue.watch.look()) for queue in readable]
+        return [(queue, await queue.view()) for queue in readable]
 
     async def of_model(
         self, model: str | None, known_as: Callable[[Keys], str] | None = None
@@ -164,7 +181,7 @@ class ServedQueues:
         Raises ModelNotServedError. Raises ModelIsLoadingError while a queue in `names` has no model
         yet.
         """
-        own = self.own, await self.own.watch.look()
+        own = self.own, await self.own.view()
         is_alone = len(self._names) == 1 and not self._finds_others
         if not model or (is_alone and model == own[1].model):
             return own
@@ -175,8 +192,8 @@ class ServedQueues:
         if len(serving) == 1:
             return serving[0]
         if known_as is None:
-            return min(serving, key=lambda at: at[1].load(at[0].watch.num_sent))
-        known = await asyncio.gather(*(_has(at[0], known_as(at[0].queue.keys)) for at in serving))
+            return min(serving, key=lambda at: at[1].load(at[0].num_sent))
+        known = await asyncio.gather(*(at[0].has(known_as(at[0].queue.keys)) for at in serving))
         if any(known):
             return serving[known.index(True)]
         return max(serving, key=lambda at: (at[1].hands_out, _rank(known_as(at[0].queue.keys))))
@@ -203,7 +220,7 @@ class ServedQueues:
         served += [queue for queue in self.opened if queue not in served]
         if len(served) == 1:
             return self.own
-        looking = [_has(queue, queue.queue.keys.request(request_id)) for queue in served]
+        looking = [queue.has(queue.queue.keys.request(request_id)) for queue in served]
         known = await asyncio.gather(*looking, return_exceptions=True)
         for queue, is_known in zip(served, known, strict=True):
             if isinstance(is_known, BaseException):
@@ -215,8 +232,7 @@ class ServedQueues:
 
     def _served(self, name: str) -> ServedQueue:
         if name not in self._opened:
-            client = self._open_client(name)
-            self._opened[name] = ServedQueue(client, QueueWatch(client.queue))
+            self._opened[name] = ServedQueue(self._open_client(name))
         return self._opened[name]
 
     async def _read(self, *, now: bool = False) -> _Directory:
@@ -298,34 +314,3 @@ def _rank(key: str) -> bytes:
     https://en.wikipedia.org/wiki/Rendezvous_hashing.
     """
     return hashlib.sha256(key.encode()).digest()
-
-
-async def _has(queue: ServedQueue, key: str) -> bool:
-    return await queue.queue.run(Call("", ["EXISTS", key], bool))
-
-
-class QueueWatch:
-    """Reads the state of one queue, and remembers it for about a second."""
-
-    def __init__(self, queue: AsyncRequestQueue) -> None:
-        self.num_sent = 0
-        """Number of requests that were sent to the queue since its state was read."""
-        self._queue = queue
-        self._seen: QueueView | None = None
-        self._seen_at = float("-inf")
-        self._looking = asyncio.Lock()
-
-    @property
-    def is_old(self) -> bool:
-        """Whether the next `look` reads the state again."""
-        return time.monotonic() - self._seen_at > _FRESH_SECONDS
-
-    async def look(self, *, now: bool = False) -> QueueView:
-        """Returns the state of the queue, at most a second old; with `now`, reads it now. Raises
-        redis.RedisError."""
-        async with self._looking:
-            if self._seen is None or self.is_old or now:
-                self._seen = await carry_out_async(queue_view(self._queue.keys), self._queue.run)
-                self._seen_at = time.monotonic()
-                self.num_sent = 0
-            return self._seen

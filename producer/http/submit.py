@@ -92,7 +92,7 @@ class IncomingCall:
         errors of the client.
         """
         rates = await self._take_rest(served)
-        served.watch.num_sent += len(self.prepared.new)
+        served.num_sent += len(self.prepared.new)
         request_ids = await served.client.enqueue_composed(self.prepared.new)
         self.prepared.new.clear()
         if self.hold is not None:
@@ -131,7 +131,7 @@ class IncomingCall:
         if result.prompt_texts is None:  # another program wrote into the queue
             message = "the queue's record of this request has no tokens"
             raise ApiError(409, message, code="spoilt_record")
-        return result, (await served.watch.look()).max_model_len
+        return result, (await served.view()).max_model_len
 
 
 @asynccontextmanager

@@ -120,7 +120,7 @@ async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) ->
     completion_id, have = read_event_id(last_event_id)
     bind(request_id=completion_id)
     served = await gateway.queues.holding(request_ids(completion_id, len(have))[0])
-    completion = completion_of(call, completion_id, (await served.watch.look()).model)
+    completion = completion_of(call, completion_id, (await served.view()).model)
     return stream_of(gateway, served, completion, have)
 
 

@@ -175,7 +175,7 @@ async def play(
     check_scope(admin, "completions")
     call = CompletionCall(is_chat="messages" in fields, fields=fields, prompts=[None])
     prepared = prepare(call, admin, new_request_id(), await gateway.queues.aliases())
-    check_model(admin, (await served.watch.look()).model)
+    check_model(admin, (await served.view()).model)
     await admit_call(gateway, admin)
     (request_id,), _ = await IncomingCall(request, gateway, admin, prepared).enqueue(served)
     log(action="play", request_id=request_id)
