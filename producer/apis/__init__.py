@@ -1,2 +1,2 @@
-"""The HTTP API. Each folder or file is one part: it reads calls, writes answers, and has a
-`router`."""
+"""The HTTP APIs. Each folder or file is one of them: it reads calls, writes answers, and has the
+routes (`router`)."""

@@ -1,4 +1,4 @@
-"""Batches, as in the OpenAI API. These routes only record batches; `promptq jobs` runs them."""
+"""OpenAI's batches. These routes only record batches; `promptq jobs` runs them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ router = APIRouter(
 
 
 class Expiry(BaseModel):
-    """Time after which the files of answers are deleted, counted from their creation."""
+    """When the files with a batch's answers are deleted: `seconds` after their creation."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)
 
 
 def _check_number(metadata: Any) -> Any:
-    """Checks the number of entries of `metadata` before pydantic does, which would report each
-    wrong entry."""
+    """Checks the number of entries of `metadata` first, because pydantic reports each wrong
+    entry."""
     if isinstance(metadata, dict) and len(metadata) > _MOST_METADATA:
         raise ValueError(f"{len(metadata)} are more than the {_MOST_METADATA} allowed")
     return metadata
@@ -67,7 +67,7 @@ class NewBatch(BaseModel):
 
 
 def batches_of(gateway: ThisGateway) -> Batches:
-    """Returns the batches of the gateway's queue."""
+    """Returns the records of batches in the gateway's own queue."""
     return Batches(gateway.queue)
 
 
@@ -91,9 +91,8 @@ async def create(
         raise wrong_field("input_file_id", str(error)) from None
     if stored.purpose != "batch":
         raise wrong_field("input_file_id", f"the file's purpose is {stored.purpose!r}, not 'batch'")
-    await asyncio.to_thread(
-        gateway.file_quotas.check, stored.tenant
-    )  # the answers become a file, too
+    # The answers become a file, too.
+    await asyncio.to_thread(gateway.file_quotas.check, stored.tenant)
     record = new_batch(
         new.endpoint,
         stored.id,

@@ -1,7 +1,7 @@
-"""The process that `CallReader` starts. It reads calls one after the other, until its input ends.
+"""The process that `CallReader` starts. It answers queries one after the other, until its input
+ends.
 
-Run as `python -m promptq.producer.apis.call_reader_process`. Its arguments are the level and the
-format of its log.
+`python -m promptq.producer.apis.call_reader_process LOG_LEVEL LOG_FORMAT` runs it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from promptq.producer.calls.call_reader import LENGTH_BYTES, OUT_OF_MEMORY, answ
 from promptq.shared.runtime.logs import configure_logs
 
 _MOST_BYTES = 2 << 30
-"""The limit of the process's memory. The worst well-formed body of 8 MB takes half of it."""
+"""The most bytes of memory of the process. The worst valid body of 8 MB takes half of them."""
 _NICENESS = 15
 
 
 def main() -> None:
-    """Answers calls with limited memory, and at a lower priority than the gateway's streams."""
-    # Signals to all processes of a terminal or service are for the gateway: this process ends when
-    # its input ends.
+    """Answers queries, with limited memory, and with a lower CPU priority than the gateway."""
+    # A terminal or service manager sends these signals to all processes. This process ends when the
+    # gateway closes its input.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a body must not be left on a disk
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would put bodies on the disk
     os.nice(_NICENESS)
     configure_logs(*sys.argv[1:])
     incoming, outgoing = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing printed may come between answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # printed text must not get into an answer
     while length := incoming.read(LENGTH_BYTES):
         query = json.loads(incoming.read(int.from_bytes(length, "big")))
         try:

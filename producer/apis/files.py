@@ -1,4 +1,4 @@
-"""Files, as in the OpenAI API: routes that upload, list, describe, download and delete them."""
+"""OpenAI's files: routes that upload, list, describe, download and delete them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from promptq.producer.http.state import ThisGateway
 from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.turns import Work
 
-FORM_BYTES = 1 << 16
-"""The most bytes of an upload form without its file. These bytes do not count towards the file's
-size."""
+_FORM_BYTES = 1 << 16
+"""The most bytes of an upload's form besides its file. These bytes do not count as the file's."""
 
 router = APIRouter(
     tags=["files"],
@@ -40,8 +39,7 @@ router = APIRouter(
 _MOST_FIELDS = 16
 _FIELD_BYTES = 1024
 _CHARSETS = ("utf-8", "ascii", "iso8859-1")
-"""The supported charsets, by the names of Python's codecs. Other codecs of Python fail, or do not
-decode to text."""
+"""The supported charsets of a form, by the names of Python's codecs."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 LEAST_EXPIRY_SECONDS = 3600
@@ -64,7 +62,7 @@ _BODY = {"content": {"multipart/form-data": {"schema": _FORM}}, "required": True
 
 
 def file_store(gateway: ThisGateway) -> FileStore:
-    """Returns the files of this gateway."""
+    """Returns the store with the files of the gateway."""
     return gateway.file_quotas.store
 
 
@@ -78,14 +76,14 @@ async def upload(
     """Upload a file. The body is a multipart form."""
     # An upload counts as a request and as a file before its body is read.
     response.headers.update(await admit_call(gateway, caller))
-    declared = max(0, whole(request.headers.get("content-length")) - FORM_BYTES)
+    declared = max(0, whole(request.headers.get("content-length")) - _FORM_BYTES)
     beginning = asyncio.to_thread(gateway.file_quotas.begin, caller.tenant or "", declared)
     with await beginning as upload, gateway.uploads.hold(caller.party) as hold:
         # The file is written to the disk while it arrives.
-        pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=FORM_BYTES, what="file")
+        pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=_FORM_BYTES, what="file")
         parser = MultiPartParser(
             _checked(request.headers),
-            _counted(pieces, upload, declared),
+            _charged(pieces, upload, declared),
             max_files=1,
             max_fields=_MOST_FIELDS,
             max_part_size=_FIELD_BYTES,
@@ -100,14 +98,15 @@ async def upload(
             await form.close()
 
 
-async def _counted(
+async def _charged(
     pieces: AsyncIterator[bytes], upload: Upload, counted: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the pieces of a body. Raises FileQuotaError when they exceed the tenant's quota."""
+    """Yields the pieces of an upload's body. Charges the tenant's quota with the bytes of the file
+    after the first `counted` ones, which were charged before. Raises FileQuotaError."""
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)
-        more = num_bytes - FORM_BYTES - counted
+        more = num_bytes - _FORM_BYTES - counted
         if more > 0:
             upload.grow(more)
             counted += more
@@ -146,14 +145,14 @@ async def list_files(
         store.page, *caller.reach, purpose=purpose, limit=limit, after=after, order=order
     )
 
-    def shown() -> Work[str]:
+    def as_json() -> Work[str]:
         objects = []
         for stored in files:
             objects.append(stored.to_api())
             yield
         return (yield from written(page_of(objects, has_more)))
 
-    body = await gateway.client.turns.run(shown())
+    body = await gateway.client.turns.run(as_json())
     return Response(body, media_type="application/json")
 
 
@@ -181,7 +180,7 @@ async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str
 
 
 def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
-    """Returns OpenAI's list object."""
+    """Returns a page of a list as OpenAI's list object."""
     return {
         "object": "list",
         "data": objects,
@@ -192,8 +191,8 @@ def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
 
 
 def _checked(headers: Headers) -> Headers:
-    """Returns the headers. Raises ApiError 400 if the body is no multipart form, or has an
-    unsupported charset."""
+    """Returns an upload's headers unchanged. Raises ApiError 400 if they announce no multipart
+    form, or an unsupported charset."""
     kind, options = parse_options_header(headers.get("content-type"))
     if not kind.startswith(b"multipart/"):
         raise ApiError(
@@ -205,11 +204,12 @@ def _checked(headers: Headers) -> Headers:
     except (LookupError, ValueError):
         is_served = False
     if not is_served:
-        raise ApiError(400, f"Content-Type: the charset {charset[:80]!r} is not served, utf-8 is")
+        raise ApiError(400, f"Content-Type: the charset {charset[:80]!r} is not served; use utf-8")
     return headers
 
 
 def _expiry(seconds: object, anchor: object) -> int | None:
+    """Returns the seconds after which a form's file expires; None if the form does not say."""
     if seconds is None and anchor is None:
         return None
     least, most = LEAST_EXPIRY_SECONDS, BATCH_FILE_SECONDS

@@ -1,4 +1,4 @@
-"""Lists the models that a gateway's queues serve, as in the OpenAI API."""
+"""OpenAI's list of models: those that the gateway's queues serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ router = APIRouter(
 )
 
 
-@router.get("/v1/models/", include_in_schema=False)  # otherwise '' would be read as a model's name
+@router.get("/v1/models/", include_in_schema=False)  # otherwise the model '' would be described
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def list_models(gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
@@ -40,8 +40,8 @@ async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -
 
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, object]]:
-    """Returns the object of each model, by the model's name. If a model has several queues, the
-    object has their shortest context length, and the refused fields of each queue."""
+    """Returns the object that describes each model, by the model's name or alias. If several queues
+    serve a model, it has their shortest context length, and the fields that any of them refuses."""
     views: dict[str, list[QueueView]] = {}
     for _, view in await gateway.queues.views():
         if view.model:

@@ -1,5 +1,4 @@
-"""The table of endpoints that accept calls. Each entry says how to read a call and how to make its
-id."""
+"""For each kind of call, the functions that read it and create its id."""
 
 from __future__ import annotations
 
@@ -19,12 +18,13 @@ from promptq.producer.calls.completion import new_completion_id, new_embedding_i
 
 
 def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
-    """Returns a reader for an endpoint whose calls never continue an earlier call."""
+    """Returns the function for calls that never continue an earlier call, so they need neither an
+    id nor a history to be read."""
     return lambda body, headers, new_id, history: read(body, headers)
 
 
 def _read_message_fork(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Returns the call for the fork of a message: a chat whose answer is a message."""
+    """Returns the call for a fork of a message: a chat whose answer is a message."""
     call = read_chat(body, headers)
     if call.n > 1:
         raise wrong_field("n", "is not a field of messages")

@@ -34,14 +34,15 @@ from promptq.producer.http.bodies import read_body
 from promptq.producer.http.errors import described
 from promptq.producer.http.rate_limits import COUNTED_READ, admit_call
 from promptq.producer.http.state import Gateway, ThisGateway
+from promptq.producer.http.submit import IncomingCall
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import ForkPoint, invalid_request
 from promptq.shared.queue import scripts
 from promptq.shared.queue.call import carry_out_async
 from promptq.shared.runtime.logs import bind
 
-MOST_BYTES = 65_536
-"""The most bytes of a fork's body. Reading this many bytes takes a few milliseconds at worst."""
+_MOST_BYTES = 65_536
+"""The most bytes of a fork's body. Reading them takes a few milliseconds at worst."""
 
 router = APIRouter(
     tags=["streams"],
@@ -50,12 +51,13 @@ router = APIRouter(
 )
 
 _BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
-"""Statuses of a cancel, by precedence. A completion with several answers has the first status in
-this list that one of its answers has."""
+"""Statuses of a cancelled completion, which may have several requests: the first of these that one
+of its requests has."""
 
 
 class ForkOptions(BaseModel):
-    """The body of a fork. All other fields replace fields of the source's body."""
+    """The body of a fork. Other fields (`changes`) replace fields of the forked call, the
+    source."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -73,7 +75,7 @@ class ForkOptions(BaseModel):
 
 
 def read_fork(body: bytes) -> ForkOptions:
-    """Returns the options. Raises InvalidRequestError that names the wrong field."""
+    """Reads the body of a fork. Raises InvalidRequestError that names the wrong field."""
     try:
         options = ForkOptions.model_validate(without_none(read_object(body or b"{}")))
     except ValidationError as error:
@@ -89,13 +91,14 @@ def fork_call(
     caller: Caller,
     model: str,
 ) -> tuple[Endpoint, bytes, ForkPoint]:
-    """Returns the endpoint and the body of the call that makes a fork, and the point where the fork
-    branches off.
+    """Returns the endpoint and the body of the call that creates a fork, and the point where the
+    fork branches off.
 
     The body has the source's fields, with the changes of the options and headers. `model` is the
     model of the source's queue. Raises InvalidRequestError.
     """
     fields, point = source.fork(options.at, options.append)
+    changes = options.changes
     is_chat = fields.get("messages") is not None
     if model:
         fields.setdefault("model", model)
@@ -107,11 +110,10 @@ def fork_call(
     for name in (name for name, header in HEADERS.items() if header in headers):
         fields.pop(name, None)
     num_top = fields.get("logprobs")
-    if is_chat and num_top is not None:  # a chat has two fields for this one of the payload
+    if is_chat and num_top is not None:  # a chat has two fields for this field of a payload
         fields["logprobs"] = True
-        if "logprobs" not in options.changes:
+        if "logprobs" not in changes:
             fields["top_logprobs"] = num_top
-    changes = options.changes
     if is_message_id(source.request_id):
         if "stop_sequences" in changes:
             changes["stop"] = changes.pop("stop_sequences")
@@ -132,10 +134,8 @@ async def read_stream(
     The completion's header `X-Stream-Url` has the address, including the query.
     """
     served, completion = await _find(gateway, caller, completion_id, request)
-    if is_message_id(completion_id):
-        return messages.message_stream(
-            gateway, served, completion
-        )  # events of messages have no ids
+    if is_message_id(completion_id):  # its events have no ids, so the stream begins anew
+        return messages.message_stream(gateway, served, completion)
     if not last_event_id:
         return completions.stream_of(gateway, served, completion)
     of_completion, have = read_event_id(last_event_id)
@@ -157,25 +157,23 @@ async def read_stream(
 async def fork_stream(
     completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
-    """Continue the first tokens of a completion (the source) as a new completion of the same
-    endpoint.
+    """Begin a new completion, the fork, with the first tokens of another one, the source.
 
-    The source may still run. The fork's output begins with these tokens and the text `append`. The
-    header `X-Forked-From` has the number of tokens and the id of the source.
+    The source may still run. The fork's output begins with the source's first `at` tokens and the
+    text `append`. The header `X-Forked-From` has the number of these tokens and the source's id.
     """
     if request.headers.get("last-event-id"):
         raise wrong_field("Last-Event-ID", "to resume a fork, read the address of its stream")
     await admit_call(gateway, caller)
     with gateway.bodies.hold(caller.party) as hold:
-        options = read_fork(await read_body(request, MOST_BYTES, hold))
+        options = read_fork(await read_body(request, _MOST_BYTES, hold))
         check_completion_id(completion_id)
-        request_id = (
-            completion_id if options.choice is None else f"{completion_id}:{options.choice}"
-        )
+        choice = "" if options.choice is None else f":{options.choice}"
+        request_id = f"{completion_id}{choice}"
         served = await gateway.queues.holding(request_id)
         await payloads_of(served, caller, [request_id])
         source = await carry_out_async(fork_source(served.queue.keys, request_id), served.queue.run)
-        model = (await served.watch.look()).model
+        model = (await served.view()).model
         endpoint, body, point = fork_call(source, options, request.headers, caller, model)
         hold.grow_to(len(body))
         aliases = await gateway.queues.aliases()
@@ -185,7 +183,7 @@ async def fork_stream(
         new = [replace(each, forked_from=point) for each in prepared.new]
         prepared = replace(prepared, new=new)
         respond = messages.respond if is_message_id(completion_id) else completions.respond
-        response = await respond(request, gateway, caller, prepared, hold)
+        response = await respond(IncomingCall(request, gateway, caller, prepared, hold))
     response.headers["X-Forked-From"] = str(point)
     return response
 
@@ -212,11 +210,13 @@ async def cancel_stream(
 async def _find(
     gateway: Gateway, caller: Caller, completion_id: str, request: Request
 ) -> tuple[ServedQueue, Completion]:
+    """Returns a completion and the queue that has it. Raises RequestNotFoundError if it does not
+    belong to the caller."""
     query = request.query_params
     request_ids = needed_request_ids(completion_id, query)
     bind(request_id=completion_id)
     served = await gateway.queues.holding(request_ids[0])
     payloads = await payloads_of(served, caller, request_ids)
     shown = await gateway.call_reader.shown_fields(caller, payloads, wants_echo(query))
-    view = await served.watch.look()
+    view = await served.view()
     return served, stream_completion(completion_id, query, shown, view.model)

@@ -1,4 +1,4 @@
-"""Converts texts to the model's tokens and back, at the endpoints of vLLM's server.
+"""Converts texts to tokens and back, at the endpoints of vLLM's server.
 
 The gateway has no tokenizer. So each call becomes a request in the queue, which a worker answers
 without its engine.
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.call import CompletionCall, without_none
 from promptq.producer.calls.call_to_payloads import prepare
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import new_completion_id
@@ -20,7 +20,7 @@ from promptq.producer.http.errors import described
 from promptq.producer.http.json_body import described_body, json_body
 from promptq.producer.http.rate_limits import admit_call
 from promptq.producer.http.state import Gateway, ThisGateway
-from promptq.producer.http.submit import prompt_tokens
+from promptq.producer.http.submit import IncomingCall
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import Objects, TokenIds
 from promptq.shared.runtime.large_json import written
@@ -65,12 +65,8 @@ async def tokenize(
     caller: ThisCaller,
 ) -> Response:
     """Return the tokens of a text or a chat, and their number."""
-    fields: dict[str, Any] = {}
-    for name in ("tools", "chat_template_kwargs"):
-        if (value := getattr(body, name)) is not None:
-            fields[name] = value
-    if body.messages is not None:
-        fields["messages"] = body.messages
+    names = ("messages", "tools", "chat_template_kwargs")
+    fields = without_none({name: getattr(body, name) for name in names})
     result, max_model_len = await _tokens_of(
         request, gateway, caller, body.model, body.prompt, fields
     )
@@ -105,8 +101,8 @@ async def _tokens_of(
     prompt: str | list[int] | None,
     fields: dict[str, Any],
 ) -> tuple[Result, int | None]:
-    """Returns the tokens of a prompt, or of the chat in `fields`, and the model's context length
-    (None if unknown)."""
+    """Returns a result with the tokens of a prompt, or of the chat in `fields`, and the model's
+    context length (None if unknown)."""
     await admit_call(gateway, caller)
     is_chat = "messages" in fields
     call = CompletionCall(
@@ -117,4 +113,4 @@ async def _tokens_of(
     )
     completion_id = new_completion_id(is_chat)
     prepared = prepare(call, caller, completion_id, await gateway.queues.aliases())
-    return await prompt_tokens(request, gateway, caller, prepared)
+    return await IncomingCall(request, gateway, caller, prepared).prompt_tokens()

@@ -111,7 +111,7 @@ class LineGateway:
 
     async def answer(self, item: LineRequest) -> dict[str, Any]:
         """Returns the body of the answer. Raises RefusedLineError if a request failed."""
-        view = await item.served.watch.look()
+        view = await item.served.view()
         call = _call_of(item.line).with_model_of(await self._queues.aliases())
         completion = completion_of(call, item.request_id, view.model)
         style = view.output_style

@@ -1,2 +1,2 @@
-"""One call of an API, without HTTP: from the call's fields to payloads, and from events to its
-answer."""
+"""Converts a call of an API to payloads for the queue, and the queue's events to parts of the
+answer, without HTTP."""

@@ -24,11 +24,11 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
 
 MAX_CHOICES = 256
-"""The most answers of one call: number of prompts times `n`."""
+"""The most answers of one call: the number of prompts times `n`."""
 
 MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
-"""The most bytes of all payloads of one call. Each answer is one request, which has a whole
-payload."""
+"""The most bytes of all payloads of one call. Each answer of a call is a separate request with a
+complete payload."""
 
 HEADERS = {
     "priority": "X-Priority",
@@ -39,11 +39,12 @@ HEADERS = {
 }
 """For each field of a body that a header can set, the name of the header."""
 
-_NUMBERS = {"priority", "deadline_ms"}
-_SWITCHES = {"detach", "wait_for_worker"}
+_NUMBER_FIELDS = {"priority", "deadline_ms"}
+_BOOLEAN_FIELDS = {"detach", "wait_for_worker"}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
-_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _LONGEST_EFFORT = 100
+"""The most characters of a `reasoning_effort`."""
 
 T = TypeVar("T", bound="BodyOptions")
 
@@ -51,8 +52,8 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def _known_options(options: Any) -> Any:
-    """Returns `stream_options` unchanged. Raises ValueError for the first unknown name; pydantic
-    would report every unknown name."""
+    """Returns `stream_options` unchanged. Raises ValueError for its first unknown name, while
+    pydantic would report all of them."""
     for name in options if isinstance(options, dict) else ():
         if name not in _STREAM_OPTIONS:
             raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")
@@ -64,11 +65,11 @@ StreamOptions = Annotated[dict[str, bool], BeforeValidator(_known_options)]
 
 IGNORED = "accepted without effect"
 ONLY_VALUE = "accepted with this value only"
-"""Descriptions of fields without effect, and of fields with only one supported value."""
+"""Descriptions of two kinds of fields: those without effect, and those with one supported value."""
 
 
 class BodyOptions(BaseModel):
-    """Fields that all enqueueing endpoints accept besides a payload's fields."""
+    """Fields that every endpoint which enqueues requests accepts besides a payload's fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -81,22 +82,22 @@ class BodyOptions(BaseModel):
 
     @classmethod
     def renamed(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a body under promptq's names. Raises InvalidRequestError."""
+        """Returns a body's fields under promptq's names. Raises InvalidRequestError."""
         return fields
 
     @classmethod
     def names_in(cls, fields: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the body's name of each field that has another name in the payload."""
+        """Maps names of fields in the payload to their names in the body, where the two differ."""
         return {}
 
     def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
-        """Returns the call with these fields of a payload. `answer` has the call's other fields."""
+        """Returns a call with these fields of a payload. `answer` sets other attributes of it."""
         answer = {"wait_for_worker": self.wait_for_worker, "names": self._names, **answer}
         return CompletionCall(fields=fields, body_bytes=body_bytes, **answer)
 
 
 class GeneratingOptions(BodyOptions):
-    """Further fields that endpoints with generated output accept."""
+    """Further fields that endpoints accept if a model generates their answer."""
 
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     detach: bool = Field(
@@ -110,21 +111,21 @@ class GeneratingOptions(BodyOptions):
 
 
 class Extra(Protocol):
-    """Data that the answer of a call needs, and that the payloads of its requests do not have."""
+    """Data that the answer of a call needs, and that its payloads do not contain."""
 
     @property
     def num_bytes(self) -> int: ...
     def pack(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns a header, which can be written as JSON, and parts that may be large."""
+        """Returns the data as a small header, which JSON can express, and parts of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """One call. `fields` are those of a payload. `prompts` has one entry, None, if the call is a
+    """One call. `fields` are the fields that all its payloads share. `prompts` is `[None]` for a
     chat.
 
-    A call of /v1/responses or /v1/messages is a chat that is answered in another `form`. In the
-    forms `count` and `input_count`, the answer is the number of its tokens.
+    A call of /v1/responses or /v1/messages is a chat whose answer has another `form`. In the forms
+    `count` and `input_count`, the answer is the number of the chat's tokens.
     """
 
     fields: dict[str, Any]
@@ -135,8 +136,8 @@ class CompletionCall:
     include_usage: bool = False
     echo: bool = False
     echo_only: bool = False
-    """Whether the answer shows only the prompt (`max_tokens: 0`). The engine generates one token
-    even then, which the answer leaves out."""
+    """Whether the answer has only the prompt (`max_tokens: 0`). The engine still generates one
+    token, and the answer leaves this token out."""
     shows_prompt_logprobs: bool = False
     detach: bool = False
     wait_for_worker: bool = True
@@ -145,7 +146,7 @@ class CompletionCall:
     """The encoding of vectors; None if the call requests text."""
     form: Literal["", "embeddings", "response", "message", "count", "input_count"] = ""
     names: Mapping[str, str] = field(default_factory=dict)
-    """For names of fields in a payload, their names in the body; see `in_api_names`."""
+    """Maps names of fields in a payload to their names in the body; see `in_api_names`."""
     extra: Extra | None = None
 
     @property
@@ -158,11 +159,8 @@ class CompletionCall:
         return model
 
     def requests(self, completion_id: str) -> list[dict[str, Any]]:
-        """Returns the fields of the payload of each request: one request for each choice, prompt by
-        prompt.
-
-        `compose` (clients/request_builder.py) makes payloads from these fields.
-        """
+        """Returns the fields of each request, from which `compose` (clients/request_builder.py)
+        makes its payload. The `n` requests of a prompt follow each other."""
         seed, key = self.fields.get("seed"), self.fields.get("idempotency_key")
         requests = []
         for index, request_id in enumerate(request_ids(completion_id, self.num_choices)):
@@ -182,8 +180,7 @@ class CompletionCall:
         return self.body_bytes * self.num_choices
 
     def for_answer(self) -> CompletionCall:
-        """Returns the call with only the fields that its answer needs: few, unless it echoes
-        texts."""
+        """Returns the call without data that its answer does not need, which may be megabytes."""
         needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
         kept: dict[str, Any] = {name: self.fields[name] for name in needed if name in self.fields}
         kept |= needed_of(self.fields)
@@ -205,8 +202,8 @@ class CompletionCall:
         """Returns the call with an idempotency key that is valid only for this tenant, this caller
         and this form of answer.
 
-        The tenant is part of the key, because another tenant's API key may later have the caller's
-        name. '' is a tenant, too.
+        The tenant ('' for the tenant without a name) is part of the key, because another tenant's
+        API key may later have the caller's name.
         """
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
@@ -225,15 +222,15 @@ def request_ids(completion_id: str, num_choices: int) -> list[str]:
 
 
 def check_effort(field: str, effort: Any) -> None:
-    """Raises InvalidRequestError for an effort that is neither None nor a short text."""
+    """Raises InvalidRequestError unless a reasoning effort is None or a short text."""
     is_short = isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT
     if effort is not None and not is_short:
         raise wrong_field(field, f"must be a text of 1 to {_LONGEST_EFFORT} characters")
 
 
 def with_effort(effort: str, variables: Any) -> Any:
-    """Returns the template's variables with this effort, unless the variables set another
-    effort."""
+    """Returns a chat template's variables with this reasoning effort, unless they have another
+    one."""
     if not isinstance(variables, dict):
         return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
@@ -245,8 +242,8 @@ def with_effort(effort: str, variables: Any) -> Any:
 def read_options(
     kind: type[T], body: bytes, headers: Mapping[str, str]
 ) -> tuple[T, dict[str, Any]]:
-    """Returns the options of an endpoint in a body, and all other fields. Raises
-    InvalidRequestError."""
+    """Returns the endpoint's options in a body and its headers, and all other fields, which are
+    those of a payload. Raises InvalidRequestError."""
     body_fields = without_none(read_object(body))
     for name, value in _from_headers(headers).items():
         body_fields.setdefault(name, value)
@@ -267,15 +264,16 @@ def read_options(
 def check_size_of_call(
     num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int = 1, named: str = "n"
 ) -> None:
-    """Raises InvalidRequestError for a call whose payloads together would be too large."""
+    """Raises InvalidRequestError, which names the field `named`, if the payloads of a call with a
+    body of `num_bytes` would be too large together."""
     total = n * num_bytes
     if num_prompts > 1:  # each prompt has its own copy of the fields
         total += n * (num_prompts - 1) * len(to_json(fields))
     if total > MAX_CALL_BYTES:
         raise wrong_field(
             named,
-            f"{num_prompts * n} answers to this take {total} bytes, more than the {MAX_CALL_BYTES}"
-            " that one call may enqueue",
+            f"the payloads of {num_prompts * n} answers have {total} bytes, more than the"
+            f" {MAX_CALL_BYTES} that one call may enqueue",
         )
 
 
@@ -289,8 +287,8 @@ def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
 
 
 def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
-    """Returns the tools with these names, which a `tool_choice` allows. Raises InvalidRequestError
-    for an unknown name."""
+    """Returns the tools with these names, which come from a `tool_choice`. Raises
+    InvalidRequestError for an unknown name."""
     known = [name_of_tool(tool) for tool in tools]
     for name in names:
         if name is None or name not in known:
@@ -301,7 +299,8 @@ def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
 
 
 def name_of_tool(tool: Any) -> str | None:
-    """Returns the name of a function tool; None if `tool` is not one in the form of chats."""
+    """Returns the name of a tool that is a function in the form of OpenAI's chats; None for any
+    other value."""
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
@@ -314,8 +313,8 @@ def wrong_field(place: str, reason: str) -> InvalidRequestError:
 
 
 def check_one_of(place: str, value: Any, known: Sequence[str], kind: str = "") -> None:
-    """Raises InvalidRequestError unless `value` is one of `known`. The message begins with
-    `kind`."""
+    """Raises InvalidRequestError unless `value` is one of `known`. `kind`, such as `role`, says in
+    the message what the value is."""
     if value not in known:
         shown = f"{kind} {str(value)[:80]!r}".lstrip()
         raise wrong_field(place, f"{shown} is not one of {', '.join(known)}")
@@ -336,7 +335,8 @@ def refuse(
 
 
 class HistoryNeededError(Exception):
-    """The call continues an earlier response, so its reader needs the earlier items (`history`)."""
+    """The call continues an earlier response, so reading it needs that response's items
+    (`history`)."""
 
     def __init__(self, previous_response_id: str) -> None:
         super().__init__(previous_response_id)
@@ -350,12 +350,12 @@ def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
         if text is None:
             continue
         value: Any = text
-        if name in _NUMBERS:
+        if name in _NUMBER_FIELDS:
             value = int(text) if _NUMBER.fullmatch(text.strip()) else None
-        elif name in _SWITCHES:
-            value = _WORDS.get(text.strip().lower())
+        elif name in _BOOLEAN_FIELDS:
+            value = _BOOLEANS.get(text.strip().lower())
         if value is None:
-            kind = "a number" if name in _NUMBERS else "true or false"
+            kind = "a number" if name in _NUMBER_FIELDS else "true or false"
             raise wrong_field(header, f"{text[:80]!r} is not {kind}")
         fields[name] = value
     return fields
@@ -379,6 +379,6 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields without those that are None. Some clients send null for fields that they
-    leave out."""
+    """Returns the fields that are not None. Some clients send null for each field that is not
+    set."""
     return {name: value for name, value in fields.items() if value is not None}

@@ -1,9 +1,8 @@
-"""Reads calls and makes their payloads: small bodies in this process, large ones in other
-processes.
+"""Reads calls and makes their payloads. Other processes read large bodies.
 
 Reading, checking and writing megabytes of JSON takes hundreds of milliseconds. A thread would hold
-the interpreter's lock for that time, and all streams would stop. A process holds no such lock, can
-be killed, and has limited memory. The limit matters because an empty object, two characters of
+the interpreter's lock for that time, and all streams would stop. Another process has its own lock,
+can be killed, and has limited memory. The limit matters because an empty object, two characters of
 JSON, uses 72 bytes.
 """
 
@@ -34,15 +33,16 @@ from promptq.shared.protocol.request import Request as PayloadRequest
 from promptq.shared.queue.scripts import Rate
 
 _SMALL_BYTES = 65_536
-"""The most bytes of a small body or payload. Reading this many bytes takes a few milliseconds at
-worst."""
+"""The most bytes of a body or payload that this process reads itself, which takes a few
+milliseconds at worst."""
 _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""The most seconds that a process may take for a call. A call that takes longer may be harmless:
-perhaps the machine is too busy."""
+"""The most seconds that a process may take for a call. The machine may be too busy, so a call that
+takes longer gets the status 503, not 400."""
 LENGTH_BYTES = 4
+"""Bytes of the number that precedes each message between the processes: its header's length."""
 OUT_OF_MEMORY = 3
 """Exit code of a process that ran out of memory."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
@@ -62,20 +62,19 @@ Endpoint = Literal[
     "message_forks",
     "counts",
 ]
-"""The kinds of calls. `counts` and `input_counts` count the tokens of a message's and of a
-response's input."""
+"""The kinds of calls. `counts` and `input_counts` only count tokens, for /v1/messages and
+/v1/responses."""
 
 Payload = bytes | memoryview
 """A request's payload as JSON. Large payloads are `memoryview`s."""
 
 Parts = list[list[bytes]]
-"""The parts of a call that a process reads, each in pieces: the body and, if needed, the
-history."""
+"""The parts of a call, each as a list of pieces: the body and, if needed, the history."""
 
 
 Read = Callable[[bytes, Mapping[str, str], str, bytes | None], CompletionCall]
-"""A function that returns the call in a body. Its other arguments are the headers, the call's id
-and the history (None if not read yet).
+"""A function that returns the call with this body, these headers, this id and this history (items
+of earlier responses; None if they were not read yet).
 
 Raises InvalidRequestError, HistoryNeededError.
 """
@@ -87,7 +86,7 @@ class Reader(NamedTuple):
     read: Read
     new_id: Callable[[], str]
     unpack: Callable[[dict[str, Any], Sequence[Payload]], Extra] | None = None
-    """Function that returns the `extra` of a call which another process has read and packed."""
+    """Function that restores the `extra` of a call from the form of `Extra.pack`."""
 
 
 Readers = Mapping[Endpoint, Reader]
@@ -106,10 +105,10 @@ class _Reading:
 
 
 class CallReader:
-    """Reads the calls of one gateway. Its processes start when they are first needed.
+    """Reads the calls of one gateway. Its processes start when they are first needed, and write to
+    the gateway's log.
 
-    Large bodies are read in tenants' turns: at most one body of each tenant at a time. The
-    processes write to the gateway's log.
+    Of the large bodies of one tenant, one is read at a time.
     """
 
     def __init__(self, readers: Readers, log_level: str, log_format: str) -> None:
@@ -128,11 +127,11 @@ class CallReader:
         aliases: Mapping[str, str],
         history_of: Callable[[str], Awaitable[bytes]] | None = None,
     ) -> Prepared:
-        """Reads a call whose body comes in pieces, and makes its payloads.
+        """Reads a call whose body is a list of pieces, and makes its payloads.
 
-        `aliases` maps aliases to names of models. `history_of` returns the items of a response and
-        of all responses before it, one on each line. Raises InvalidRequestError, ApiError, and the
-        errors of `history_of`.
+        `aliases` maps aliases to names of models. `history_of` returns the items of the response
+        with an id and of all responses before it, one on each line. Raises InvalidRequestError,
+        ApiError, and the errors of `history_of`.
         """
         reader = self._readers[endpoint]
         reading = _Reading(endpoint, reader, headers, caller, reader.new_id(), aliases)
@@ -146,10 +145,8 @@ class CallReader:
     async def shown_fields(
         self, caller: Caller, payloads: Sequence[bytes], with_prompts: bool
     ) -> list[dict[str, Any]]:
-        """Returns the `shown_fields` of each payload, which comes from the queue.
-
-        Raises InvalidRequestError, ApiError.
-        """
+        """Returns the `shown_fields` of payloads that were read from the queue. Raises
+        InvalidRequestError, ApiError."""
         if sum(map(len, payloads)) <= _SMALL_BYTES:
             return [shown_fields(payload, with_prompts) for payload in payloads]
         query = {"with_prompts": with_prompts}
@@ -168,9 +165,9 @@ class CallReader:
             call = reading.reader.read(body_at_once, reading.headers, reading.new_id, history)
             if call.num_bytes <= _SMALL_BYTES:
                 return prepare(call, reading.caller, reading.new_id, reading.aliases)
-        return await self._read_elsewhere(reading, body, history)
+        return await self._read_in_process(reading, body, history)
 
-    async def _read_elsewhere(
+    async def _read_in_process(
         self, reading: _Reading, body: list[bytes], history: bytes | None
     ) -> Prepared:
         caller = reading.caller
@@ -192,15 +189,15 @@ class CallReader:
     async def _reply_to(
         self, query: Mapping[str, Any], parts: Parts, caller: Caller
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Returns a process's reply to a query, after waiting for the turn of the caller's tenant.
+        """Waits until no other large body of the caller's tenant is read, sends a query to a
+        process, and returns the reply.
 
-        Raises the InvalidRequestError or ApiError in the reply, and ApiError if the process cannot
-        reply.
+        Raises the InvalidRequestError or ApiError in the reply, and ApiError if there is no reply.
         """
         query = {**query, "cpu_seconds": _MOST_CPU_SECONDS}
-        own_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
+        tenants_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
         try:
-            async with own_turn, self._turns, asyncio.timeout(_MOST_SECONDS):
+            async with tenants_turn, self._turns, asyncio.timeout(_MOST_SECONDS):
                 try:
                     reply, payloads = await self._ask_one(query, parts)
                 except (EOFError, OSError):
@@ -220,8 +217,9 @@ class CallReader:
     async def _ask_one(
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Sends a query to a process and returns the reply. Raises ApiError 400 if the process
-        reached its limits, otherwise EOFError or OSError."""
+        """Sends a query to an idle process, or to a new one, and returns the reply. Raises ApiError
+        400 if the process has reached its limits, and EOFError or OSError if it has ended
+        otherwise."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
         try:
@@ -246,10 +244,10 @@ class CallReader:
 def answer(
     readers: Readers, query: Mapping[str, Any], parts: Sequence[bytes]
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Reads a call, or payloads from the queue. Runs in a process of `CallReader`.
+    """Returns the reply to a query of `CallReader`, in a process that it has started. `parts` has
+    the body of a call and perhaps its history, or payloads from the queue.
 
-    Returns the reply's header, and a list of bytes: the payloads, then the parts of the call's
-    `extra`.
+    The reply is a header and a list of bytes: the call's payloads, then the parts of its `extra`.
     """
     try:
         if "endpoint" not in query:
@@ -269,8 +267,8 @@ def answer(
         return {"error": details}, []
     new, payloads = [], []
     for item in prepared.new:
-        looked_at = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
-        new.append([item.request_id, item.request.model_dump(include=looked_at), item.delay_ms])
+        included = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
+        new.append([item.request_id, item.request.model_dump(include=included), item.delay_ms])
         bare = item.request.model_copy(update={"trace_context": None})
         payloads.append(bare.to_payload().encode())
     reply = {
@@ -286,7 +284,8 @@ def answer(
 
 
 def head(fields: Mapping[str, Any], sizes: list[int]) -> bytes:
-    """Returns the bytes that precede payloads in a pipe: the length of a header, and the header."""
+    """Returns the first bytes of a message between the processes: the length of a header, and the
+    header, which has the sizes of the parts that follow."""
     header = json.dumps({**fields, "sizes": sizes}).encode()
     return len(header).to_bytes(LENGTH_BYTES, "big") + header
 
@@ -296,7 +295,7 @@ def _prepared_of(
 ) -> Prepared:
     payloads, parts = parts[: len(reply["new"])], parts[len(reply["new"]) :]
     new = [
-        NewRequest(request_id, _looked_at(fields), delay_ms, account, payload)
+        NewRequest(request_id, _partial_request(fields), delay_ms, account, payload)
         for (request_id, fields, delay_ms), payload in zip(reply["new"], payloads, strict=True)
     ]
     rates = [Rate(**rate) for rate in reply["rates"]]
@@ -307,7 +306,8 @@ def _prepared_of(
     return Prepared(CompletionCall(**reply["call"]), new, rates, reply["id"], extra)
 
 
-def _looked_at(fields: dict[str, Any]) -> PayloadRequest:
+def _partial_request(fields: dict[str, Any]) -> PayloadRequest:
+    """Returns a request with only the fields that enqueueing needs, without checking them again."""
     context = fields.pop("trace_context")
     if context is not None:
         context = TraceContext.model_construct(**context)
@@ -322,8 +322,7 @@ def _error_of(details: dict[str, Any]) -> Exception:
 
 
 async def _start(arguments: Sequence[str]) -> Process:
-    """Starts a process. The option -P keeps it from importing files of the working directory.
-    Raises OSError."""
+    """Starts a process, which imports no files of the working directory (-P). Raises OSError."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",

@@ -11,11 +11,11 @@ from typing import Any
 
 from promptq.producer.calls.call import CompletionCall, Extra
 from promptq.producer.calls.caller import Caller, check_priority, check_tenant
-from promptq.producer.calls.errors import in_api_names
+from promptq.producer.calls.errors import in_api_names, unknown_completion
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.calls.rate_costs import account_of, rates_of
 from promptq.producer.clients.request_builder import compose
-from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
+from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount
 from promptq.shared.queue.call import Call, text_of
 from promptq.shared.queue.scripts import Rate
@@ -23,8 +23,8 @@ from promptq.shared.queue.scripts import Rate
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call whose payloads are ready: the requests to enqueue, and their cost in each of the
-    caller's rates.
+    """A call whose payloads are ready: the requests to enqueue (`new`), and the amount that they
+    take from each of the caller's rates.
 
     `call` has only the fields that its answer needs.
     """
@@ -37,7 +37,7 @@ class Prepared:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that the call needs until it is in the queue."""
+        """The bytes of memory that the call uses until it is enqueued."""
         num_bytes = sum(len(item.payload or b"") for item in self.new)
         return num_bytes + (0 if self.extra is None else self.extra.num_bytes)
 
@@ -45,14 +45,14 @@ class Prepared:
 def prepare(
     call: CompletionCall, caller: Caller, completion_id: str, aliases: Mapping[str, str]
 ) -> Prepared:
-    """Makes a call's payloads, after checking its caller's rights. Slow for a large body.
+    """Checks the rights of a call's caller, and makes the call's payloads. Slow for a large body.
 
     `aliases` maps aliases to names of models. Raises InvalidRequestError, ApiError 403.
     """
     call = granted(call.with_model_of(aliases), caller)
     tenant = call.fields.get("tenant") or ""
     if caller.is_own_tenant and tenant == caller.tenant:
-        tenant = ""  # as in earlier releases: their gateways may have got the same call
+        tenant = ""  # as in earlier releases, whose gateways may have got the same call
     requests = call.with_key_of(caller.name, tenant).requests(completion_id)
     rates = rates_of(caller, requests)
     new = composed(call, requests, account_of(caller, caller.name))
@@ -62,7 +62,7 @@ def prepare(
 def composed(
     call: CompletionCall, requests: list[dict[str, Any]], account: TokenAccount | None
 ) -> list[NewRequest]:
-    """Returns the requests with their payloads. Raises InvalidRequestError that uses the API's
+    """Returns requests with payloads, made from fields. Raises InvalidRequestError with the API's
     names of fields."""
     try:
         return compose(requests, account)
@@ -72,8 +72,8 @@ def composed(
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
-    """Returns the call with its caller's tenant and priority. Raises ApiError 403 if the caller may
-    not use those in the call."""
+    """Returns the call with its caller's tenant and priority where the call sets none. Raises
+    ApiError 403 if the caller may not use those that the call sets."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     if tenant is not None:
         check_tenant(caller, tenant)
@@ -101,11 +101,8 @@ async def payloads_of(
     records = await queue.run(reading)
     payloads = []
     for request_id, (payload, tenant) in zip(request_ids, records, strict=True):
-        is_theirs = caller.is_admin or text_of(tenant or b"") == (caller.tenant or "")
-        if payload is None or not is_theirs:
-            raise RequestNotFoundError(
-                f"no completion {request_id[:80]!r} is known; it never existed, or its record has"
-                " expired"
-            )
+        is_callers = caller.is_admin or text_of(tenant or b"") == (caller.tenant or "")
+        if payload is None or not is_callers:
+            raise unknown_completion(request_id)
         payloads.append(payload)
     return payloads

@@ -1,4 +1,4 @@
-"""A completion that is being answered: its ids, its model, and its possible ends."""
+"""A call that is being answered (a completion): its ids, its model, and how it ends."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _ECHO_ONLY = "only"
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All data from which an answer is written, except its events.
+    """All data for an answer, except the events of its requests.
 
-    The request of choice `i` is `request_ids[i]`. The `n` choices of a prompt follow each other. If
-    the answer repeats prompts, `echoes` has the prompt of each choice, or None for a prompt of
-    token ids, whose text comes with the first event. With `echo_only`, the answer has no other
-    text.
+    The request of choice `i` is `request_ids[i]`. The `n` choices of a prompt follow each other.
+    `echoes` is empty unless the answer repeats prompts. Then it has the prompt of each choice, or
+    None for a prompt of token ids, whose text comes with the first event. With `echo_only`, the
+    answer has only the prompts.
     """
 
     id: str
@@ -52,7 +52,7 @@ class Completion:
     encoding_format: str | None = None
     """Copied from the CompletionCall."""
     prefill: str = ""
-    """The text from the call with which the output begins. The answer does not repeat it."""
+    """Text that the call gives as the beginning of the output. The answer does not repeat it."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Copied from the CompletionCall."""
 
@@ -62,8 +62,7 @@ class Completion:
 
     @property
     def created(self) -> int:
-        """Creation time in Unix seconds. It is read from the id, so that all readers see the same
-        time."""
+        """Creation time in Unix seconds. The id contains it, so all readers see the same time."""
         return (_uuid_of(self.id).int >> 80) // 1000
 
     @property
@@ -72,15 +71,12 @@ class Completion:
         query: dict[str, int | str] = {}
         if self.num_choices > 1:
             query = {"choices": self.num_choices, "n": self.n}
-        for name, is_set in (
-            ("usage", self.include_usage),
-            ("echo", bool(self.echoes)),
-            ("detach", self.detach),
-        ):
-            if is_set:
-                query[name] = 1
-        if self.echo_only:
-            query["echo"] = _ECHO_ONLY
+        if self.include_usage:
+            query["usage"] = 1
+        if self.echoes or self.echo_only:
+            query["echo"] = _ECHO_ONLY if self.echo_only else 1
+        if self.detach:
+            query["detach"] = 1
         path = f"/v1/streams/{quote(self.id)}"
         return f"{path}?{urlencode(query)}" if query else path
 
@@ -121,8 +117,8 @@ def is_message_id(completion_id: str) -> bool:
 
 
 def check_known_id(known: str, new_id: str) -> None:
-    """Raises ApiError unless two ids are of the same kind. `known` comes from the record of an
-    idempotency key, `new_id` is the new call's.
+    """Raises ApiError 409 unless two ids are of the same kind: `known`, which an idempotency key's
+    record in the queue has, and `new_id`, the new call's.
 
     Any program with write access may have written the record.
     """
@@ -165,11 +161,8 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
 
 
 def shown_fields(payload: bytes, with_prompt: bool) -> dict[str, Any]:
-    """Returns the fields of a payload from which `stream_completion` makes the completion.
-
-    The prompt is needed only if the answer repeats it. Slow for a large payload. Raises
-    InvalidRequestError.
-    """
+    """Returns the fields of a payload that `stream_completion` needs. The prompt is needed only if
+    the answer repeats it. Slow for a large payload. Raises InvalidRequestError."""
     request = Request.parse(payload)
     prefix = request.output_prefix
     return {
@@ -184,10 +177,8 @@ def shown_fields(payload: bytes, with_prompt: bool) -> dict[str, Any]:
 def stream_completion(
     completion_id: str, query: Mapping[str, str], shown: Sequence[Mapping[str, Any]], model: str
 ) -> Completion:
-    """Returns the completion whose stream has this id and query.
-
-    `shown` has the `shown_fields` of the payloads of `needed_request_ids`.
-    """
+    """Returns the completion whose stream has this id and query. `shown` has the `shown_fields` of
+    each of the `needed_request_ids`."""
     first, num_choices, n = shown[0], _number(query, "choices", 1), _number(query, "n", 1)
     prompts = [fields["prompt"] for fields in shown]
     return Completion(
@@ -208,9 +199,9 @@ def stream_completion(
 
 def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
     """Returns the ids of the requests whose payloads `stream_completion` needs: the first request,
-    or with echo, one request of each prompt.
+    or if the answer repeats prompts, one request of each prompt.
 
-    Raises RequestNotFoundError for a wrong id, InvalidRequestError for a wrong query.
+    Raises the errors of `all_request_ids`.
     """
     ids, n = all_request_ids(completion_id, query), _number(query, "n", 1)
     return ids[::n] if wants_echo(query) else ids[:1]
@@ -233,13 +224,13 @@ def _uuid_of(completion_id: str) -> UUID:
 
 
 def _prefill(token_ids: Sequence[int] = (), text: str = "") -> str:
-    """Returns the part of an output prefix that the answer does not repeat. A prefix with token ids
-    comes from a fork, whose answer repeats it: returns ''."""
+    """Returns the part of an output prefix that the answer does not repeat. That is '' for a prefix
+    with token ids, which comes from a fork, because the answer of a fork repeats it."""
     return "" if token_ids else text
 
 
 def wants_echo(query: Mapping[str, str]) -> bool:
-    """Returns whether the answer repeats its prompt."""
+    """Returns whether the answer of a stream with this query repeats its prompts."""
     return query.get("echo") in ("1", _ECHO_ONLY)
 
 
@@ -255,8 +246,8 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) -> str:
-    """Returns `stop`, `length` or `tool_calls`. The reason is `length` for requests that expired or
-    that only repeat their prompt."""
+    """Returns OpenAI's reason for the end of an answer: `stop`, `tool_calls`, or `length`, which
+    also stands for a missed deadline and for an answer that has only the prompt."""
     if reason is FinishReason.STOP and not echo_only:
         return "tool_calls" if num_tool_calls else "stop"
     return "length"
@@ -268,11 +259,8 @@ def failure(
     num_tokens: int,
     names: Mapping[str, str] = {},
 ) -> ApiError | None:
-    """Returns the error for a request that ended after `num_tokens` tokens; None if it has an
-    answer.
-
-    `names` has the endpoint's names of fields; see `in_api_names`.
-    """
+    """Returns the error for a request that ended after `num_tokens` tokens of output; None if it
+    has an answer. `names` has the endpoint's names of fields; see `in_api_names`."""
     match reason:
         case FinishReason.ERROR:
             error = error or ErrorInfo(type="internal_error", message="it failed")
@@ -303,8 +291,8 @@ def _failed(error: ErrorInfo) -> ApiError:
 async def with_model_and_style(
     served: ServedQueue, completion: Completion
 ) -> tuple[Completion, OutputStyle | None]:
-    """Returns a completion that has an event with its queue's model, and the model's output
-    style."""
+    """Returns the completion with its queue's model, and the output style of the model (None if it
+    is not needed). Call it after the first event; see `model_and_style`."""
     if completion.model and not completion.is_chat:
         return completion, None
     model, style = await model_and_style(served, needs_style=completion.expected.with_tools)
@@ -316,13 +304,11 @@ async def with_model_and_style(
 async def model_and_style(
     served: ServedQueue, *, needs_style: bool = True
 ) -> tuple[str, OutputStyle | None]:
-    """Returns the queue's model and its output style.
-
-    A worker writes both before it sends events, so both are known once there is an event.
-    """
+    """Returns the queue's model and its output style. A worker writes both before it sends the
+    first event."""
     with explained(served.client.url):
-        view = await served.watch.look()
+        view = await served.view()
         lacks_style = view.output_style is None and needs_style
-        if not view.model or lacks_style:  # a worker may have written it just now
-            view = await served.watch.look(now=True)
+        if not view.model or lacks_style:  # a worker may have written them just now
+            view = await served.view(now=True)
     return view.model, view.output_style

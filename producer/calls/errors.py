@@ -58,24 +58,25 @@ _TYPES_OF_MESSAGES = {
 }
 
 NOT_AGAIN = {"x-should-retry": "false"}
-"""The header with which OpenAI's clients do not retry. Without it, they retry after 408, 409, 429
-and 5xx, even if a retry must fail."""
-_FINAL = (408, 409)
+"""Header that stops OpenAI's clients from retrying. Without it, they retry after the statuses 408,
+409, 429 and 5xx, even if every retry must fail."""
+_NOT_RETRIED = (408, 409)
 
 _ABSENCE_LOGGED_SECONDS = 60.0
+"""Seconds between two log entries with the same reason why the server cannot be used."""
 
 
-def _word_for(status: int) -> str:
-    """Returns a code for errors without a more specific one, such as `not_found`."""
+def _default_code(status: int) -> str:
+    """Returns the code of errors with this status that set no other code, such as `not_found`."""
     phrase = "invalid request" if status == 400 else HTTPStatus(status).phrase
     return phrase.lower().replace(" ", "_")
 
 
 class ApiError(Exception):
-    """An answer with a status other than 2xx. `param` is the wrong field, `code` a word for
+    """An error as the answer to a call. `param` is the wrong field. `code` identifies the error for
     programs.
 
-    `unsupported` are the fields of Anthropic's API in the call that promptq does not support.
+    `unsupported` has those fields of a call of Anthropic's API that promptq does not support.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class ApiError(Exception):
         self.status = status
         self.param = param
         self.unsupported = unsupported
-        self.code = code or _word_for(status)
-        self.headers = {**(NOT_AGAIN if status in _FINAL else {}), **(headers or {})}
+        self.code = code or _default_code(status)
+        self.headers = {**(NOT_AGAIN if status in _NOT_RETRIED else {}), **(headers or {})}
 
     @property
     def body(self) -> dict[str, object]:
@@ -114,8 +115,7 @@ class ApiError(Exception):
         return {"type": "error", "error": error}
 
     def named(self, names: Mapping[str, str]) -> ApiError:
-        """Returns this error with the endpoint's name of its field. `names` maps a payload's names
-        to the endpoint's."""
+        """Returns this error with its endpoint's names of fields; see `in_api_names`."""
         message, param = in_api_names(names, str(self), self.param)
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
@@ -123,12 +123,13 @@ class ApiError(Exception):
 def in_api_names(
     names: Mapping[str, str], message: str, field: str | None
 ) -> tuple[str, str | None]:
-    """Returns an error's message and field, with the endpoint's names of fields.
+    """Returns an error's message and field with an endpoint's names of fields.
 
-    A message begins with the path of a payload's field. `names` maps a payload's fields to those of
-    the endpoint. A key of `names` with a dot replaces any part of the path. A key with a colon,
-    such as "embed: pooling", replaces the beginning of a message. The key
-    `IF_NOT_STRICT`, which is an advice, replaces this advice in the rest of the message.
+    A message begins with the path of a field in a payload, such as `stop.0: `. `names` maps names
+    in a payload to the endpoint's names. There are four kinds of keys: a field's name, which stands
+    for the beginning of the path; a name with a dot, for any part of the path; a name with a colon,
+    such as "embed: pooling", for the beginning of the message; and `IF_NOT_STRICT`, for this advice
+    anywhere after the path.
     """
     for inner, outer in names.items():
         if ": " in inner and message.startswith(f"{inner}:"):
@@ -144,9 +145,11 @@ def in_api_names(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Returns the answer for an error. If promptq did not raise the error on purpose, its details
-    appear only in the log."""
+    """Returns the answer for an error. Details of an error that promptq does not expect appear only
+    in the log."""
     match error:
+        case ApiError():
+            return error
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.field or None, code=error.error_type)
         case RequestNotFoundError() | FileMissingError() | BatchMissingError():
@@ -171,7 +174,10 @@ def as_api_error(error: Exception) -> ApiError:
             log_why_unavailable(error)
             message, seconds = "the queue cannot be reached at the moment; try again soon", 1
             if isinstance(error, RedisAuthError):
-                message, seconds = "the gateway may not use its Redis server; its log says why", 5
+                message = (
+                    "the Redis server refuses the gateway's commands; the gateway's log says why"
+                )
+                seconds = 5
             elif isinstance(error, RedisFullError):
                 message = "the memory of the queue's server is full, so it accepts no request"
                 message, seconds = f"{message}; try again later", 30
@@ -180,6 +186,13 @@ def as_api_error(error: Exception) -> ApiError:
         case PromptqError():
             return ApiError(500, str(error))
     return ApiError(500, "the gateway failed; its log says why", code="gateway")
+
+
+def unknown_completion(request_id: str) -> RequestNotFoundError:
+    """Returns the error for a request that is unknown or does not belong to the caller."""
+    return RequestNotFoundError(
+        f"no completion {request_id[:80]!r} is known; it never existed, or its record has expired"
+    )
 
 
 def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
@@ -197,7 +210,8 @@ def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
 
 
 def log_why_unavailable(error: RedisSideError | RedisError) -> None:
-    """Logs why calls get 503, at most once in a while."""
+    """Logs why calls get the status 503: a refusal by the server once, any other reason once a
+    minute."""
     if isinstance(error, RedisAuthError):
         _log_refusal(str(error))
     else:
@@ -206,7 +220,8 @@ def log_why_unavailable(error: RedisSideError | RedisError) -> None:
 
 @lru_cache(maxsize=16)
 def _log_refusal(message: str) -> None:
-    """Logs each message of the server once, because the server repeats it for every call."""
+    """Logs a refusal. The cache makes this once for each message, because the server repeats it for
+    every call."""
     from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
     get_logger().error(
@@ -218,7 +233,7 @@ def _log_refusal(message: str) -> None:
 
 @lru_cache(maxsize=16)
 def _log_absence(message: str, turn: int) -> None:
-    """Logs a message. The cache makes this once for each message and `turn`, a period of
+    """Logs a message. The cache makes this once for each message in each period (`turn`) of
     `_ABSENCE_LOGGED_SECONDS`."""
     from promptq.shared.runtime.logs import get_logger
 

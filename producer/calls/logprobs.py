@@ -1,5 +1,4 @@
-"""Writes log-probabilities in OpenAI's two formats: for chats, and the older one for
-completions."""
+"""Writes log-probabilities in the formats of OpenAI's chats, OpenAI's completions and vLLM."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from promptq.shared.protocol.events import Result, TokenEvent, TokenLogprob, Top
 from promptq.shared.runtime.turns import Work
 
 _FREED_AT_ONCE = 16
+"""Number of tokens whose log-probabilities are freed in one slice."""
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
@@ -29,13 +29,13 @@ def chat_logprob(chosen: TokenLogprob) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first token of a prompt. It has no log-probability, because no token comes before."""
+    """The first token of a prompt. It has no log-probability, because no token precedes it."""
 
     token: str
 
 
 def tokens_of_prompt(source: TokenEvent | Result) -> list[FirstToken | TokenLogprob]:
-    """Returns the tokens of the prompt; empty if the event or result does not have them."""
+    """Returns the prompt's tokens; an empty list if the event or result does not have them."""
     if not source.prompt_texts:
         return []
     first = FirstToken(source.prompt_texts[0])
@@ -45,10 +45,10 @@ def tokens_of_prompt(source: TokenEvent | Result) -> list[FirstToken | TokenLogp
 def completion_logprobs(
     logprobs: Sequence[FirstToken | TokenLogprob], offset: int
 ) -> Work[dict[str, Any]]:
-    """Returns log-probabilities in the format of completions. `offset` is the position where the
-    text of the first token begins.
+    """Returns log-probabilities in the format of completions. `offset` is the position in the
+    answer's text, in characters, where the first token begins.
 
-    Each position has the requested number of likeliest tokens, and the chosen token.
+    Each position has the likeliest tokens and the chosen token.
     """
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -64,7 +64,7 @@ def completion_logprobs(
             continue
         token_logprobs.append(chosen.logprob)
         likeliest: dict[str, float] = {}
-        for other in chosen.top or ():  # of several with the same text, only the likeliest
+        for other in chosen.top or ():  # of tokens with the same text, only the likeliest
             likeliest.setdefault(_text(other), other.logprob)
         top.append({**likeliest, tokens[-1]: chosen.logprob})
         yield
@@ -77,8 +77,8 @@ def completion_logprobs(
 
 
 def prompt_logprobs(source: Result) -> Work[list[dict[str, Any] | None] | None]:
-    """Returns the prompt's log-probabilities in vLLM's format: for each token except the first,
-    that token and the likeliest tokens, by their ids."""
+    """Returns the prompt's log-probabilities in vLLM's format: for each position, a mapping from
+    the ids of the prompt's token and of the likeliest tokens. The first position has None."""
     if source.prompt_logprobs is None:
         return None
     tokens = []
@@ -100,8 +100,8 @@ def _ranked(token: TokenLogprob | TopLogprob, rank: int) -> dict[str, Any]:
 
 
 def free_logprobs(source: TokenEvent | Result) -> Work[None]:
-    """Empties the lists of log-probabilities in slices, because freeing many objects at once takes
-    long."""
+    """Empties the lists of log-probabilities in slices, because freeing many objects at once would
+    delay other streams."""
     for items in (source.logprobs, source.prompt_logprobs):
         while items:
             del items[-_FREED_AT_ONCE:]

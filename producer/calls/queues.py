@@ -1,5 +1,5 @@
-"""The queues that a gateway serves. Finds the queue of a model or a request, and reads the queues'
-states."""
+"""Finds the queue of a model or of a request among the queues that a gateway serves, and reads the
+queues' states."""
 
 from __future__ import annotations
 
@@ -12,38 +12,56 @@ from dataclasses import dataclass, field
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from promptq.producer.admin.queue_views import MOST_QUEUES, QueueView, not_served, queue_view
-from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.errors import ApiError, unknown_completion
 from promptq.producer.clients.async_client import AsyncClient
-from promptq.shared.errors import ModelNotServedError, RequestNotFoundError, SpoiltRecordError
+from promptq.shared.errors import ModelNotServedError, SpoiltRecordError
 from promptq.shared.protocol.keys import ALIASES, ALL_QUEUES, QUEUES, Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, carry_out_async
-from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 _FRESH_SECONDS = 1.0
+"""Seconds after which a queue's state, and the names of queues and aliases, are read again."""
 _MOST_OPENED = 4 * MOST_QUEUES
-"""The most queues that a gateway opens in its lifetime. Each has a client, which stays open because
-old streams may need it."""
+"""The most queues that a gateway opens in its lifetime. The client of each stays open, because old
+streams may need it."""
 _REFUSED_SECONDS = 60.0
 """Seconds for which a queue that cannot be read is skipped."""
 _AWAY_SECONDS = 1.0
 """Seconds for which a queue is skipped after its server did not answer."""
 
 
-@dataclass(frozen=True, slots=True)
 class ServedQueue:
-    """A queue: its client, and its state when it was last read."""
+    """A queue that a gateway serves: its client, and its state, which is read about once a
+    second."""
 
-    client: AsyncClient
-    watch: QueueWatch
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.queue = client.queue
+        self.name = client.queue.keys.queue
+        self.num_sent = 0
+        """Number of requests that were sent to the queue since its state was read."""
+        self._view: QueueView | None = None
+        self._viewed_at = float("-inf")
+        self._viewing = asyncio.Lock()
 
     @property
-    def queue(self) -> AsyncRequestQueue:
-        return self.client.queue
+    def is_old(self) -> bool:
+        """Whether the next `view` reads the state again."""
+        return time.monotonic() - self._viewed_at > _FRESH_SECONDS
 
-    @property
-    def name(self) -> str:
-        return self.queue.keys.queue
+    async def view(self, *, now: bool = False) -> QueueView:
+        """Returns the state of the queue, at most a second old; with `now`, reads it now. Raises
+        redis.RedisError."""
+        async with self._viewing:
+            if self._view is None or self.is_old or now:
+                self._view = await carry_out_async(queue_view(self.queue.keys), self.queue.run)
+                self._viewed_at = time.monotonic()
+                self.num_sent = 0
+            return self._view
+
+    async def has(self, key: str) -> bool:
+        """Returns whether a key exists in the queue. Raises redis.RedisError."""
+        return await self.queue.run(Call("", ["EXISTS", key], bool))
 
 
 Found = tuple[ServedQueue, QueueView]
@@ -52,7 +70,7 @@ Found = tuple[ServedQueue, QueueView]
 
 @dataclass(slots=True)
 class _Directory:
-    """The names of the server's queues and the aliases of models, when they were last read."""
+    """The names of the server's queues and the aliases of models, as they were at `read_at`."""
 
     names: list[str] = field(default_factory=list)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -60,14 +78,14 @@ class _Directory:
 
 
 class ServedQueues:
-    """Clients of queues, each made when its queue is first needed.
+    """The queues that a gateway serves. A queue's client is created when the queue is first needed.
 
     The first of `names` is the gateway's own queue, which has the API keys, files and batches. `*`
     (ALL_QUEUES) stands for all other queues of the server.
 
-    Methods that call the server raise redis.RedisError if the server is away. If a queue other than
-    the gateway's own cannot be read, it is skipped for a minute. If its server does not answer, the
-    queue is skipped until the server answers again.
+    Methods that call the server raise redis.RedisError if the server of the gateway's own queue is
+    away. Another queue that cannot be read is skipped: for a minute if its server refuses, and
+    otherwise until its server answers again.
     """
 
     def __init__(
@@ -100,13 +118,13 @@ class ServedQueues:
         return [*self._opened.values()]
 
     def may_serve(self, name: str) -> bool:
-        """Returns whether the gateway serves this queue, or would serve it after a worker has
-        joined the queue."""
+        """Returns whether the gateway serves this queue, or will serve it once a worker has joined
+        it."""
         return self._finds_others or name in self._names
 
     async def all(self, *, now: bool = False) -> list[ServedQueue]:
-        """Returns all queues, the gateway's own first. With `now`, names and aliases are read
-        anew."""
+        """Returns all queues that can be read, the gateway's own first. With `now`, reads the names
+        of queues again, even if they were read a moment ago."""
         names = [*self._names]
         if self._finds_others or now:
             names += [name for name in (await self._read(now=now)).names if name not in names]
@@ -128,10 +146,8 @@ class ServedQueues:
         )
 
     async def aliases(self) -> Mapping[str, str]:
-        """Returns a mapping from aliases to names of models.
-
-        An alias that is also the name of a served model is left out.
-        """
+        """Returns a mapping from aliases to names of models, without aliases that are also names of
+        served models."""
         aliases = (await self._read()).aliases
         if not aliases:
             return aliases
@@ -139,19 +155,19 @@ class ServedQueues:
         return {alias: name for alias, name in aliases.items() if alias not in names}
 
     async def views(self, *, now: bool = False) -> list[Found]:
-        """Returns the queues that this gateway may read. Their states are at most a second old;
-        with `now`, they are read now."""
+        """Returns the queues that can be read, each with its state. A state is at most a second
+        old; with `now`, it is read now."""
         served = await self.all(now=now)
-        old = [queue for queue in served if now or queue.watch.is_old]
-        looks = (queue.watch.look(now=now) for queue in old)
-        errors = await asyncio.gather(*looks, return_exceptions=True)
+        old = [queue for queue in served if now or queue.is_old]
+        reads = (queue.view(now=now) for queue in old)
+        errors = await asyncio.gather(*reads, return_exceptions=True)
         for queue, error in zip(old, errors, strict=True):
             if isinstance(error, BaseException):
                 self._leave_out(queue, error)
             else:
                 self._away.pop(queue.name, None)
         readable = [queue for queue in served if not self._is_refused(queue.name)]
-        return [(queue, await queue.watch.look()) for queue in readable]
+        return [(queue, await queue.view()) for queue in readable]
 
     async def of_model(
         self, model: str | None, known_as: Callable[[Keys], str] | None = None
@@ -159,13 +175,13 @@ class ServedQueues:
         """Returns the queue that serves a model; without a model, the gateway's own queue.
 
         If several queues serve the model, returns the one with the fewest requests for each worker.
-        With `known_as`, returns instead the queue that has the key `known_as(keys)`: this key shows
-        that the queue got the same request before, so the request does not run twice.
+        With `known_as`, a function that returns a key of a queue, returns instead the queue in
+        which this key exists: that queue got the same request before, and must not run it twice.
 
         Raises ModelNotServedError. Raises ModelIsLoadingError while a queue in `names` has no model
         yet.
         """
-        own = self.own, await self.own.watch.look()
+        own = self.own, await self.own.view()
         is_alone = len(self._names) == 1 and not self._finds_others
         if not model or (is_alone and model == own[1].model):
             return own
@@ -176,24 +192,23 @@ class ServedQueues:
         if len(serving) == 1:
             return serving[0]
         if known_as is None:
-            return min(serving, key=lambda at: at[1].load(at[0].watch.num_sent))
-        asking = (_has(queue, known_as(queue.queue.keys)) for queue, _ in serving)
-        known = await asyncio.gather(*asking)
+            return min(serving, key=lambda at: at[1].load(at[0].num_sent))
+        known = await asyncio.gather(*(at[0].has(known_as(at[0].queue.keys)) for at in serving))
         if any(known):
             return serving[known.index(True)]
-        return max(serving, key=lambda at: (at[1].hands_out, _draw(known_as(at[0].queue.keys))))
+        return max(serving, key=lambda at: (at[1].hands_out, _rank(known_as(at[0].queue.keys))))
 
     def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
         """Returns the queue for a model that no queue serves yet.
 
-        If the gateway has only one queue, and the queue has no model, this queue is returned: its
-        first worker may serve the model. Otherwise raises ModelIsLoadingError, ModelNotServedError,
-        or the error of a queue whose server is away.
+        This is the gateway's only queue if it has no model, because its first worker may serve the
+        model. In any other case, raises ModelIsLoadingError, ModelNotServedError, or the error of a
+        queue whose server is away.
         """
         if len(views) == 1 and not views[0][1].model:
             return views[0]
-        loading = [queue.name for queue, view in views if not view.model]
-        loading = [name for name in loading if name in self._names]
+        without_model = [queue.name for queue, view in views if not view.model]
+        loading = [name for name in without_model if name in self._names]
         if loading and len(self._names) > 1:
             raise ModelIsLoadingError(model, loading)
         self._raise_if_away()
@@ -205,23 +220,19 @@ class ServedQueues:
         served += [queue for queue in self.opened if queue not in served]
         if len(served) == 1:
             return self.own
-        asking = [_has(queue, queue.queue.keys.request(request_id)) for queue in served]
-        known = await asyncio.gather(*asking, return_exceptions=True)
+        looking = [queue.has(queue.queue.keys.request(request_id)) for queue in served]
+        known = await asyncio.gather(*looking, return_exceptions=True)
         for queue, is_known in zip(served, known, strict=True):
             if isinstance(is_known, BaseException):
                 self._leave_out(queue, is_known)
             elif is_known:
                 return queue
         self._raise_if_away()
-        raise RequestNotFoundError(
-            f"no completion {request_id[:80]!r} is known; it never existed, or its record has"
-            " expired"
-        )
+        raise unknown_completion(request_id)
 
     def _served(self, name: str) -> ServedQueue:
         if name not in self._opened:
-            client = self._open_client(name)
-            self._opened[name] = ServedQueue(client, QueueWatch(client.queue))
+            self._opened[name] = ServedQueue(self._open_client(name))
         return self._opened[name]
 
     async def _read(self, *, now: bool = False) -> _Directory:
@@ -235,10 +246,7 @@ class ServedQueues:
                     aliases = await self.own.queue.run(lookups.aliases())
                 except ResponseError as error:  # such as a role of one queue
                     self._refuse(f"{QUEUES}, {ALIASES}", error)
-                except (
-                    ConnectionError,
-                    TimeoutError,
-                ):  # on a cluster, only this queue's node may be away
+                except (ConnectionError, TimeoutError):  # on a Cluster, only one node may be away
                     if not self._directory.names:
                         raise
                     names, aliases = self._directory.names, dict(self._directory.aliases)
@@ -249,8 +257,8 @@ class ServedQueues:
         return time.monotonic() < self._refused.get(name, 0.0)
 
     def _leave_out(self, queue: ServedQueue, error: BaseException) -> None:
-        """From now on, skips a queue that cannot be read. Raises `error` if this is the gateway's
-        own queue.
+        """Skips a queue from now on, because reading it has raised `error`. Raises the error again
+        if the queue is the gateway's own.
 
         On a Cluster, queues are on different nodes, and one node may be away.
         """
@@ -263,8 +271,8 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """Raises the error of a queue whose server is away, because this queue may know the
-        request."""
+        """Raises the error of a queue whose server is away. This queue may have what was not found
+        elsewhere."""
         for name, error in self._away.items():
             if name in self._names or name in self._directory.names:
                 raise error
@@ -276,7 +284,7 @@ class ServedQueues:
 
 
 def log_unreadable(name: str, why: str) -> None:
-    """Logs that a queue cannot be read. Processes with a log pass this function as
+    """Logs that a queue cannot be read. Processes that configure a log pass this function as
     `on_unreadable`."""
     from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
@@ -284,7 +292,8 @@ def log_unreadable(name: str, why: str) -> None:
 
 
 class ModelIsLoadingError(ApiError):
-    """A queue that may serve the model has no model yet."""
+    """No queue serves the model, and some queues have no model yet, because no worker has joined
+    them."""
 
     def __init__(self, model: str, queues: Sequence[str]) -> None:
         names = ", ".join(queues)
@@ -297,42 +306,11 @@ class ModelIsLoadingError(ApiError):
         )
 
 
-def _draw(key: str) -> bytes:
-    """Returns the rank of a queue. All gateways send the same request to the queue of the highest
-    rank.
+def _rank(key: str) -> bytes:
+    """Returns the rank of a queue for a request, from a key that names both. All gateways send the
+    request to the queue with the highest rank.
 
     When a queue is added or removed, few requests change their queue; see
     https://en.wikipedia.org/wiki/Rendezvous_hashing.
     """
     return hashlib.sha256(key.encode()).digest()
-
-
-async def _has(queue: ServedQueue, key: str) -> bool:
-    return await queue.queue.run(Call("", ["EXISTS", key], bool))
-
-
-class QueueWatch:
-    """Reads the state of one queue, and remembers it for about a second."""
-
-    def __init__(self, queue: AsyncRequestQueue) -> None:
-        self.num_sent = 0
-        """Number of requests that were sent to the queue since its state was read."""
-        self._queue = queue
-        self._seen: QueueView | None = None
-        self._seen_at = float("-inf")
-        self._looking = asyncio.Lock()
-
-    @property
-    def is_old(self) -> bool:
-        """Whether the next `look` reads the queue anew."""
-        return time.monotonic() - self._seen_at > _FRESH_SECONDS
-
-    async def look(self, *, now: bool = False) -> QueueView:
-        """Returns the state of the queue, which is at most a second old; with `now`, reads it now.
-        Raises redis.RedisError."""
-        async with self._looking:
-            if self._seen is None or self.is_old or now:
-                self._seen = await carry_out_async(queue_view(self._queue.keys), self._queue.run)
-                self._seen_at = time.monotonic()
-                self.num_sent = 0
-            return self._seen

@@ -1,5 +1,5 @@
-"""The costs of calls, in requests and in tokens. A caller's key has a rate (a limit per minute) for
-each."""
+"""Charges calls to their callers' rates. An API key may have two rates (limits for each minute):
+one for requests, one for tokens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MINUTE_MS = 60_000
 async def take_of_queues(
     own: AsyncRequestQueue, serving: AsyncRequestQueue, holder: str, rates: Sequence[Rate]
 ) -> RateAnswer:
-    """Takes tokens from the rate at the queue that serves a call, and requests from the rate at the
-    gateway's own queue; both or none.
+    """Takes a call's tokens from the rate in the queue that serves the call, and its requests from
+    the rate in the gateway's own queue. Takes nothing if one of the rates does not suffice.
 
-    After a refusal, the reply has the time to wait for only one of the two.
+    After a refusal, `wait_ms` is the time to wait for one of the two rates.
     """
     if serving is own:
         return await own.run(take_of_rates(holder, rates))
@@ -35,10 +35,9 @@ async def take_of_queues(
         requests = [replace(rate, amount=0) for rate in requests]
     requests_answer = await own.run(take_of_rates(holder, requests))
     if answer.wait_ms == 0 and requests_answer.wait_ms != 0:
-        given_back = [replace(rate, amount=-rate.amount) for rate in tokens]
-        answer = replace(
-            await serving.run(take_of_rates(holder, given_back)), wait_ms=requests_answer.wait_ms
-        )
+        returned = [replace(rate, amount=-rate.amount) for rate in tokens]
+        answer = await serving.run(take_of_rates(holder, returned))
+        answer = replace(answer, wait_ms=requests_answer.wait_ms)
     return RateAnswer(
         answer.wait_ms,
         {**requests_answer.remaining, **answer.remaining},
@@ -47,15 +46,15 @@ async def take_of_queues(
 
 
 def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
-    """Returns the message for a call that may succeed later. It names each rate that does not
-    suffice."""
+    """Returns the message for a call that costs more than is left of a rate, and may succeed
+    later."""
     reasons = []
     for rate in rates:
         left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
         if answer.reset_ms[rate.name] > _MINUTE_MS:
             reasons.append(f"has used more than its {limit}")
         elif left < rate.amount:
-            reasons.append(f"has {left} left of its {limit}, and this needs {rate.amount}")
+            reasons.append(f"has {left} left of its {limit}, and the call needs {rate.amount}")
     seconds = math.ceil((answer.wait_ms or 0) / 1000)
     after = f"{seconds} s" if seconds < 120 else f"{math.ceil(seconds / 60)} min"
     return f"the key {caller.name!r} {' and '.join(reasons)}; try again in {after}"
@@ -64,8 +63,8 @@ def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
     """Returns the costs of `requests` (fields as for `Client.enqueue_many`) in the caller's rates.
 
-    The tokens are those of the prompt, estimated as a quarter of the payload's bytes. Output is
-    charged to the account (`account_of`) while it is generated.
+    A prompt's tokens are estimated as a quarter of the payload's bytes. The tokens of the output
+    are charged to `account_of` the caller while they are generated.
     """
     rates = rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
@@ -75,8 +74,8 @@ def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate
 
 
 def account_of(caller: Caller, holder: str) -> TokenAccount | None:
-    """Returns the account that pays for the output of a caller's requests; None if the caller has
-    no limit.
+    """Returns the account to which the output of a caller's requests is charged; None if the caller
+    has no limit of tokens.
 
     `holder` is the name under which the server stores the caller's rates.
     """
@@ -85,6 +84,7 @@ def account_of(caller: Caller, holder: str) -> TokenAccount | None:
 
 
 def rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
+    """Returns the cost of `amount` requests, as a list; empty if the caller has no such limit."""
     limit = caller.requests_per_minute
     return [Rate("requests", amount, limit)] if limit else []
 
@@ -92,12 +92,13 @@ def rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
 def beyond_rates(
     caller: Caller, rates: Sequence[Rate], headers: dict[str, str] | None = None
 ) -> ApiError:
-    """Returns the error for a call that costs more than the limit of a whole minute."""
+    """Returns the error for a call that costs more than a whole minute's limit, so no retry can
+    succeed."""
     needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
     limits = " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
     return ApiError(
         429,
-        f"this needs {needed}, and the key {caller.name!r} never has more than {limits}",
+        f"the call needs {needed}, and the key {caller.name!r} never has more than {limits}",
         code="rate_limit_exceeded",
         headers={**(headers or {}), **NOT_AGAIN},
     )

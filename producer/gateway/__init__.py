@@ -1,6 +1,5 @@
-"""The HTTP gateway: OpenAI-compatible APIs and a dashboard. For the queue, the gateway is one more
-producer.
+"""The HTTP gateway: OpenAI-compatible APIs and a dashboard.
 
-The gateway never talks to a worker. Requests go through `AsyncClient`, and pages show what any
-client may read from the queue's keys.
+The gateway is a producer like any other, and never communicates with a worker. It sends requests
+through `AsyncClient`, and its pages show data from keys that any client may read.
 """

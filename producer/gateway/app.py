@@ -1,4 +1,4 @@
-"""Assembles a gateway from its routes and its state."""
+"""Creates the web application of a gateway: its routes and its state."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from promptq.producer.calls.errors import log_why_unavailable, redis_side_error
 from promptq.producer.calls.queues import ServedQueues, log_unreadable
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.gateway.dashboard import actions, pages
+from promptq.producer.gateway.dashboard import actions, page_files, pages
 from promptq.producer.gateway.monitoring import autoscaling_endpoint, docs, health, metrics
 from promptq.producer.http import errors
 from promptq.producer.http.bodies import BodyBudget
-from promptq.producer.http.meter import measure_http, trace_http
+from promptq.producer.http.meter import HttpMeter, Measured, Traced
 from promptq.producer.http.state import BackgroundCancels, Gateway, KeyUses, Refusals
 from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.protocol.keys import ALL_QUEUES, Keys
@@ -55,14 +55,16 @@ _ROUTERS = (
     files.router,
     batches.router,
     docs.router,
+    page_files.router,
     pages.router,
     actions.router,
 )
 _ANSWER_SECONDS = 5.0
+"""The most seconds to wait for the server's answer to a subscription."""
 _UPLOADS_OF_TENANT = 4
 _UPLOADS = 16
-"""The number of uploads of the largest size that may run at once. Until an upload is complete, it
-uses its size on the disk twice."""
+"""How many uploads of the largest size may run at once. Until an upload is complete, it uses twice
+its size on the disk."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -84,7 +86,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         connections: list[redis.asyncio.Redis] = []
 
         def open_client(queue: str) -> AsyncClient:
-            # A client takes up to half of its connections, so each has its own.
+            # A client may use half of a pool's connections, so each has a separate pool.
             connections.append(make_async_redis(url))
             return AsyncClient(connections[-1], queue, tracing=tracing)
 
@@ -110,14 +112,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             Refusals(),
         )
         _make_routes(app)
-        beside = [
+        tasks = [
             asyncio.create_task(_look_at_server(app.state.gateway)),
             asyncio.create_task(kept_up("responses", ResponseRecords(app.state.gateway).keep_all)),
         ]
         try:
             yield
         finally:
-            await end(beside)
+            await end(tasks)
             await app.state.gateway.call_reader.aclose()
             await cancels.aclose()
             await queues.aclose()
@@ -130,7 +132,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         title="promptq",
         description="A queue for language models, with the API of OpenAI.",
         lifespan=lifespan,
-        openapi_url=None,  # docs.router serves it, and a page made from it
+        openapi_url=None,  # docs.router serves the document, and a page built from it
     )
     app.state.stopping = asyncio.Event()
     app.state.descriptions, app.state.scrapes = {}, metrics.Scrapes()
@@ -145,32 +147,34 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     for router in _ROUTERS:
         app.include_router(router)
-    return measure_http(trace_http(app, tracing), logs=settings.http_log_requests)
+    if tracing is not None:
+        app.add_middleware(Traced, tracing=tracing)
+    app.state.http_meter = HttpMeter()
+    app.add_middleware(Measured, meter=app.state.http_meter, logs=settings.http_log_requests)
+    return app
 
 
 async def _look_at_server(gateway: Gateway) -> None:
-    """Checks the server at the start. Logs why calls will get 503, and whether the server evicts
-    keys."""
+    """Logs at the start why calls will get 503, and regularly whether the server evicts keys."""
     try:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
         async with gateway.queue.redis.pubsub() as channel:
             await channel.subscribe(gateway.keys.events("any"))
-            await channel.get_message(
-                timeout=_ANSWER_SECONDS
-            )  # raises an error if the server refused the subscription
+            # Raises an error if the server has refused the subscription.
+            await channel.get_message(timeout=_ANSWER_SECONDS)
     except RedisError as error:
         explained = redis_side_error(error, gateway.client.url, gateway.redis_user)
         log_why_unavailable(explained)
     log = MaxmemoryLog()
     while True:
-        with suppress(RedisError):  # calls log why it is away
+        with suppress(RedisError):  # calls log why the server is away
             log.note(await gateway.queue.run(maxmemory_warning()))
         await asyncio.sleep(LOOK_SECONDS)
 
 
 def _make_routes(app: FastAPI) -> None:
-    """Makes FastAPI build the routes of included routers now. Otherwise the first call would have
-    to wait for this."""
+    """Makes FastAPI build the routes of included routers now, so that the first call need not wait
+    for this."""
     call = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
     for route in app.routes:
         route.matches(call)

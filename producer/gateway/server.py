@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from promptq.producer.settings.gateway import GatewaySettings
 
 _BACKLOG = 4096
+"""The most connections that the operating system keeps until the gateway accepts them."""
 _OBJECTS_BEFORE_COLLECTION = 50_000
+"""Number of new objects after which Python looks for garbage."""
 
 
 def run_gateway(settings: GatewaySettings) -> None:
@@ -33,7 +35,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     from promptq.shared.server.connection import without_password
 
     configure_logs(settings.log_level, settings.log_format)
-    # The line `ready` reports the start already.
+    # `ready` on the standard output already reports the start.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     allow_many_connections()
     app = create_app(settings)
@@ -43,7 +45,7 @@ def run_gateway(settings: GatewaySettings) -> None:
         loop="uvloop",
         http=bounded_protocol(settings.http_max_connections),
         lifespan="on",
-        ws="none",  # otherwise an installed WebSocket library would take over
+        ws="none",  # otherwise uvicorn would use any installed WebSocket library
         log_config=None,
         access_log=False,
         server_header=False,
@@ -55,13 +57,13 @@ def run_gateway(settings: GatewaySettings) -> None:
     class _Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            _spare_the_collector()
+            _reduce_garbage_collection()
             print(f"ready at {_url(listener)}, {_names(settings)} at {redis_url}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            # Uvicorn would log each stream that it ends as an error.
+            # Uvicorn logs an error for each stream that it ends.
             logging.getLogger("uvicorn.error").disabled = True
-            app.state.stopping.set()  # or the dashboard's pages would keep their streams
+            app.state.stopping.set()  # ends the streams of dashboard pages
             await super().shutdown(sockets)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,17 +105,15 @@ def _names(settings: GatewaySettings) -> str:
     return f"queues {', '.join([own, *others])}"
 
 
-def _spare_the_collector() -> None:
-    """Excludes lasting objects from garbage collection, as workers do.
-
-    A full collection pauses all streams, and each stream has a few hundred objects.
-    """
+def _reduce_garbage_collection() -> None:
+    """Excludes all present objects from garbage collection, and makes collections rarer, because a
+    full collection pauses all streams."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)
 
 
 def allow_many_connections() -> None:
-    """Raises the limit of open files, usually 1,024, because each stream uses one."""
+    """Raises this process's limit of open files, usually 1,024, because each stream uses one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,1 +1,1 @@
-"""HTTP functions that all APIs use: keys, limits, bodies, errors, streams, measurements."""
+"""HTTP code that all APIs share: API keys, limits, bodies, errors, streams, metrics."""

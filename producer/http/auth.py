@@ -15,7 +15,7 @@ from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.state import ThisGateway
 from promptq.shared.protocol.request import MAX_PRIORITY
 
-_NOBODY = Caller(name=api_keys.LOCAL_NAME, highest_priority=-MAX_PRIORITY, is_admin=True)
+_LOCAL_ADMIN = Caller(name=api_keys.LOCAL_NAME, highest_priority=-MAX_PRIORITY, is_admin=True)
 _FORWARDED = (
     "forwarded",
     "x-forwarded-for",
@@ -25,20 +25,17 @@ _FORWARDED = (
     "via",
     "cf-connecting-ip",
 )
-"""Headers that proxies add. A proxy that adds none of them cannot be distinguished from a
+"""Headers that proxies add. The gateway cannot distinguish a proxy that adds none of them from a
 client."""
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
 _OWN_PAGES = ("same-origin", "none")
-"""Values of `Sec-Fetch-Site` for requests by a page of this gateway, and for addresses that people
-typed."""
+"""Values of the header `Sec-Fetch-Site` if a page of this gateway sent the request, or if somebody
+typed the address."""
 
 
 async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
-    """Returns the caller, by the key of the call. While no key exists, callers on this machine are
-    administrators.
-
-    Raises ApiError 401.
-    """
+    """Returns the owner of the call's API key. While no key exists, callers on this machine are
+    administrators. Raises ApiError 401."""
     secret = _secret_of(request)
     if secret:
         key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret))
@@ -50,7 +47,7 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
     num_keys = await gateway.queue.run(api_keys.count(gateway.keys))
     if num_keys == 0:
         if _is_from_this_machine(request):
-            return _NOBODY
+            return _LOCAL_ADMIN
         raise _unauthorised(
             "there is no API key yet, so the gateway answers only this machine; create a key with"
             " `promptq keys create NAME`"
@@ -63,8 +60,8 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
 
 
 def _secret_of(request: Request) -> str:
-    """Returns the key of a call, in the headers of OpenAI's, Anthropic's or Azure's clients; '' if
-    there is none.
+    """Returns the API key in the headers, which OpenAI's, Anthropic's and Azure's clients name
+    differently; '' if there is none.
 
     A page of another site can send none of these headers without a preflight request (CORS).
     """
@@ -75,8 +72,8 @@ def _secret_of(request: Request) -> str:
 
 
 async def admin_of(caller: ThisCaller) -> Caller:
-    """Returns a caller that may read and control the whole queue. Raises ApiError 403 for other
-    callers."""
+    """Returns the caller, who may read and control the whole queue. Raises ApiError 403 for a
+    caller who may not."""
     if not caller.is_admin:
         raise ApiError(
             403, f"the key {caller.name!r} may not do this: it needs one made with --admin"
@@ -88,10 +85,12 @@ ThisCaller = Annotated[Caller, Depends(caller_of)]
 """Type of a route's parameter that gets the caller. A route without this parameter needs no key."""
 
 ThisAdmin = Annotated[Caller, Depends(admin_of)]
+"""Type of a route's parameter that gets the caller, and refuses callers who are not
+administrators."""
 
 
 def needs(scope: str) -> Any:
-    """Returns a dependency for routers. It raises ApiError 403 for calls whose key does not have
+    """Returns a dependency for routers, which raises ApiError 403 if the caller's key does not have
     this scope."""
 
     async def check(caller: ThisCaller) -> None:
@@ -106,8 +105,8 @@ def _unauthorised(message: str) -> ApiError:
 
 
 def is_of_own_page(request: Request) -> bool:
-    """Returns whether the headers name no origin other than this gateway. Another server on this
-    machine is another origin."""
+    """Returns whether no page of another origin sent the request. Another server on this machine is
+    another origin."""
     site = request.headers.get("sec-fetch-site", "none")
     own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
     origins = request.headers.getlist("origin")
@@ -126,8 +125,8 @@ def _is_from_this_machine(request: Request) -> bool:
 
 
 def _names_this_machine(host: str) -> bool:
-    """Returns whether a Host header names this machine. False for malformed names, and for other
-    names that resolve to this machine (DNS rebinding)."""
+    """Returns whether a Host header names this machine. False for malformed headers, and for other
+    names that resolve to this machine, as in DNS rebinding."""
     match = _HOST.fullmatch(host)
     name = (match[1] or match[2]).lower() if match else ""
     return name == "localhost" or _is_loopback(name)

@@ -1,6 +1,6 @@
-"""Reads the body of an HTTP request up to a limit.
+"""Reads the bodies of HTTP requests, and limits their bytes in memory.
 
-If a body is not read, such as that of a caller without a key, connection_limits.py drops it.
+connection_limits.py drops a body that no route reads, such as that of a caller without a key.
 """
 
 from __future__ import annotations
@@ -14,22 +14,10 @@ from fastapi import Request
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.content_codings import codings_of, decoded
 
-FREE_BYTES = 65_536
+_FREE_BYTES = 65_536
 """The first bytes of each body, up to this number, do not count towards the budget."""
 
 _RETRY_AFTER = {"Retry-After": "1"}
-
-
-class TooLargeError(ApiError):
-    """Error 413. The answer is sent before the rest of the body has come."""
-
-    def __init__(self, what: str, most: int) -> None:
-        super().__init__(
-            413,
-            f"the {what} is larger than the {most} bytes that are allowed",
-            param=None if what == "body" else what,
-            code=f"{what}_too_large",
-        )
 
 
 async def read_body(request: Request, most: int, hold: Hold) -> bytes:
@@ -40,23 +28,29 @@ async def read_body(request: Request, most: int, hold: Hold) -> bytes:
 async def body_pieces(
     request: Request, most: int, hold: Hold, *, most_beside: int = 0, what: str = "body"
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the decoded pieces of a body as they arrive: at most `most` bytes for `what`, and
-    `most_beside` bytes for the rest.
+    """Yields the decoded pieces of a body as they arrive. The body may have `most` bytes of `what`,
+    such as a file, and `most_beside` bytes of other data.
 
-    Raises TooLargeError as soon as there are more bytes, ApiError 400 and 415 for a body that
-    cannot be decoded, and the errors of `hold`.
+    Raises ApiError 413 as soon as there are more bytes, ApiError 400 or 415 for a body that cannot
+    be decoded, and the errors of `hold`.
     """
+    too_large = ApiError(
+        413,
+        f"the {what} is larger than the {most} bytes that are allowed",
+        param=None if what == "body" else what,
+        code=f"{what}_too_large",
+    )
     codings = codings_of(request.headers.getlist("content-encoding"))
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most + most_beside:
-        raise TooLargeError(what, most)
+        raise too_large
 
     async def bounded(pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
         size = 0
         async for piece in pieces:
             size += len(piece)
             if size > most + most_beside:
-                raise TooLargeError(what, most)
+                raise too_large
             yield piece
 
     pieces = bounded(request.stream())
@@ -68,7 +62,8 @@ async def body_pieces(
 
 
 class BodyBudget:
-    """Limits the bytes of bodies in memory, for each tenant and for all together."""
+    """A limit for the bytes of bodies in memory: one for each tenant, and one for all tenants
+    together."""
 
     def __init__(self, most_of_tenant: int, most_in_all: int) -> None:
         self._most_of_tenant = most_of_tenant
@@ -78,7 +73,8 @@ class BodyBudget:
 
     @contextmanager
     def hold(self, tenant: str) -> Iterator[Hold]:
-        """Yields a hold: a part of the budget that is returned when the `with` block ends."""
+        """Yields a hold, an empty part of the budget that can grow. Returns its bytes to the budget
+        when the `with` block ends."""
         hold = Hold(self, tenant)
         try:
             yield hold
@@ -87,20 +83,20 @@ class BodyBudget:
 
     def take(self, tenant: str, num_bytes: int) -> None:
         """Takes bytes from the budget. Raises ApiError 429 if the tenant would exceed its limit,
-        503 if all tenants together would exceed theirs."""
+        and 503 if all tenants together would."""
         wanted = self._of_tenants[tenant] + num_bytes
         if wanted > self._most_of_tenant:
             raise ApiError(
                 429,
-                f"the requests that are on their way for the tenant {tenant!r} have more than"
-                f" {self._most_of_tenant} bytes; wait until some of them are in the queue",
+                f"more than {self._most_of_tenant} bytes of the calls of tenant {tenant!r} are not"
+                " in the queue yet; wait until some of them are",
                 code="bodies_of_tenant",
                 headers=_RETRY_AFTER,
             )
         if wanted > self._most_in_all - self._in_all:
             raise ApiError(
                 503,
-                "the gateway cannot hold more bytes of requests on their way; try again soon",
+                "the gateway reads too many bytes of calls at the same time; try again soon",
                 code="bodies",
                 headers=_RETRY_AFTER,
             )
@@ -115,7 +111,7 @@ class BodyBudget:
 
 
 class Hold:
-    """The bytes of the budget that one request uses."""
+    """The part of the budget that one HTTP request uses."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
@@ -128,16 +124,16 @@ class Hold:
         self.grow_to(self._num_bytes + num_bytes)
 
     def grow_to(self, num_bytes: int) -> None:
-        """Takes bytes until the hold has `num_bytes` in all. Raises ApiError like
+        """Takes bytes until the hold has at least `num_bytes`. Raises ApiError like
         `BodyBudget.take`."""
-        more = max(0, num_bytes - FREE_BYTES) - self._num_taken
+        more = max(0, num_bytes - _FREE_BYTES) - self._num_taken
         if more > 0:
             self._budget.take(self._tenant, more)
             self._num_taken += more
         self._num_bytes = max(self._num_bytes, num_bytes)
 
     def release(self) -> None:
-        """Returns all bytes of the request to the budget. Further calls do nothing."""
+        """Returns all bytes to the budget."""
         if self._num_taken:
             self._budget.give_back(self._tenant, self._num_taken)
         self._num_bytes = self._num_taken = 0

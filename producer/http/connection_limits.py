@@ -1,4 +1,4 @@
-"""Uvicorn's HTTP/1.1 protocol, with limits on its memory and its waiting times."""
+"""Limits the memory and the waiting times of uvicorn's HTTP/1.1 protocol."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
 MAX_HEAD_BYTES = 65_536
-"""The most bytes of a request's line and headers. One read from the socket may exceed this a
-little."""
+"""The most bytes of a request's head: its first line and its headers. The last read from the socket
+may exceed this."""
 
 PIECES = "promptq.pieces"
-"""Name of an ASGI extension. Its `write(piece)` sends a part of the body after the head was sent.
+"""Name of an ASGI extension. After the head of an answer, its `write(piece)` sends a part of the
+body. It is faster than ASGI's `send`, which goes through every layer of the application.
 
-`write` is direct, while `send` goes through every layer of the application. If the client reads
-slowly, `write` returns an `Unfinished` function.
+If the client reads slowly, `write` returns an `Unfinished` function.
 """
 
 Unfinished = Callable[[], Awaitable[None]] | None
-"""A function that must be called and awaited before more is written; None if more can be written at
-once."""
+"""A function to call and await before more is written; None if more can be written at once."""
 
 _SILENCE_SECONDS = 60.0
+"""The most seconds between two requests of a connection, and for the first bytes of a body."""
 _HEAD_SECONDS = 20.0
 """The most seconds from a request's first byte to the end of its head."""
 _WINDOW_SECONDS = 15.0
-"""Seconds in which a body must bring `_WINDOW_BYTES` more, or end. Then the time begins anew. It
-does not grow with the bytes: otherwise a client could send much at first and then be silent for a
-long time."""
+"""Seconds in which each further `_WINDOW_BYTES` of a body must arrive. With a limit for the whole
+body, which would grow with its size, a client could send much at first and then be silent for
+long."""
 _WINDOW_BYTES = 65_536
 """The first bytes of a body, up to this number, may take `_SILENCE_SECONDS`. Most bodies have no
 more bytes."""
@@ -47,22 +47,21 @@ _MOST_DROPPED_BYTES = 1 << 28
 _DROPPED_BYTES_A_SECOND = 8 << 20
 _DROP_SECONDS = 30.0
 """The most seconds for which the rest of an answered request's body is read and dropped. Most
-clients send the whole body before they read the answer. If the connection were closed earlier, it
-would be reset, and the answer might be lost."""
+clients read the answer after they have sent the whole body. An earlier end would reset the
+connection, and might lose the answer."""
 _UNREAD_SECONDS = 600.0
-"""Seconds after which a client that reads nothing of an answer is disconnected. A slow client reads
-a little now and then."""
+"""Seconds after which a client that reads nothing of an answer is disconnected."""
 _MOST_SMALL_PIECES = 4096
 _PIECE_BYTES = 16
-"""The smallest mean size of pieces after the first `_MOST_SMALL_PIECES`. Each piece costs a
-function call, however small it is."""
+"""The smallest mean size of a body's pieces after the first `_MOST_SMALL_PIECES`. Each piece costs
+a function call, however small it is."""
 _LENGTHS = (b"content-length", b"transfer-encoding")
 _MOST_PIPELINED = 16
-"""The most requests of a connection that may wait behind another one. Uvicorn would store all
-requests that a client sends ahead."""
-_LOOK_SECONDS = 2.0
+"""The most requests of a connection that may wait behind another one. Uvicorn has no limit."""
+_CHECK_SECONDS = 2.0
+"""Seconds between two checks of a connection's waiting times."""
 _RESERVED_CONNECTIONS = 64
-"""Connections beyond the limit, for probes that check whether the gateway is alive."""
+"""Connections beyond the limit, on which only probes (`POLLED`) are answered."""
 
 _FULL = ApiError(
     503,
@@ -73,12 +72,12 @@ _FULL = ApiError(
 
 
 class _StayingParser(httptools.HttpRequestParser):
-    """A parser that ignores requests to change to another protocol. Java's client, for example,
-    offers HTTP/2.
+    """A parser that ignores offers to change to another protocol, such as those of Java's client to
+    use HTTP/2.
 
-    After the head of such a request, httptools stops, and uvicorn would drop the body. So a new
-    parser replaces the first one. The new parser gets another head, which has only the body's
-    length. `continues` is set while the new parser reads this head.
+    httptools stops after the head of such a request, and uvicorn would drop the body. So a new
+    parser replaces the first one, and gets a made-up head with the body's length before the body.
+    `continues` is set while the new parser reads this head.
     """
 
     def __init__(self, protocol: BoundedProtocol) -> None:
@@ -102,13 +101,12 @@ class _StayingParser(httptools.HttpRequestParser):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Closes a connection whose head does not end, or whose request comes too slowly.
+    """Closes a connection whose request has too large a head, or comes too slowly.
 
     Uvicorn would store a head of any size, and wait for ever for the rest of a request, even before
-    the API key is checked. A head's size is measured as the number of bytes since the last
-    progress: the end of a head, a piece of a body or the end of a message. So endless trailers
-    count too. If a request is answered before its whole body has come, the rest is read and dropped
-    for some seconds.
+    the API key is checked. The size of a head is measured as the bytes since the last progress: the
+    end of a head, a piece of a body or the end of a message. So trailers count, too. If a request
+    is answered before its whole body has arrived, the rest is read and dropped for some seconds.
     """
 
     parser: _StayingParser
@@ -117,19 +115,19 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self.parser = _StayingParser(self)
         self._max_connections = max_connections
-        self._num_pending = 0
+        self._num_pending = 0  # bytes since the last progress
         self._in_head = True
         self._in_request = True  # a new connection must send a request
         self._num_body_bytes = 0  # in this window
-        self._has_come_on = False  # whether the bytes of a window have arrived
+        self._has_filled_window = False
         self._num_dropped_bytes = 0
         self._num_pieces = self._num_bytes = 0  # of a body
         self._closes_behind_request = False
         self._unanswered: list[RequestResponseCycle] = []
-        self._began_at = self._looked_at = self._taken_at = self.loop.time()
-        self._our_seconds = 0.0  # the part of that time in which the gateway read nothing
+        self._began_at = self._checked_at = self._taken_at = self.loop.time()
+        self._paused_seconds = 0.0  # since `_began_at`; while paused, the gateway reads nothing
         self._num_unsent = 0
-        self._timer = self.loop.call_later(_look_seconds(), self._look)
+        self._timer = self.loop.call_later(_CHECK_SECONDS, self._check_times)
 
     # Like uvicorn's class, this requires a Transport, where asyncio's protocol accepts any kind.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -161,7 +159,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("The head of the request is too large.")
         elif self._is_dropping:  # slowly, because streams wait meanwhile
             self.flow.pause_reading()
-            self.loop.call_later(len(data) / _DROPPED_BYTES_A_SECOND, self._go_on)
+            self.loop.call_later(len(data) / _DROPPED_BYTES_A_SECOND, self._resume_reading)
 
     def on_message_begin(self) -> None:
         if self.parser.continues:
@@ -186,9 +184,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
-            self.cycle.waiting_for_100_continue = (
-                False  # a client would read `100 Continue` as the answer
-            )
+            # A client of HTTP/1.0 would read `100 Continue` as the answer.
+            self.cycle.waiting_for_100_continue = False
         if not self.cycle.keep_alive:
             self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
@@ -208,7 +205,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_body_bytes += len(body)
         if self._num_body_bytes >= _WINDOW_BYTES:
             self._begin_window()
-            self._has_come_on = True
+            self._has_filled_window = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -233,12 +230,12 @@ class BoundedProtocol(HttpToolsProtocol):
         in_body = self._in_request and not self._in_head
         return in_body and self.cycle is not None and self.cycle.response_complete
 
-    def _go_on(self) -> None:
+    def _resume_reading(self) -> None:
         if not self.transport.is_closing():
             self.flow.resume_reading()
 
     def close_behind_request(self) -> None:
-        """Closes the connection as soon as the whole request has arrived."""
+        """Closes the connection once the whole request has arrived."""
         if self._in_request:
             self._closes_behind_request = True
         else:
@@ -247,20 +244,21 @@ class BoundedProtocol(HttpToolsProtocol):
     def _progressed(self) -> None:
         """Records that a phase has ended: a head, a request or an answer."""
         self._num_pending = self._num_dropped_bytes = 0
-        self._has_come_on = False
+        self._has_filled_window = False
         self._begin_window()
 
     def _begin_window(self) -> None:
         self._num_body_bytes = 0
-        self._our_seconds = 0.0
+        self._paused_seconds = 0.0
         self._began_at = self.loop.time()
 
-    def _look(self) -> None:
-        """Checks the waiting times now and then, because a timer for each piece would cost more."""
+    def _check_times(self) -> None:
+        """Closes the connection if its client is too slow. A timer for each piece would cost more
+        than these regular checks."""
         now = self.loop.time()
         if self.flow.read_paused:
-            self._our_seconds += now - max(self._looked_at, self._began_at)
-        self._looked_at = now
+            self._paused_seconds += now - max(self._checked_at, self._began_at)
+        self._checked_at = now
         num_unsent = self.transport.get_write_buffer_size()
         if not num_unsent or num_unsent < self._num_unsent:
             self._taken_at = now
@@ -269,31 +267,30 @@ class BoundedProtocol(HttpToolsProtocol):
         if now - self._taken_at > (_SILENCE_SECONDS if is_closing else _UNREAD_SECONDS):
             self.transport.abort()
             return
-        if now - self._began_at - self._our_seconds > self._most_seconds():
+        if now - self._began_at - self._paused_seconds > self._most_seconds():
             self.transport.close()
-        self._timer = self.loop.call_later(_look_seconds(), self._look)
+        self._timer = self.loop.call_later(_CHECK_SECONDS, self._check_times)
 
     def _most_seconds(self) -> float:
         """Returns the most seconds that the current phase of the connection may take."""
-        has_cycle = self.cycle is not None
-        if self._in_request:
-            if self._in_head:
-                return _HEAD_SECONDS
-            if self._is_dropping:
-                return _DROP_SECONDS
-            return _WINDOW_SECONDS if self._has_come_on else _SILENCE_SECONDS
-        return inf if has_cycle and not self.cycle.response_complete else _SILENCE_SECONDS
+        if not self._in_request:
+            is_answering = self.cycle is not None and not self.cycle.response_complete
+            return inf if is_answering else _SILENCE_SECONDS
+        if self._in_head:
+            return _HEAD_SECONDS
+        if self._is_dropping:
+            return _DROP_SECONDS
+        return _WINDOW_SECONDS if self._has_filled_window else _SILENCE_SECONDS
 
 
 def bounded_protocol(max_connections: int) -> type[BoundedProtocol]:
-    """Returns the protocol class that uvicorn uses for each connection of a gateway with this
-    limit."""
-    making = partial(BoundedProtocol, max_connections=max_connections)
-    return cast(type[BoundedProtocol], making)
+    """Returns the protocol with this limit of connections, in the form that uvicorn's `http` option
+    takes."""
+    return cast(type[BoundedProtocol], partial(BoundedProtocol, max_connections=max_connections))
 
 
 class _ClosedBehindRequest:
-    """Transport that, when closed, first waits until the whole request has come."""
+    """Transport whose `close` first waits until the whole request has arrived."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol
@@ -309,10 +306,6 @@ class _ClosedBehindRequest:
         self._protocol.close_behind_request()
 
 
-def _look_seconds() -> float:
-    return min(_LOOK_SECONDS, _SILENCE_SECONDS)
-
-
 def _for_probes_only(app: ASGI3Application) -> ASGI3Application:
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         polled = scope["type"] == "http" and scope["path"] in POLLED
@@ -323,11 +316,10 @@ def _for_probes_only(app: ASGI3Application) -> ASGI3Application:
 
 def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
     """Returns the `send` function of a cycle for a client of HTTP/1.0, which does not support
-    chunks. If the body's length is not known in advance, the end of the connection ends the body.
-    """
+    chunks. A body without a known length ends with the connection."""
     send, has_length = cycle.send, True
 
-    async def sending(message: Any) -> None:
+    async def send_unchunked(message: Any) -> None:
         nonlocal has_length
         if message["type"] == "http.response.start":
             names = [name.lower() for name, _ in message.get("headers", ())]
@@ -337,7 +329,7 @@ def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
             cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
-    return sending
+    return send_unchunked
 
 
 def _write(cycle: RequestResponseCycle, piece: bytes) -> Unfinished:

@@ -1,4 +1,4 @@
-"""Decodes compressed bodies piece by piece, and never beyond a limit."""
+"""Decodes compressed bodies piece by piece."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PIECE_BYTES = 65_536
 _MOST_CODINGS = 4
 _MOST_SMALL_MEMBERS = 64
 _MEMBER_BYTES = 4096
-"""The smallest mean size of further members (gzip) or frames (zstd), because each has a fixed
-cost."""
+"""The smallest mean size of members (gzip) or frames (zstd) after the first `_MOST_SMALL_MEMBERS`,
+because each has a fixed cost."""
 _MOST_WINDOW_LOG = 23
-"""Base-2 logarithm of the largest window of a frame, 8 MiB. Frames with a larger window are
-refused, as RFC 9659 requires."""
+"""Base-2 logarithm of the largest window in bytes that a frame (zstd) may have: 8 MiB, as in RFC
+9659."""
 
 
 class _Decoder(Protocol):
@@ -59,13 +59,13 @@ _SERVED = "gzip, deflate, zstd"
 
 
 def _decoder_of(coding: str, begin: bytes) -> tuple[_Decoder, type[Exception]]:
-    """Returns a decoder for a member that begins with these bytes, and the exception that it raises
-    for wrong data."""
+    """Returns a decoder for a member that begins with the bytes `begin`, and the exception that it
+    raises for wrong data."""
     if coding == "zstd":
         if sys.version_info >= (3, 14):
             from compression import zstd
         else:
-            from backports import zstd  # imported here, because few clients use it
+            from backports import zstd  # imported only when it is needed: few clients use it
         window = zstd.DecompressionParameter.window_log_max
         return zstd.ZstdDecompressor(options={window: _MOST_WINDOW_LOG}), zstd.ZstdError
     if coding != "deflate":
@@ -75,11 +75,8 @@ def _decoder_of(coding: str, begin: bytes) -> tuple[_Decoder, type[Exception]]:
 
 
 def codings_of(headers: Sequence[str]) -> list[str]:
-    """Returns the codings of a body in the order of decoding. `headers` are its `Content-Encoding`
-    headers.
-
-    Raises ApiError 415 for an unsupported coding.
-    """
+    """Returns the codings in a body's `Content-Encoding` headers, in the order in which the body is
+    decoded. Raises ApiError 415 for an unsupported coding."""
     codings = [coding.strip().lower() for coding in ",".join(headers).split(",")]
     codings = [coding for coding in codings if coding not in ("", "identity")]
     wrong = [coding for coding in codings if coding not in _CODINGS]
@@ -96,10 +93,8 @@ def codings_of(headers: Sequence[str]) -> list[str]:
 
 
 async def decoded(pieces: AsyncIterable[bytes], coding: str) -> AsyncGenerator[bytes, None]:
-    """Yields the decoded pieces. The event loop runs between two pieces.
-
-    Raises ApiError 400 for a body that is not in this coding or is incomplete.
-    """
+    """Yields decoded pieces, with a round of the event loop after each. Raises ApiError 400 if the
+    body is not in this coding, or ends too early."""
     decoder: _Decoder | None = None
     wrong_data: type[Exception] = zlib.error
     num_members = num_bytes = 0

@@ -1,4 +1,4 @@
-"""Detects that a client disconnects before its answer is complete."""
+"""Cancels requests whose client disconnects before its answer is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from promptq.producer.http.state import Gateway
 
 
 class Answer(Protocol):
-    """An answer whose client is still connected."""
+    """The answer of requests, while its client is connected."""
 
     @property
     def request_ids(self) -> list[str]: ...
@@ -33,12 +33,12 @@ async def cancelled_if_client_leaves(
     *,
     errors: tuple[type[Exception], ...] = (),
 ) -> AsyncIterator[asyncio.Event]:
-    """Context manager that interrupts its block if the client disconnects, and then raises
-    ClientLeftError.
+    """Context manager that interrupts its block if the client disconnects, cancels the answer's
+    requests unless `answer.detach` is set, and raises ClientLeftError.
 
-    In that case, the requests of the answer are cancelled, unless `answer.detach` is set. They are
-    also cancelled if the block raises one of `errors`. Yields an event, which the block must set
-    when the whole answer is sent. After that, a disconnection interrupts nothing.
+    The requests are also cancelled if the block raises one of `errors`. A block that sends the
+    answer must set the yielded event when it has sent all of it. After that, a disconnection
+    interrupts nothing.
     """
     is_sent, has_left = asyncio.Event(), False
     working = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""Converts errors of all routes to answers, and describes them in the OpenAPI document."""
+"""Converts errors of all routes to HTTP answers, and describes these in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MEANINGS = {
     400: "a field is wrong; `param` names it",
     401: "there is no API key (`Authorization: Bearer KEY`, `X-Api-Key: KEY` or `Api-Key: KEY`), or"
     " it is not known",
-    403: "more than the API key allows",
+    403: "the API key does not allow it",
     404: "no model, stream, file or batch has this id, or it belongs to another tenant",
     408: "`deadline_ms` passed before the answer began",
     409: "it was cancelled or has ended, or its record in Redis breaks the protocol",
@@ -81,36 +81,34 @@ class MessagesErrorAnswer(BaseModel):
 def described(
     *statuses: int, model: type[BaseModel] = ErrorAnswer
 ) -> dict[int | str, dict[str, Any]]:
-    """Returns the errors of an endpoint or a router, for the API's description."""
+    """Returns descriptions of errors with these statuses, for the argument `responses` of FastAPI's
+    routes and routers."""
     answers: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": _MEANINGS[status]} for status in statuses
     }
-    # Without this entry, FastAPI describes its error 422, which clients of promptq never get.
+    # Without the default, FastAPI describes its error 422, which clients of promptq never get.
     return {**answers, "default": {"model": model, "description": "any other error"}}
 
 
 def response_of(error: ApiError, path: str) -> JSONResponse:
-    """Returns the answer for an error, in the form that belongs to this path."""
+    """Returns the answer for an error, in the form of the API to which this path belongs."""
     is_of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
     body = error.messages_body if is_of_messages else error.body
     return JSONResponse(body, error.status, error.headers)
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes the application answer all errors in the form that belongs to the route."""
+    """Makes the application answer all errors in the form of the route's API."""
 
     def answered(request: Request, error: ApiError) -> JSONResponse:
         return response_of(error, request.scope["path"])
-
-    @app.exception_handler(ApiError)
-    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
-        return answered(request, error)
 
     @app.exception_handler(ClientDisconnect)  # the client left while its body was read
     @app.exception_handler(ClientLeftError)
     async def _client_left(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_LEFT)
 
+    @app.exception_handler(ApiError)
     @app.exception_handler(PromptqError)
     @app.exception_handler(Exception)
     async def _any_other(request: Request, error: Exception) -> JSONResponse:
@@ -119,20 +117,18 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(RedisError)
     async def _redis_error(request: Request, error: RedisError) -> JSONResponse:
         gateway = request.app.state.gateway
-        return answered(
-            request, as_api_error(redis_side_error(error, gateway.client.url, gateway.redis_user))
-        )
+        explained = redis_side_error(error, gateway.client.url, gateway.redis_user)
+        return answered(request, as_api_error(explained))
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
-        message, code, headers = str(error.detail), None, dict(error.headers or {})
-        method, path = request.method, request.scope["path"]
+        method, path, headers = request.method, request.scope["path"], dict(error.headers or {})
+        shown = ApiError(error.status_code, str(error.detail), headers=headers)
         if error.status_code == 404:
-            message, code = unknown_path(app, method, path), "path_not_found"
+            shown = ApiError(404, unknown_path(app, method, path), code="path_not_found")
         elif error.status_code == 405:
-            allowed = allowed_methods(app, request.scope)
-            return answered(request, method_not_allowed(method, path, allowed))
-        return answered(request, ApiError(error.status_code, message, code=code, headers=headers))
+            shown = method_not_allowed(method, path, allowed_methods(app, request.scope))
+        return answered(request, shown)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -147,10 +143,10 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:
-    """Returns the message for an unknown path. It names the most similar path, and all paths under
-    /v1."""
+    """Returns the message for an unknown path, which names the most similar path and all paths
+    under /v1."""
     served = [*app.openapi()["paths"]]
-    # Often the base URL of a client has no /v1, or has it twice.
+    # The base URL of a client often has no /v1, or has it twice.
     meant = [each for each in (_PREFIX + path, path.removeprefix(_PREFIX)) if each in served]
     meant += get_close_matches(path[:_LONGEST_PATH], served, n=1)
     hint = f"; do you mean {meant[0]}?" if meant else ""
@@ -162,7 +158,7 @@ def unknown_path(app: FastAPI, method: str, path: str) -> str:
 
 
 def allowed_methods(app: FastAPI, scope: Scope) -> str:
-    """Returns the methods that the path of a call supports, for the header `Allow`."""
+    """Returns the methods that a call's path supports, in the form of the header `Allow`."""
     calls = {method: {**scope, "method": method} for method in _METHODS}
     return ", ".join(
         method
@@ -172,7 +168,7 @@ def allowed_methods(app: FastAPI, scope: Scope) -> str:
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
-    """Returns the error for a method that a path does not support. It names the supported
-    methods."""
+    """Returns the error for a method that a path does not support. `allowed` are the methods that
+    it supports."""
     message = f"{method} {path[:_LONGEST_PATH]} is not served; this path takes {allowed}"
     return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})

@@ -1,7 +1,6 @@
-"""Reads bodies that a pydantic model describes, after the caller is known.
+"""Reads bodies that a pydantic model describes, after the caller was identified.
 
-FastAPI would read a body of any size before the caller is known, and would report all of its
-errors.
+FastAPI would read a body of any size before that, and would report all of the body's errors.
 """
 
 from __future__ import annotations
@@ -20,18 +19,15 @@ from promptq.producer.http.bodies import read_body
 from promptq.producer.http.state import ThisGateway
 
 _MOST_BYTES = 262_144
-"""The most bytes of a body. A body of this size can be parsed quickly on the event loop, whatever
-its content is."""
+"""The most bytes of a body. Bodies are parsed on the event loop, so this must be quick, whatever
+they contain."""
 _MOST_FIELDS = 100
-"""The most fields of a body. With more fields, pydantic's report of unknown fields would be
-long."""
+"""The most fields of a body. pydantic reports each unknown field, so more would take long."""
 
 
 def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
-    """Returns a dependency that parses the body of a route as JSON of this model or type.
-
-    The dependency raises ApiError, InvalidRequestError, RequestValidationError.
-    """
+    """Returns a dependency for routes, which reads the body as JSON of this model or type, and
+    raises ApiError, InvalidRequestError or RequestValidationError."""
     adapter = TypeAdapter(kind)
 
     async def read(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Any:
@@ -49,8 +45,8 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
 
 
 def described_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns the description of a route's body for FastAPI's `openapi_extra`, without
-    references."""
+    """Returns the description of a route's body for FastAPI's argument `openapi_extra`. Each `$ref`
+    is replaced by its target."""
     schema = kind.model_json_schema()
     inner = schema.pop("$defs", {})
 

@@ -15,13 +15,13 @@ _HIDDEN = {"messages", "prompt", "trace_context", "embed", "tokenize"}
 def operation(
     kind: type[BodyOptions],
     *,
-    hidden: Set[str],
+    hidden: Set[str] = frozenset(),
     descriptions: Mapping[str, str] = {},
 ) -> dict[str, Any]:
-    """Returns the headers and the body of an endpoint, for FastAPI's `openapi_extra`.
+    """Returns the headers and the body of an endpoint, for FastAPI's argument `openapi_extra`.
 
-    `hidden` are fields of a payload that the endpoint does not have or names differently.
-    `descriptions` replace the descriptions of fields.
+    `hidden` has fields of a payload that the endpoint does not have or names differently.
+    `descriptions` has other descriptions for some fields.
     """
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]

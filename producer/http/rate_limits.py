@@ -1,4 +1,4 @@
-"""Applies a caller's rate limits before a call is read, and reports the limits in headers."""
+"""Charges calls to their callers' rates over HTTP, and reports the rates in headers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from promptq.shared.queue.scripts import Rate
 
 
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
-    """Takes one request from the caller's rate, before the body of a call is read. Returns the
-    headers that report the rates."""
+    """Takes one request from the caller's rate, before the call's body is read. Returns headers
+    that report the rate. Raises ApiError 429."""
     return await take(gateway, gateway.queues.own, caller, rate_of_requests(caller, 1))
 
 
 async def count_read(gateway: ThisGateway, caller: ThisCaller) -> None:
-    """Takes one request from the caller's rate for a read whose answer may be large."""
+    """Dependency that takes one request from the caller's rate. Raises ApiError 429."""
     await admit_call(gateway, caller)
 
 
@@ -50,13 +50,13 @@ async def take(
     *,
     is_last_try: bool = True,
 ) -> dict[str, str]:
-    """Takes the amounts from the caller's rates. Returns the headers that report the rates.
+    """Takes the amounts from the caller's rates. Returns headers that report the rates.
 
-    Requests are counted at the gateway's own queue, because a call is counted before its body names
-    a model. Tokens are counted at the queue that serves the call, where workers charge the output.
+    Requests are counted in the gateway's own queue, because a call is counted before its body names
+    a model. Tokens are counted in the queue that serves the call, where workers charge the output.
 
     Raises ApiError 429. With `is_last_try`, a caller that calls again too early gets this error
-    after a delay.
+    after a delay of at most a second.
     """
     if not rates:
         return {}

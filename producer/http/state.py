@@ -1,4 +1,4 @@
-"""The state that all routes of one gateway share, from its start to its end."""
+"""The state of one gateway process, which all of its routes share."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from promptq.shared.queue.spoilt import alone
 from promptq.shared.runtime.logs import get_logger
 
 _EVERY_SECONDS = 60.0
-
+"""Seconds between two records of the use of a key."""
 _MOST_SECONDS = 1.0
-"""The most seconds by which an answer is delayed. Meanwhile the call uses only its connection."""
-
+"""The most seconds by which a refusal is delayed. Meanwhile the call uses only its connection."""
 _TRY_SECONDS = 60.0
 _PAUSE_SECONDS = 0.5
 _LAST_SECONDS = 2.0
+"""The most seconds for which a gateway that stops waits for its cancels."""
 
 
 class KeyUses:
-    """Records the last use of each key."""
+    """Records in the queue when each API key was last used."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue
         self._noted: dict[str, float] = {}
 
     async def note(self, secret: str) -> None:
-        """Records the use of a known key, at most once a minute. Does nothing if the server is
-        away."""
+        """Records that an existing key is used, at most once a minute. Does nothing if the server
+        is away."""
         hashed, now = api_keys.hash_of(secret), time.monotonic()
         if now - self._noted.get(hashed, -math.inf) < _EVERY_SECONDS:
             return
@@ -56,13 +56,14 @@ class KeyUses:
 
 
 class Refusals:
-    """For each key that exceeded its rate, the time from which it may call this gateway again."""
+    """Delays the refusals of callers that call again too early after they exceeded a rate."""
 
     def __init__(self) -> None:
         self._may_come_at: dict[str, float] = {}
 
     async def refuse(self, name: str, wait_ms: int) -> int:
-        """Waits if this key calls again too early. Returns the part of `wait_ms` that is left."""
+        """Waits if the key of this name calls again too early. `wait_ms` is the time until it may
+        call again; returns the part of it that is left."""
         now = time.monotonic()
         early = self._may_come_at.get(name, 0.0) - now
         self._may_come_at[name] = now + wait_ms / 1000
@@ -80,13 +81,13 @@ class Gateway:
     settings: GatewaySettings
     queues: ServedQueues
     redis_user: str
-    """The gateway's user name on the Redis server."""
+    """The name under which the gateway logs in to the Redis server."""
     call_reader: CallReader
     cancels: BackgroundCancels
     bodies: BodyBudget
-    """The budget for bodies in memory."""
+    """The budget for the bodies of calls in memory."""
     uploads: BodyBudget
-    """The budget for uploads that are not on the disk yet."""
+    """The budget for uploaded files that are not complete yet."""
     file_quotas: FileQuotas
     key_uses: KeyUses
     refusals: Refusals
@@ -116,20 +117,20 @@ ThisGateway = Annotated[Gateway, Depends(gateway_of)]
 
 
 class BackgroundCancels:
-    """Cancels requests in background tasks, which try for a minute while the server is away."""
+    """Cancels requests in background tasks. Each tries for a minute if the server is away."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger()
 
     def cancel(self, client: AsyncClient, request_ids: Sequence[str]) -> None:
-        """Cancels these requests of a client's queue in the background."""
+        """Begins to cancel these requests of a client's queue."""
         task = asyncio.create_task(self._cancel(client, list(request_ids)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def aclose(self) -> None:
-        """Waits a short time for the cancels in progress."""
+        """Waits a short time for the tasks, and ends them."""
         tasks: Iterable[asyncio.Task[None]] = self._tasks.copy()
         if tasks:
             await asyncio.wait(tasks, timeout=_LAST_SECONDS)

@@ -1,7 +1,7 @@
-"""An answer as server-sent events, from the first chunk or from where a client stopped reading.
+"""Sends an answer as server-sent events, from its beginning or from where its client stopped.
 
-To resume a stream, a gateway needs no state of its process: the queue's records, the address of the
-stream and the ids of its events are enough.
+Any gateway can resume a stream. It needs only the queue's records, the address of the stream, and
+the id of the last event that the client has read.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 
 _COMMENT = b": waiting\n"
-"""A comment that keeps the connection open. No blank line follows, because OpenAI's client would
-read a blank line as the end of an event."""
+"""A comment that keeps the connection open. A blank line after it would end an event for OpenAI's
+client."""
 
 
 class Frames(Protocol):
-    """Writes the frames (server-sent events) of an answer from the events of its requests."""
+    """Writes an answer as frames (server-sent events), from the events of its requests."""
 
     async def begin(self) -> None:
-        """Writes the frames that come before all output. By default there are none."""
+        """Writes the frames before any output: by default, none."""
         return
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
-        """Writes an event of the request at `place`. Raises ApiError if the request has failed."""
+        """Writes the frames for an event of the request number `place`. Raises ApiError if the
+        request has failed."""
 
     async def finish(self) -> None:
-        """Writes the frames that come after the last event of all requests. By default there are
-        none."""
+        """Writes the frames after all requests have ended: by default, none."""
         return
 
     def error(self, error: ApiError) -> bytes:
-        """Returns the last frame of an answer that breaks off."""
+        """Returns the last frame of an answer that fails before its end."""
 
 
 class Streamed(Answer, Protocol):
@@ -61,14 +61,14 @@ class Streamed(Answer, Protocol):
     def id(self) -> str: ...
     @property
     def url(self) -> str:
-        """The path at which the stream can be read again; '' if there is none."""
+        """The path where the stream can be read again; '' if it cannot."""
 
 
 class EventStream(Response):
     """Streams an answer. `begin` returns the writer of its frames.
 
-    A new stream waits some time for the first token before it sends its status, so that the status
-    can still report an error.
+    A stream that `is_new` sends its status after its first token, or after `http_header_seconds`,
+    so that the status can report an error.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class EventStream(Response):
                 except Exception as error:  # the client must get every error
                     if not isinstance(error, ApiError | PromptqError | RedisError):
                         get_logger().exception("a stream failed", request_ids=request_ids)
-                    shown = error if isinstance(error, ApiError) else as_api_error(error)
-                    # If one answer failed, nobody reads the others. But if the gateway failed, for
-                    # example because the server is away, the client may resume all of them.
+                    shown = as_api_error(error)
+                    # If one request failed, nobody reads the others. But if the gateway failed, for
+                    # example because the server is away, the client may resume the stream.
                     if shown is error and len(request_ids) > 1:
                         self._gateway.cancels.cancel(self._served.client, request_ids)
                     if not out.has_begun:
@@ -124,7 +124,7 @@ class EventStream(Response):
                 await out.end()
         except ClientLeftError:
             if not out.has_begun:
-                raise  # so that the meter counts a client that left
+                raise  # so that the meter counts the client's departure
         finally:
             out.close()
 
@@ -142,13 +142,12 @@ class EventStream(Response):
 
 
 def frame_bytes(frames: str) -> bytes:
-    """Returns frames as bytes. Escapes characters that some clients read as the end of a line."""
+    """Returns frames as bytes. Escapes characters that some clients take for the end of a line."""
     return one_line(frames).encode()
 
 
 class FramesInTurns(StreamingResponse):
-    """The frames of an answer that has ended. Each frame is made only when the client can receive
-    it."""
+    """Streams an answer that has ended. Makes each frame only when the client can receive it."""
 
     def __init__(self, turns: Turns, frames: Iterator[str]) -> None:
         async def parts() -> AsyncIterator[bytes]:
@@ -165,7 +164,8 @@ class FramesInTurns(StreamingResponse):
 
 
 class Out:
-    """Writes to the client: the status, frames, and `keepalive` after some time without frames."""
+    """Sends the status and frames to the client, and `keepalive` after `keepalive_seconds` without
+    a frame."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Out:
         self._response = response
         self._send = send
         self._write_piece = write_piece
-        self._is_open = False  # the head was sent, so pieces may be written
+        self._is_open = False  # whether the head was sent, so that `write_piece` may be used
         self._unsent: deque[bytes] = deque()
         self._sending = asyncio.Lock()
         self._keepalive_seconds = keepalive_seconds
@@ -191,7 +191,7 @@ class Out:
 
     def begin_after(self, seconds: float) -> None:
         """Sends the status after `seconds`, unless a frame is written before."""
-        self._timer = self._loop.call_later(seconds, self._ring)
+        self._timer = self._loop.call_later(seconds, self._check_keepalive)
 
     def write(self, frame: bytes) -> Unfinished:
         """Writes a frame after all earlier frames."""
@@ -202,16 +202,17 @@ class Out:
         return self._send_unsent
 
     async def write_all(self, frame: bytes) -> None:
-        """Writes a frame, and waits until it is written."""
+        """Writes a frame, and waits until more can be written."""
         if (finish := self.write(frame)) is not None:
             await finish()
 
     async def end(self) -> None:
+        """Ends the body."""
         self._is_over = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:
-        """Stops writing. Later timers write nothing."""
+        """Stops the timer."""
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -227,14 +228,14 @@ class Out:
                 await self._send({"type": "http.response.body", "body": piece, "more_body": True})
             self._is_open = True
 
-    def _ring(self) -> None:
-        """Checks now and then whether a `keepalive` is due, because a timer for each token would
-        cost more."""
+    def _check_keepalive(self) -> None:
+        """Sends the status or `keepalive` if it is due. A timer for each token would cost more than
+        these regular checks."""
         left = self._keepalive_seconds - (self._loop.time() - self._wrote_at)
         if left <= 0 or not self.has_begun:
             self._keeping = asyncio.create_task(self._keep_alive())
             left = self._keepalive_seconds
-        self._timer = self._loop.call_later(left, self._ring)
+        self._timer = self._loop.call_later(left, self._check_keepalive)
 
     async def _keep_alive(self) -> None:
         if not self._is_over:

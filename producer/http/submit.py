@@ -1,10 +1,10 @@
-"""Reads a call's body, and enqueues its payloads in the queue that serves its model."""
+"""Reads calls, and enqueues their payloads in the queues that serve their models."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fastapi import Request
@@ -29,108 +29,109 @@ from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import bind
 
-Growing = Callable[[int], None]
-History = Callable[[str, Caller, Growing], Awaitable[bytes]]
+History = Callable[[str, Caller, Callable[[int], None]], Awaitable[bytes]]
+"""A function that returns the items of the response with an id, which belongs to the caller, and of
+all responses before it. Calls its last argument with the number of bytes so far."""
 
 
 def with_headers(headers: Mapping[str, str], response: Response) -> Response:
-    """Returns the answer with further headers."""
+    """Adds headers to an answer, and returns it."""
     response.headers.update(headers)
     return response
 
 
-async def begin(
-    gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold | None = None
-) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
-    """Enqueues a call. Returns the queue, the completion, and headers that report the rate
-    limits."""
-    call = prepared.call
-    served, view = await place_of(gateway, caller, prepared)
-    enqueued, rates = await enqueue(gateway, served, caller, prepared, hold)
-    # If the idempotency key was known, these are the ids of the first call with that key.
-    completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
-    check_known_id(completion_id, prepared.completion_id)
-    bind(request_id=completion_id)
-    return served, completion_of(call, completion_id, view.model), rates
+@dataclass(frozen=True, slots=True)
+class IncomingCall:
+    """A call that was read: its HTTP request, its gateway, its caller and its payloads.
 
-
-async def place_of(gateway: Gateway, caller: Caller, prepared: Prepared) -> Found:
-    """Returns the queue for a call, and its state. Raises ApiError, ModelNotServedError."""
-    call = prepared.call
-    if call.model:
-        check_model(caller, call.model)
-    key = prepared.new[0].request.idempotency_key
-    known_as = None if key is None else partial(Keys.idempotency, key=key)
-    served, view = await gateway.queues.of_model(call.model, known_as)
-    check_model(caller, call.model or view.model)
-    if not (view.has_worker or call.wait_for_worker):
-        raise ApiError(
-            503,
-            "no worker is alive; without wait_for_worker: false the request would wait for one",
-            code="no_worker",
-            headers={"Retry-After": "5"},
-        )
-    return served, view
-
-
-async def enqueue(
-    gateway: Gateway,
-    served: ServedQueue,
-    caller: Caller,
-    prepared: Prepared,
-    hold: Hold | None = None,
-) -> tuple[list[str], Mapping[str, str]]:
-    """Enqueues a call. Returns the requests' ids, and headers that report the rate limits.
-
-    Frees the payloads, and returns their bytes to the budget. Raises ApiError 429, and the errors
-    of the client.
+    `hold` is the part of the budget for bodies that the call uses; None if it uses none.
     """
-    rates = await _take_rest(gateway, served, caller, prepared)
-    served.watch.num_sent += len(prepared.new)
-    request_ids = await served.client.enqueue_composed(prepared.new)
-    prepared.new.clear()
-    if hold is not None:
-        hold.release()
-    return request_ids, rates
 
+    request: Request
+    gateway: Gateway
+    caller: Caller
+    prepared: Prepared
+    hold: Hold | None = None
 
-async def _take_rest(
-    gateway: Gateway, served: ServedQueue, caller: Caller, prepared: Prepared
-) -> Mapping[str, str]:
-    """Takes the call's cost, except the request that `admit_call` took. Raises ApiError 429."""
-    rest = [
-        replace(rate, amount=rate.amount - 1) if rate.name == "requests" else rate
-        for rate in prepared.rates
-    ]
-    if all(rate.amount <= rate.limit for rate in prepared.rates):
-        with suppress(ApiError):
-            return await take(gateway, served, caller, rest, is_last_try=False)
-    # The next attempt needs all of the cost, so the caller waits until all of it is available. The
-    # request that `admit_call` took is not returned, because a body was read for it.
-    return await take(gateway, served, caller, prepared.rates)
+    async def begin(self) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
+        """Enqueues the call. Returns its queue, its completion, and headers that report the
+        rates."""
+        call = self.prepared.call
+        served, view = await self.queue()
+        enqueued, rates = await self.enqueue(served)
+        # If an earlier call had the same idempotency key, these are the ids of that call.
+        completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
+        check_known_id(completion_id, self.prepared.completion_id)
+        bind(request_id=completion_id)
+        return served, completion_of(call, completion_id, view.model), rates
 
+    async def queue(self) -> Found:
+        """Returns the queue that serves the call, and its state. Raises ApiError,
+        ModelNotServedError."""
+        call = self.prepared.call
+        if call.model:
+            check_model(self.caller, call.model)
+        key = self.prepared.new[0].request.idempotency_key
+        known_as = None if key is None else partial(Keys.idempotency, key=key)
+        served, view = await self.gateway.queues.of_model(call.model, known_as)
+        check_model(self.caller, call.model or view.model)
+        if not (view.has_worker or call.wait_for_worker):
+            raise ApiError(
+                503,
+                "no worker is alive; without wait_for_worker: false the request would wait for one",
+                code="no_worker",
+                headers={"Retry-After": "5"},
+            )
+        return served, view
 
-async def prompt_tokens(
-    request: Request,
-    gateway: Gateway,
-    caller: Caller,
-    prepared: Prepared,
-    hold: Hold | None = None,
-) -> tuple[Result, int | None]:
-    """Returns the tokens of the prompt, as a worker tokenised it, and the model's context length.
+    async def enqueue(self, served: ServedQueue) -> tuple[list[str], Mapping[str, str]]:
+        """Charges the call to its caller's rates and enqueues it. Returns the requests' ids, and
+        headers that report the rates.
 
-    Raises ApiError, PromptqError.
-    """
-    served, completion, _ = await begin(gateway, caller, prepared, hold)
-    async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
-        result = await served.client.result(completion.id, check=False)
-    error = failure(result.finish_reason, result.error, num_tokens=0, names=prepared.call.names)
-    if error is not None:
-        raise error
-    if result.prompt_texts is None:  # another program wrote into the queue
-        message = "the queue's record of this request has no tokens"
-        raise ApiError(409, message, code="spoilt_record")
-    return result, (await served.watch.look()).max_model_len
+        Frees the payloads, and returns their bytes to the budget. Raises ApiError 429, and the
+        errors of the client.
+        """
+        rates = await self._take_rest(served)
+        served.num_sent += len(self.prepared.new)
+        request_ids = await served.client.enqueue_composed(self.prepared.new)
+        self.prepared.new.clear()
+        if self.hold is not None:
+            self.hold.release()
+        return request_ids, rates
+
+    async def _take_rest(self, served: ServedQueue) -> Mapping[str, str]:
+        """Takes the call's cost, except the request that `admit_call` took. Raises ApiError 429."""
+        rates = self.prepared.rates
+        rest = [
+            replace(rate, amount=rate.amount - 1) if rate.name == "requests" else rate
+            for rate in rates
+        ]
+        if all(rate.amount <= rate.limit for rate in rates):
+            with suppress(ApiError):
+                return await take(self.gateway, served, self.caller, rest, is_last_try=False)
+        # The caller must wait until the whole cost is available, because its next attempt takes all
+        # of it. The request that `admit_call` took is not returned: a body was read for it.
+        return await take(self.gateway, served, self.caller, rates)
+
+    async def prompt_tokens(self) -> tuple[Result, int | None]:
+        """Enqueues the call, which only tokenises its prompt. Returns the result, which has the
+        tokens, and the model's context length (None if unknown).
+
+        Raises ApiError, PromptqError.
+        """
+        served, completion, _ = await self.begin()
+        async with cancelled_if_client_leaves(
+            self.gateway, self.request.receive, served, completion
+        ):
+            result = await served.client.result(completion.id, check=False)
+        names = self.prepared.call.names
+        error = failure(result.finish_reason, result.error, num_tokens=0, names=names)
+        if error is not None:
+            raise error
+        if result.prompt_texts is None:  # another program wrote into the queue
+            message = "the queue's record of this request has no tokens"
+            raise ApiError(409, message, code="spoilt_record")
+        return result, (await served.view()).max_model_len
 
 
 @asynccontextmanager
@@ -139,15 +140,14 @@ async def read_call(
     gateway: Gateway,
     caller: Caller,
     endpoint: Endpoint,
+    history: History | None = None,
     *,
     check: Callable[[], Awaitable[object]] | None = None,
-    history: History | None = None,
-) -> AsyncIterator[tuple[Prepared, Hold]]:
-    """Counts a call against the caller's rate, reads the call, and yields its payloads.
+) -> AsyncIterator[IncomingCall]:
+    """Takes one request from the caller's rate, reads the call, and yields it.
 
-    Also yields the hold on the memory of the call's body, which ends with the `with` block. `check`
-    runs before the body is read. `history` returns the items of the response that the call
-    continues. It also calls its last argument with the number of their bytes.
+    Its hold on the budget for bodies ends with the `with` block. `check` runs before the body is
+    read. `history` is needed for calls that may continue a response.
     """
     await admit_call(gateway, caller)
     if check is not None:
@@ -166,4 +166,4 @@ async def read_call(
             endpoint, body, request.headers, caller, aliases, history_of
         )
         hold.grow_to(prepared.num_bytes)
-        yield prepared, hold
+        yield IncomingCall(request, gateway, caller, prepared, hold)

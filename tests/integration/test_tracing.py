@@ -24,7 +24,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from promptq import AsyncClient, Client
 from promptq.producer.admin.timeline import Happened
-from promptq.producer.http.meter import trace_http
+from promptq.producer.http.meter import Traced
 from promptq.shared.errors import RequestExistsError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime import tracing as tracing_module
@@ -115,7 +115,8 @@ async def test_one_trace_leads_from_an_http_request_to_the_tokens(
     from fastapi import FastAPI
 
     of_gateway, of_worker = tracing_to(collector, "gateway"), tracing_to(collector, "worker")
-    app = trace_http(FastAPI(), of_gateway)
+    app = FastAPI()
+    app.add_middleware(Traced, tracing=of_gateway)
     async with (
         AsyncClient(redis_url, tracing=of_gateway) as client,
         redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as connection,

@@ -1,9 +1,9 @@
-"""A client's position in a stream, as the id of an event.
+"""Ids of a stream's events. An id has the client's position after the event.
 
-`chatcmpl-ID/12-57` means that the client has read 12 tokens and 57 characters of the only choice.
-An `e` after the numbers means that the client has read the choice's end, too. Further choices
-follow, separated by dots. The number of characters is needed after the log was folded into a
-result: the result has one text, which does not show where tokens begin.
+`chatcmpl-ID/12-57` means that the client has read 12 tokens, which are 57 characters, of the only
+choice. An `e` after the numbers means that the client has read the choice's end, too. The positions
+in further choices follow, separated by dots. The number of characters is needed when the queue has
+only the request's result, because the result's text does not show where tokens begin.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _CHOICE = re.compile(r"(\d{1,9})-(\d{1,9})(e?)")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The number of tokens and characters of a choice that a client has, and whether the client has
-    its end."""
+    """How much of a choice a client has read: a number of tokens and characters, and perhaps the
+    end."""
 
     tokens: int = 0
     chars: int = 0
@@ -36,14 +36,12 @@ class Position:
 
 
 def event_id(completion_id: str, positions: Iterable[str]) -> str:
-    """Returns the id of an event. After this event, a client has these positions, one for each
-    choice."""
+    """Returns the id of an event after which a client has these positions, one for each choice."""
     return f"{completion_id}{_SEPARATOR}{'.'.join(positions)}"
 
 
 def read_event_id(text: str) -> tuple[str, list[Position]]:
-    """Returns the id of the completion, and a position for each choice. Raises
-    InvalidRequestError."""
+    """Returns the completion's id and the position in each choice. Raises InvalidRequestError."""
     completion_id, _, rest = text.strip().rpartition(_SEPARATOR)
     matches = [_CHOICE.fullmatch(part) for part in rest.split(".")]
     if not completion_id or None in matches:

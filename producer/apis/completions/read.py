@@ -1,6 +1,6 @@
-"""Reads a call of /v1/chat/completions or /v1/completions, and returns it as a `CompletionCall`.
+"""Converts the body of a call of /v1/chat/completions or /v1/completions to a `CompletionCall`.
 
-`prepare` (calls/call_to_payloads.py) makes payloads from the call.
+`prepare` (calls/call_to_payloads.py) makes payloads from it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ChatOptions(CallOptions):
         " `enable_thinking` to false",
     )
     parallel_tool_calls: bool | None = Field(None, description=IGNORED)
-    modalities: list[Literal["text"]] | None = Field(None, description="text alone is served")
+    modalities: list[Literal["text"]] | None = Field(None, description="only text is served")
     echo: Literal[False] | None = Field(None, description=ONLY_VALUE)
 
 

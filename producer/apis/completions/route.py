@@ -25,7 +25,7 @@ from promptq.producer.apis.completions.write import (
 )
 from promptq.producer.calls.call import CompletionCall, request_ids, wrong_field
 from promptq.producer.calls.call_reader import Endpoint
-from promptq.producer.calls.call_to_payloads import Prepared, payloads_of
+from promptq.producer.calls.call_to_payloads import payloads_of
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import (
     Completion,
@@ -38,14 +38,13 @@ from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.logprobs import free_logprobs
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
-from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import Gateway, ThisGateway
 from promptq.producer.http.stream import EventStream, Frames, Out
-from promptq.producer.http.submit import begin, read_call, with_headers
+from promptq.producer.http.submit import IncomingCall, read_call, with_headers
 from promptq.shared.protocol.events import Result, TokenEvent, Usage
 from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.logs import bind
@@ -61,7 +60,7 @@ router = APIRouter(
 
 @router.post(
     "/v1/chat/completions",
-    openapi_extra=operation(ChatOptions, hidden=frozenset()),
+    openapi_extra=operation(ChatOptions),
     response_class=Response,
 )
 async def create_chat_completion(
@@ -90,21 +89,18 @@ async def _create(
 ) -> Response:
     last_event_id = request.headers.get("last-event-id")
     check = partial(check_stream, gateway, caller, last_event_id) if last_event_id else None
-    async with read_call(request, gateway, caller, endpoint, check=check) as read:
-        return await respond(request, gateway, caller, *read)
+    async with read_call(request, gateway, caller, endpoint, check=check) as incoming:
+        return await respond(incoming)
 
 
-async def respond(
-    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
-) -> Response:
-    """Enqueues a call and answers it, or resumes a stream that was interrupted."""
-    call = prepared.call
-    last_event_id = request.headers.get("last-event-id")
-    if last_event_id:
+async def respond(incoming: IncomingCall) -> Response:
+    """Enqueues a call and answers it, or resumes an interrupted stream (`Last-Event-ID`)."""
+    call, request, gateway = incoming.prepared.call, incoming.request, incoming.gateway
+    if last_event_id := request.headers.get("last-event-id"):
         if not call.stream:
             raise wrong_field("Last-Event-ID", "needs stream: true")
         return await _resume(gateway, call, last_event_id)
-    served, completion, rates = await begin(gateway, caller, prepared, hold)
+    served, completion, rates = await incoming.begin()
     if call.stream:
         return with_headers(rates, stream_of(gateway, served, completion, is_new=True))
     async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
@@ -112,11 +108,8 @@ async def respond(
 
 
 async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> None:
-    """Checks a call that resumes a stream, before its body is read.
-
-    Raises InvalidRequestError. Raises RequestNotFoundError if the stream does not belong to the
-    caller.
-    """
+    """Checks a call that resumes a stream, before its body is read. Raises InvalidRequestError, and
+    RequestNotFoundError if the stream does not belong to the caller."""
     completion_id, have = read_event_id(last_event_id)
     check_completion_id(completion_id)
     first, *_ = request_ids(completion_id, len(have))
@@ -127,7 +120,7 @@ async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) ->
     completion_id, have = read_event_id(last_event_id)
     bind(request_id=completion_id)
     served = await gateway.queues.holding(request_ids(completion_id, len(have))[0])
-    completion = completion_of(call, completion_id, (await served.watch.look()).model)
+    completion = completion_of(call, completion_id, (await served.view()).model)
     return stream_of(gateway, served, completion, have)
 
 
@@ -158,11 +151,8 @@ def stream_of(
     *,
     is_new: bool = False,
 ) -> EventStream:
-    """Returns the stream of a completion, beginning after the positions `have` that its client has
-    read.
-
-    Raises InvalidRequestError unless `have` is empty or has one position for each choice.
-    """
+    """Returns the stream of a completion, without what its client has read: `have` is empty, or has
+    a position for each choice. Raises InvalidRequestError for another number of positions."""
     have = have or [Position()] * completion.num_choices
     if len(have) != completion.num_choices:
         raise wrong_field(
@@ -182,7 +172,7 @@ class _Frames(Frames):
         self._completion = completion
         self._have = have
         self._out = out
-        self._learning = asyncio.Lock()
+        self._beginning = asyncio.Lock()
         self._writers: list[ChoiceWriter] = []
         self._positions: list[str] = []
         self._num_tokens = 0
@@ -190,13 +180,13 @@ class _Frames(Frames):
     def write(self, place: int, event: TokenEvent) -> Unfinished:
         """Writes the chunk for an event of the choice at `place`."""
         if event.finish_reason is not None:
-            so_far = self._num_tokens + event.end
+            num_tokens = self._num_tokens + event.end
             names = self._completion.names
-            if (error := failure(event.finish_reason, event.error, so_far, names)) is not None:
+            if (error := failure(event.finish_reason, event.error, num_tokens, names)) is not None:
                 raise error
         self._num_tokens += len(event.token_ids)
         if not self._writers:
-            return partial(self._learn_and_write, place, event)
+            return partial(self._begin_and_write, place, event)
         if is_large(event):
             return partial(self._write_in_turns, place, event)
         return self._write_chunk(place, self._writers[place].chunk(event))
@@ -225,8 +215,9 @@ class _Frames(Frames):
         last_id = event_id(self._completion.id, self._positions)
         return self._out.write(f"id: {last_id}\ndata: {chunk}\n\n".encode("ascii"))
 
-    async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
-        async with self._learning:
+    async def _begin_and_write(self, place: int, event: TokenEvent) -> None:
+        """Creates the writers before the first event, because the model is known only then."""
+        async with self._beginning:
             if not self._writers:
                 self._completion, style = await with_model_and_style(self._served, self._completion)
                 self._writers = [
@@ -235,8 +226,8 @@ class _Frames(Frames):
                 ]
                 self._positions = [writer.position for writer in self._writers]
                 if roles := role_chunks(self._completion, self._have):
-                    # These chunks have no ids: a client that has read only them begins anew. They
-                    # are sent together, because no other frame may come between them.
+                    # These chunks have no ids, because a client that has read only them resumes
+                    # from the beginning. They are sent together, before any other frame.
                     frames = "".join(f"data: {chunk}\n\n" for chunk in roles)
                     await self._out.write_all(frames.encode("ascii"))
         await self._write_in_turns(place, event)

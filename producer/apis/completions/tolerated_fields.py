@@ -1,8 +1,8 @@
-"""Fields that clients of other servers send: fields without effect, and other names for promptq's
-fields.
+"""Fields that clients of OpenAI's API and of vLLM's server send: those without effect in promptq,
+and those that promptq names differently.
 
-promptq knows fields of OpenAI's API and of vLLM's server by name, so that programs written for
-these servers work unchanged. A value that requests an unsupported feature is refused.
+Programs that were written for these servers work unchanged. A value that requests an unsupported
+feature is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _log = logging.getLogger("promptq.calls")  # local batches may lack structlog
 
 
 class FieldsWithoutEffect(BaseModel):
-    """Fields that are accepted with any value of their type. The log mentions each field once."""
+    """Fields that are accepted with any value of their type. The log has one warning for each
+    field."""
 
     model_config = ConfigDict(strict=True)
 
@@ -57,7 +58,7 @@ _WITHOUT_EFFECT = {*FieldsWithoutEffect.model_fields, "parallel_tool_calls"}
 
 
 class FixedFields(BaseModel):
-    """Fields that are accepted with their only supported value. The log does not mention them."""
+    """Fields that are accepted only with their one supported value."""
 
     add_generation_prompt: Literal[True] | None = Field(None, description=ONLY_VALUE)
     continue_final_message: Literal[False] | None = Field(None, description=ONLY_VALUE)
@@ -70,26 +71,27 @@ class FixedFields(BaseModel):
 
 @lru_cache(maxsize=len(FieldsWithoutEffect.model_fields))
 def warn_of(field: str) -> None:
-    """Logs, once in a process, that calls have a field without effect."""
+    """Logs that calls have a field without effect. The cache makes this once for each field."""
     _log.warning("a field of a call has no effect: %(field)s", {"field": field})
 
 
 def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a body with promptq's names in place of the names that other servers use.
+    """Returns a body with promptq's names of fields in place of vLLM's, and with only the tools
+    that a `tool_choice` allows.
 
-    Raises InvalidRequestError for a feature that is not supported.
+    Raises InvalidRequestError for OpenAI's former names, and for an unsupported feature.
     """
     fields = {**body}
-    if fields.get("seed") == -1:  # vLLM's word for none
+    if fields.get("seed") == -1:  # to vLLM, this means no seed
         del fields["seed"]
     for name, instead in _FORMER.items():
         if name in fields:
             raise wrong_field(name, f"is the former name of {instead}; send {instead}")
     newer = fields.get("structured_outputs")
     for kind, value in newer.items() if isinstance(newer, dict) else ():
-        former = f"guided_{kind}"
-        if former in fields and fields[former] == value:  # some clients send both names
-            del fields[former]
+        older = f"guided_{kind}"
+        if older in fields and fields[older] == value:  # some clients send both
+            del fields[older]
     formats = [name for name in ("response_format", *_FORMS) if name in fields]
     if len(formats) > 1:
         raise wrong_field(formats[1], f"cannot be combined with {formats[0]}")
@@ -103,7 +105,7 @@ def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_in(body: Mapping[str, Any]) -> dict[str, str]:
-    """Returns vLLM's names of the output format's fields, for each such field in a body; see
+    """Maps payloads' names for the format of the output to vLLM's names, if a body has these; see
     `in_api_names`."""
     name = next((name for name in _FORMS if name in body), None)
     if name is None:
@@ -122,10 +124,10 @@ _FORMS = (
 
 
 def _format_of(name: str, value: Any) -> dict[str, Any]:
-    """Returns the `response_format` that means the same as a field of vLLM's."""
+    """Returns the `response_format` with the same meaning as the field of vLLM's with this name."""
     kind = name.removeprefix("guided_")
     if name == "structured_outputs":
-        if isinstance(value, dict):  # clients may send all fields of vLLM's class
+        if isinstance(value, dict):  # clients may also send the fields that are not set
             value = {key: member for key, member in value.items() if member not in _UNSET}
         if not (isinstance(value, dict) and len(value) == 1 and {*value} <= _KINDS):
             members = ", ".join(value)[:80] if isinstance(value, dict) and value else "none"
@@ -160,10 +162,8 @@ _KINDS = {"json", "json_object", "regex", "choice", "grammar"}
 
 
 def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], str]:
-    """Returns the allowed tools, and whether the model must call one of them.
-
-    The model does not see a tool that it may not call.
-    """
+    """Returns the tools that a `tool_choice` allows, and its mode. The model does not see other
+    tools."""
     allowed = choice.get("allowed_tools", choice)
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
     listed = allowed.get("tools") if isinstance(allowed, dict) else None
@@ -175,7 +175,7 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], st
         )
     tools = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     try:
-        check_tools(tools)  # including those that the model will not see
+        check_tools(tools)  # also those that the model does not see
     except ValueError as error:
         raise InvalidRequestError(str(error), field="tools") from None
     return tools_named([name_of_tool(tool) for tool in listed], tools), mode

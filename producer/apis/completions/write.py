@@ -1,15 +1,15 @@
-"""Writes completions and chats in the form of OpenAI's API: answers, and chunks of streams."""
+"""Writes the answers of completions and chats in OpenAI's form: whole, and as chunks of a
+stream."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from promptq.producer.apis.completions.positions import Position
 from promptq.producer.calls.completion import Completion, failure, finish_reason
-from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.logprobs import (
     FirstToken,
     chat_logprobs,
@@ -26,15 +26,19 @@ from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.turns import Work, at_once
 
 _FEW = 16
-"""Number of tokens whose log-probabilities are written in one slice."""
+"""The most tokens whose log-probabilities are written at once, not in slices."""
 
 
 def answer(
     completion: Completion, results: Sequence[Result], style: OutputStyle | None
 ) -> Work[dict[str, Any]]:
-    """Returns the body of the answer. Raises ApiError if a result is an error."""
-    if (error := failure_of(results, completion.names)) is not None:
-        raise error
+    """Returns the body of the answer. Raises ApiError if a request has failed; a missed deadline is
+    a failure only if no request has output."""
+    num_tokens = sum(len(result.token_ids) for result in results)
+    for result in results:
+        error = failure(result.finish_reason, result.error, num_tokens, completion.names)
+        if error is not None:
+            raise error
     choices = []
     for index, result in enumerate(results):
         choices.append((yield from _choice(completion, index, result, style)))
@@ -49,16 +53,6 @@ def answer(
     if completion.is_chat and completion.with_prompt_logprobs:  # the choices have one prompt
         body["prompt_logprobs"] = yield from prompt_logprobs(results[0])
     return body
-
-
-def failure_of(results: Sequence[Result], names: Mapping[str, str]) -> ApiError | None:
-    """Returns the first failure among the results; None if there is none. A missed deadline is a
-    failure only if there is no output."""
-    num_tokens = sum(len(result.token_ids) for result in results)
-    failures = (
-        failure(result.finish_reason, result.error, num_tokens, names) for result in results
-    )
-    return next((error for error in failures if error is not None), None)
 
 
 def _choice(
@@ -99,8 +93,8 @@ def _choice(
 
 
 class ChoiceWriter:
-    """Writes the chunks of one choice. Needs all events of the choice, and skips what the client
-    has already."""
+    """Writes the chunks of one choice, from all of its events. Skips what the client has read
+    (`have`)."""
 
     def __init__(
         self, completion: Completion, index: int, have: Position, style: OutputStyle | None
@@ -123,29 +117,27 @@ class ChoiceWriter:
         self._before += f'{{"index":{index},'
 
     def chunk(self, event: TokenEvent) -> str | None:
-        """Returns the chunk for an event, as JSON; None if the event has nothing new for the
-        client."""
+        """Returns the chunk for an event as JSON; None if the client has read all of the event."""
         if (news := self._news(event)) is None:
             return None
         text, logprobs = news
         return self._chunk(event, text, at_once(self._logprobs(logprobs)) if logprobs else None)
 
     def chunk_in_parts(self, event: TokenEvent) -> Work[str | None]:
-        """Writes a chunk like `chunk`, in slices, for events with many log-probabilities. For other
-        events `chunk` is faster."""
+        """Works like `chunk`, but in slices, for an event with many log-probabilities."""
         if (news := self._news(event)) is None:
             return None
         text, logprobs = news
         return self._chunk(event, text, (yield from self._logprobs(logprobs)))
 
     def _news(self, event: TokenEvent) -> tuple[str, list[FirstToken | TokenLogprob]] | None:
-        """Returns the text and the log-probabilities of an event that the client does not have;
-        None if there are none."""
+        """Returns the text and the log-probabilities of an event that the client has not read; None
+        if it has read all of the event."""
         have, text, logprobs = self._have, event.text, event.logprobs or []
         if self._echo_only:
             text, logprobs = "", []
         of_prompt = tokens_of_prompt(event) if self._echoes else []
-        if of_prompt and not self._echo:  # the call gave it as token ids
+        if of_prompt and not self._echo:  # the call has the prompt as token ids
             self._echo = "".join(event.prompt_texts or ())
         chars_before, self._num_chars = self._num_chars, self._num_chars + len(text)
         if event.finish_reason is not None:
@@ -163,8 +155,8 @@ class ChoiceWriter:
         return text, [*of_prompt, *logprobs]
 
     def _chunk(self, event: TokenEvent, text: str, logprobs: str | None) -> str | None:
-        """Returns a chunk as JSON; None if it would be empty. `logprobs` is JSON, or None if there
-        are no new ones."""
+        """Returns a chunk as JSON; None if it would be empty. `logprobs` is JSON, or None if the
+        event has none that are new."""
         piece = self._reader.feed(text)
         is_last = event.is_last
         if is_last:
@@ -223,10 +215,9 @@ def is_large(event: TokenEvent) -> bool:
 
 
 def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
-    """Returns the first chunks of a chat with several choices: the role of each choice, in order.
+    """Returns the first chunks of a chat with several choices, one with the role of each choice.
 
-    OpenAI's client (`chat.completions.stream`) identifies a choice by the number of choices that
-    came before it.
+    Choices must begin in order, because OpenAI's client (`chat.completions.stream`) counts them.
     """
     if not (_roles_come_first(completion) and all(position.is_start for position in have)):
         return []
@@ -236,7 +227,7 @@ def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
 
 
 def usage_chunk(completion: Completion, usages: list[Usage]) -> str:
-    """Returns the last chunk, which has the usage. Only clients that request the usage get it."""
+    """Returns the last chunk for clients that request the usage."""
     before, _ = _frame_of(completion)
     return f'{before}],"usage":{json.dumps(completion.usage(usages))}}}'
 
@@ -246,7 +237,7 @@ def _roles_come_first(completion: Completion) -> bool:
 
 
 def _frame_of(completion: Completion) -> tuple[str, str]:
-    """Returns the JSON before and after a chunk's only choice."""
+    """Returns a chunk's JSON before and after its only choice."""
     kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
     before = (
         f'{{"id":{quoted(completion.id)},"object":"{kind}","created":{completion.created}'

@@ -1,4 +1,4 @@
-"""Reads a call of /v1/embeddings, and returns it as a `CompletionCall`."""
+"""Converts the body of a call of /v1/embeddings to a `CompletionCall`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {
     "embed: dimensions": "dimensions",
     "embed: pooling": "pooling",
 }
-"""For names of fields in a payload, their names in the body; see `in_api_names`."""
+"""Maps names of fields in a payload to their names in the body; see `in_api_names`."""
 MAX_INPUTS = 2048
 """The most inputs of one call, as in the OpenAI API."""
 _OF_OTHER_ENDPOINTS = ("prompt", "messages", "embed", "tokenize", "detach", "stream")

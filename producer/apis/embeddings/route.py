@@ -17,7 +17,7 @@ from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import ThisGateway
-from promptq.producer.http.submit import begin, read_call, with_headers
+from promptq.producer.http.submit import read_call, with_headers
 from promptq.shared.protocol.events import Result
 
 router = APIRouter(
@@ -26,7 +26,7 @@ router = APIRouter(
     dependencies=[needs("completions")],
 )
 _READ_AT_ONCE = 16
-"""The most results of a call that are read at the same time; each takes a round trip."""
+"""The most results of a call that are read at the same time. Each takes a round trip."""
 
 
 @router.post(
@@ -36,8 +36,8 @@ _READ_AT_ONCE = 16
 )
 async def create_embeddings(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Turn one text or several into vectors."""
-    async with read_call(request, gateway, caller, "embeddings") as (prepared, hold):
-        served, completion, rates = await begin(gateway, caller, prepared, hold)
+    async with read_call(request, gateway, caller, "embeddings") as incoming:
+        served, completion, rates = await incoming.begin()
     async with cancelled_if_client_leaves(
         gateway, request.receive, served, completion, errors=(ApiError,)
     ):
@@ -63,6 +63,6 @@ async def _results(served: ServedQueue, request_ids: list[str]) -> list[Result]:
     try:
         async with asyncio.TaskGroup() as group:
             reading = [group.create_task(read(request_id)) for request_id in request_ids]
-    except ExceptionGroup as errors:  # Python 3.11.2 would group what `except*` raises
+    except ExceptionGroup as errors:  # Python 3.11.2 would put the error of an `except*` in a group
         raise errors.exceptions[0] from None
     return [task.result() for task in reading]

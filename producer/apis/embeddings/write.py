@@ -19,11 +19,8 @@ def failure_of_embedding(result: Result) -> ApiError | None:
 
 
 async def embeddings_json(completion: Completion, results: Sequence[Result]) -> bytes:
-    """Returns the body of the answer as JSON. A long answer is written in slices, so that other
-    calls continue.
-
-    Raises ApiError if a result has no vector.
-    """
+    """Returns the body of the answer as JSON, with a round of the event loop after each vector.
+    Raises ApiError if a result has no vector."""
     data = []
     for index, result in enumerate(results):
         data.append(json.dumps(_datum(completion, index, result)))
@@ -33,8 +30,7 @@ async def embeddings_json(completion: Completion, results: Sequence[Result]) -> 
 
 
 def embeddings_body(completion: Completion, results: Sequence[Result]) -> dict[str, Any]:
-    """Returns the body of the answer as Python values. Raises ApiError if a result has no
-    vector."""
+    """Returns the body of the answer. Raises ApiError if a result has no vector."""
     data = [_datum(completion, index, result) for index, result in enumerate(results)]
     return {"object": "list", "data": data, "model": completion.model, **_usage(results)}
 

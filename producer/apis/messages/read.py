@@ -1,4 +1,4 @@
-"""Reads a call of /v1/messages: converts Anthropic's fields to those of a chat's payload."""
+"""Converts the body of a call of /v1/messages to a `CompletionCall` that is a chat."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ NAMES = {
     ".function.parameters": ".input_schema",
     "output_prefix": "messages",
 }
-"""For names of fields in a payload, their names in the body; see `in_api_names`.
+"""Maps names of fields in a payload to their names in the body; see `in_api_names`.
 
-The output's prefix is the last message, if this is the assistant's.
+The output's prefix comes from the last message, if this is the assistant's.
 """
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
 """Fields of a payload that are refused, because a message cannot show their effect."""
 _UNSUPPORTED = ("thread", "context_management")
-"""Fields that Anthropic's tool runners send. After an error about these fields, the runners
-continue without `thread`."""
+"""Fields that Anthropic's tool runners send. After the error for them, the runners no longer send
+`thread`."""
 _THINKING = ("type", "budget_tokens", "display")
 _THINKING_TYPES = ("enabled", "disabled", "adaptive")
 
@@ -108,7 +108,7 @@ def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall
 
 
 def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Returns the call that counts a conversation's tokens. Raises the errors of
+    """Returns a call whose answer is the number of a conversation's tokens. Raises the errors of
     `read_message_call`."""
     options, fields = read_options(CountOptions, body, headers)
     _format_of(options.output_config or {})
@@ -118,11 +118,8 @@ def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 
 
 def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
-    """Sets the fields of a payload that make up the chat. Returns the text with which the answer
-    begins.
-
-    Raises InvalidRequestError, ApiError.
-    """
+    """Adds messages, tools and template variables to a payload's fields. Returns the text with
+    which the answer begins. Raises InvalidRequestError, ApiError."""
     refuse(fields, NAMES, NAMES)
     if unsupported := [name for name in _UNSUPPORTED if name in fields]:
         raise ApiError(
@@ -185,10 +182,11 @@ def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any
 def chat_of(
     messages: Sequence[Mapping[str, Any]], system: str | Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[Message], str]:
-    """Returns the messages of a chat, and the text with which the answer begins.
+    """Returns the messages of a chat, and the text with which the answer begins: that of the last
+    message if this is the assistant's, otherwise ''.
 
-    If the last message is the assistant's, it becomes this text. Successive messages of one role
-    are joined. Raises InvalidRequestError for an unsupported block, such as an image.
+    Successive messages of one role are joined. Raises InvalidRequestError for an unsupported block,
+    such as an image.
     """
     chat: list[Message] = []
     if system:
@@ -208,14 +206,14 @@ def chat_of(
     if last.keys() > {"role", "content"}:
         raise wrong_field(
             "messages",
-            f"message {len(messages) - 1}: is the last one and the assistant's, so the answer"
-            " continues it, and it may contain only text",
+            f"message {len(messages) - 1}: may contain only text, because the answer continues it:"
+            " it is the assistant's, and the last one",
         )
     return chat, last["content"]
 
 
 def _add_user(chat: list[Message], where: str, blocks: Sequence[Mapping[str, Any]]) -> None:
-    """Adds a user's message. Each result of a tool becomes a separate message."""
+    """Adds a user's message to a chat. Each result of a tool becomes a separate message."""
     texts: list[str] = []
     for block in blocks:
         if block["type"] == "text":
@@ -257,7 +255,7 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(chat: list[Message], message: Message) -> None:
-    """Adds a message. If the last message has the same role, the two are joined."""
+    """Adds a message to a chat. Joins it with the last message if both have the same role."""
     if not chat or chat[-1]["role"] != message["role"] or message["role"] == "system":
         chat.append(message)
         return
@@ -274,8 +272,8 @@ def _text_of(where: str, content: Any) -> str:
 
 
 def _blocks_of(where: str, content: Any, served: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Returns the blocks of a content. A text is one block. Raises InvalidRequestError for a block
-    of an unsupported type."""
+    """Returns a content as a list of blocks. Raises InvalidRequestError for a block whose type is
+    not in `served`."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -295,10 +293,9 @@ def _blocks_of(where: str, content: Any, served: Sequence[str]) -> list[Mapping[
 def payload_tools(
     tools: Sequence[Mapping[str, Any]] | None, choice: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Any]:
-    """Returns the `tools` and the `tool_choice` of a payload. The choice is None if it has no
-    effect.
+    """Returns the `tools` and the `tool_choice` of a payload (None if the choice has no effect).
 
-    Raises InvalidRequestError for tools that Anthropic runs, such as a web search.
+    Raises InvalidRequestError for a tool that Anthropic would run, such as a web search.
     """
     functions = [_function(tool) for tool in tools or ()]
     if choice is None:
@@ -317,7 +314,7 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "custom":
         raise wrong_field(
             "tools",
-            f"a tool of type {str(kind)[:80]!r} is not served, only those with an input_schema are",
+            f"a tool of type {str(kind)[:80]!r} is not served; those with input_schema are",
         )
     if not (isinstance(tool.get("name"), str) and isinstance(tool.get("input_schema"), dict)):
         raise wrong_field("tools", 'a tool must be like {"name": ..., "input_schema": {...}}')

@@ -9,20 +9,17 @@ from starlette.responses import Response
 
 from promptq.producer.apis.messages.read import NAMES, CountOptions, MessageOptions
 from promptq.producer.apis.messages.write import PING, MessageWriter, error_frame
-from promptq.producer.calls.call_to_payloads import Prepared
-from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import Completion, with_model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.auth import ThisCaller, needs
-from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.errors import MessagesErrorAnswer, described
 from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.state import Gateway, ThisGateway
 from promptq.producer.http.stream import EventStream, Frames, Out, frame_bytes
-from promptq.producer.http.submit import begin, prompt_tokens, read_call, with_headers
+from promptq.producer.http.submit import IncomingCall, read_call, with_headers
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.runtime.turns import Work
 
@@ -42,17 +39,16 @@ router = APIRouter(
 )
 async def create_message(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Answer a conversation: as one object, or with `stream`, piece by piece."""
-    async with read_call(request, gateway, caller, "messages") as read:
-        return await respond(request, gateway, caller, *read)
+    async with read_call(request, gateway, caller, "messages") as incoming:
+        return await respond(incoming)
 
 
-async def respond(
-    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
-) -> Response:
+async def respond(incoming: IncomingCall) -> Response:
     """Enqueues a call and answers it."""
-    served, completion, rates = await begin(gateway, caller, prepared, hold)
+    request, gateway = incoming.request, incoming.gateway
+    served, completion, rates = await incoming.begin()
     headers = {**rates, "Request-Id": completion.id}
-    if prepared.call.stream:
+    if incoming.prepared.call.stream:
         return with_headers(headers, message_stream(gateway, served, completion, is_new=True))
     headers |= {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
     async with cancelled_if_client_leaves(gateway, request.receive, served, completion):
@@ -66,8 +62,8 @@ async def count_tokens(
 ) -> dict[str, int]:
     """Count the tokens of a conversation. A worker counts them when the call's turn in the queue
     comes."""
-    async with read_call(request, gateway, caller, "counts") as (prepared, hold):
-        result, _ = await prompt_tokens(request, gateway, caller, prepared, hold)
+    async with read_call(request, gateway, caller, "counts") as incoming:
+        result, _ = await incoming.prompt_tokens()
     return {"input_tokens": result.usage.prompt_tokens}
 
 
@@ -80,7 +76,7 @@ def message_stream(
 
 
 class _Frames(Frames):
-    """The frames of a message."""
+    """Writes the frames of a message."""
 
     def __init__(self, served: ServedQueue, completion: Completion, out: Out) -> None:
         self._served = served
@@ -90,22 +86,24 @@ class _Frames(Frames):
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
         if self._writer is None:
-            return partial(self._learn_and_write, place, event)
+            return partial(self._begin_and_write, place, event)
         frames = self._writer.write(event)
         return self._out.write(frame_bytes(frames)) if frames else None
 
     def error(self, error: ApiError) -> bytes:
         return error_frame(error)
 
-    async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
+    async def _begin_and_write(self, place: int, event: TokenEvent) -> None:
+        """Creates the writer before the first event, because the model is known only then."""
         self._writer = MessageWriter(*await with_model_and_style(self._served, self._completion))
-        self._out.keepalive = PING  # nothing but a comment may come before the first event
+        self._out.keepalive = PING  # no event may come before the first frame of a message
         if (finish := self.write(place, event)) is not None:
             await finish()
 
 
 async def _whole(served: ServedQueue, completion: Completion) -> str:
-    """Returns the message as JSON after it has ended. Raises ApiError if there is no answer."""
+    """Waits for the end of a message, and returns it as JSON. Raises ApiError if the request has
+    failed."""
     events: list[TokenEvent] = []
     await served.client.follow(completion.id, events.append)
     writer = MessageWriter(*await with_model_and_style(served, completion))

@@ -1,4 +1,4 @@
-"""Writes a message as one object, or as the events of a stream."""
+"""Writes messages in Anthropic's form: whole, and as the events of a stream."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from pydantic_core import from_json, to_json
 from promptq.producer.apis.messages.read import NAMES
 from promptq.producer.calls.completion import Completion, failure
 from promptq.producer.calls.errors import ApiError
-from promptq.producer.calls.output.output_text import Kind, OutputText, Piece
+from promptq.producer.calls.output.output_text import Kind, OutputPiece, OutputText
 from promptq.producer.calls.output.tool_calls import call_id
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
-"""Event that keeps the connection open while there is no other event."""
+"""Event that keeps the connection open between two other events."""
 
 _DELTAS: dict[Kind, tuple[str, str]] = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""For each kind of output, the type of a block's delta, and the member that has its text."""
+"""For each kind of output, the type of a delta, and the member of the delta that has the text."""
 _NO_DETAILS = '"stop_details":null,"container":null'
 _NO_USAGE = '"cache_creation":null,"server_tool_use":null,"service_tier":null,"inference_geo":null'
 """Members of Anthropic's objects that clients expect, and that have no meaning in promptq."""
 _NO_MARK = "\0"
-"""A character that neither continues a mark nor is white space. After it, the text before it cannot
-become a mark."""
+"""A character that occurs in no mark and is not white space. The parser holds back no text before
+it."""
 _BROKEN = "INVALID_JSON"
-"""The only member of a tool's input if the model's text is not a JSON object."""
+"""The only member of a tool's input if the model has not written a JSON object."""
 
 
 class MessageWriter:
-    """Writes the frames (server-sent events) of a message, from all events of the request in their
-    order."""
+    """Writes the frames (server-sent events) of a message, from all events of its request."""
 
     def __init__(self, completion: Completion, style: OutputStyle | None) -> None:
         self.whole = ""
-        """The message as JSON after it has ended; empty before."""
+        """The message as JSON once it has ended; empty before."""
         self._completion = completion
         self._names = {**NAMES, **completion.names}
         self._text = OutputText(style, completion.expected)
@@ -55,8 +54,7 @@ class MessageWriter:
         self._frames: list[str] = []
 
     def write(self, event: TokenEvent) -> str:
-        """Returns the frames for an event. Raises ApiError if the event ends the request without an
-        answer."""
+        """Returns the frames for the next event. Raises ApiError if the request has failed."""
         num_tokens = event.end if event.usage is None else event.usage.completion_tokens
         error = failure(event.finish_reason, event.error, num_tokens, self._names)
         if error is not None:
@@ -71,17 +69,16 @@ class MessageWriter:
             prefill, text = self._prefill.split(event)
             if prefill and not text:
                 self._num_prefilled = event.end
-            # A part of a call is useless, so a call that the prefill begins is written completely.
+            # A part of a call is useless. So if the prefill begins a call, the answer repeats it.
             self._write([piece for piece in self._text.feed(prefill) if piece.kind == "call"])
-        self._write(self._own(self._text.feed(text)))
+        self._write(self._without_prefill(self._text.feed(text)))
         if event.finish_reason is not None:
-            self._write(self._own(self._text.finish()))
+            self._write(self._without_prefill(self._text.finish()))
             self._end(event, event.finish_reason)
         frames, self._frames = "".join(self._frames), []
         return frames
 
-    def _own(self, pieces: list[Piece]) -> list[Piece]:
-        """Returns the pieces without the prefill."""
+    def _without_prefill(self, pieces: list[OutputPiece]) -> list[OutputPiece]:
         return pieces if self._prefill is None else self._prefill.without(pieces)
 
     def _end(self, event: TokenEvent, reason: FinishReason) -> None:
@@ -101,7 +98,7 @@ class MessageWriter:
         self._frame("message_delta", f'{delta},"usage":{usage}')
         self._frame("message_stop", "")
 
-    def _write(self, pieces: Sequence[Piece]) -> None:
+    def _write(self, pieces: Sequence[OutputPiece]) -> None:
         for piece in pieces:
             block = self._block
             if block is None or block.kind != piece.kind or piece.name is not None:
@@ -114,7 +111,7 @@ class MessageWriter:
                 delta = f'{{"type":"{kind}","{member}":{quoted(piece.text)}}}'
                 self._frame("content_block_delta", f'{self._place},"delta":{delta}')
 
-    def _open(self, piece: Piece) -> _Block:
+    def _open(self, piece: OutputPiece) -> _Block:
         tool_use_id = ""
         if piece.kind == "call":
             tool_use_id = call_id(self._completion.id, self._num_calls).replace("call_", "toolu_")
@@ -145,33 +142,34 @@ class MessageWriter:
 
 
 class _Prefill:
-    """The prefill: the text from the call with which the answer begins. The answer does not repeat
-    it."""
+    """Removes the prefill, the text that a call gives as the beginning of the output, from the
+    output."""
 
     def __init__(self, completion: Completion, style: OutputStyle | None) -> None:
         self._prefill = completion.prefill
-        self._alone = OutputText(style, completion.expected)
+        self._parser = OutputText(style, completion.expected)  # gets only the prefill
         self._mark = "" if style is None else style.reasoning_before
-        self._held: Piece | None = None
-        """The end of the prefill that the reader holds back, because it may still become a mark."""
+        self._held: OutputPiece | None = None
+        """The end of the prefill that parsers hold back, because it may begin a mark."""
 
     def split(self, event: TokenEvent) -> tuple[str, str]:
-        """Splits the text of the first event after the prefill. Returns both parts.
+        """Splits the text of the first event into the prefill and the rest.
 
-        In front of the prefill may be the mark of reasoning that the chat template has opened. A
-        worker sends the prefill as one event, and its tokenizer may have changed the text.
+        Before the prefill there may be the mark of reasoning that the chat template has begun. If
+        the prefill is not found, the tokenizer has changed it. Then it is the whole text, because a
+        worker sends the prefill as one event.
         """
         text = event.text
         at = text.find(self._prefill, 0, len(self._mark) + len(self._prefill))
         end = at + len(self._prefill) if at >= 0 else 0 if event.is_last else len(text)
-        self._alone.feed(text[:end])
-        for piece in self._alone.feed(_NO_MARK):
-            self._held = Piece(piece.kind, piece.text.removesuffix(_NO_MARK))
+        self._parser.feed(text[:end])
+        for piece in self._parser.feed(_NO_MARK):
+            self._held = OutputPiece(piece.kind, piece.text.removesuffix(_NO_MARK))
         return text[:end], text[end:]
 
-    def without(self, pieces: list[Piece]) -> list[Piece]:
-        """Returns the pieces without the end of the prefill. The reader held this end back, so it
-        comes again."""
+    def without(self, pieces: list[OutputPiece]) -> list[OutputPiece]:
+        """Returns pieces of the output without the end of the prefill, which the parser of the
+        output held back."""
         output = []
         for piece in pieces:
             held, self._held = self._held, None
@@ -182,9 +180,9 @@ class _Prefill:
             if piece.text[:length] != held.text[:length]:
                 length = 0
             elif length < len(held.text):
-                self._held = Piece(held.kind, held.text[length:])
+                self._held = OutputPiece(held.kind, held.text[length:])
             if length < len(piece.text):
-                output.append(Piece(piece.kind, piece.text[length:]))
+                output.append(OutputPiece(piece.kind, piece.text[length:]))
         return output
 
 
@@ -214,8 +212,7 @@ class _Block:
 
 
 def _input_of(arguments: str) -> str:
-    """Returns the arguments of a call as a JSON object. Arguments that `max_tokens` cut off are
-    incomplete."""
+    """Returns a call's arguments as a JSON object. `max_tokens` may have cut them off."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:
@@ -224,7 +221,8 @@ def _input_of(arguments: str) -> str:
 
 
 def _usage(usage: Usage, num_prefilled: int) -> str:
-    """Returns the usage as Anthropic counts: input without cached tokens, but with the prefill."""
+    """Returns the usage as JSON, as Anthropic counts it: the prefill, but no cached token, is
+    input."""
     details = "null"
     if usage.reasoning_tokens is not None:
         details = f'{{"thinking_tokens":{usage.reasoning_tokens}}}'
@@ -237,5 +235,5 @@ def _usage(usage: Usage, num_prefilled: int) -> str:
 
 
 def error_frame(error: ApiError) -> bytes:
-    """Returns the event that reports why a stream breaks off."""
+    """Returns the event that reports why a stream ends early."""
     return f"event: error\ndata: {json.dumps(error.messages_body)}\n\n".encode("ascii")

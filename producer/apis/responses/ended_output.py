@@ -1,12 +1,11 @@
-"""The output of a response that has ended. Its record keeps the output longer than the queue
-does."""
+"""The output of a response that has ended, in the form that the response's record stores."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from promptq.shared.protocol.events import ErrorInfo, Stats, TokenEvent, TokenLogprob, Usage
 from promptq.shared.protocol.output_style import OutputStyle
@@ -15,14 +14,12 @@ from promptq.shared.runtime.large_json import object_in
 from promptq.shared.runtime.turns import Work
 
 _FEW = 64
-
+"""The most tokens whose log-probabilities are in one piece."""
 _MOST_MS = 1e12
 
 
-class Piece(BaseModel):
+class StoredPiece(BaseModel):
     """The text of one event, and the log-probabilities of its tokens if the call requests them."""
-
-    model_config = ConfigDict(extra="ignore")
 
     text: str
     logprobs: list[TokenLogprob] | None = None
@@ -30,8 +27,6 @@ class Piece(BaseModel):
 
 class Ending(BaseModel):
     """How a request ended."""
-
-    model_config = ConfigDict(extra="ignore")
 
     finish_reason: FinishReason
     error: ErrorInfo | None = None
@@ -41,22 +36,19 @@ class Ending(BaseModel):
 
 
 class EndedOutput(BaseModel):
-    """The output of a response, event by event, so that a later stream has the same events as the
-    first.
+    """The output of a response, event by event, so that each stream of it has the same events.
 
-    `model` and `style` (JSON) are those of the queue at the end of the response.
+    `model` and `style` (JSON) are those of the queue when the response ended.
     """
-
-    model_config = ConfigDict(extra="ignore")
 
     model: str
     style: str | None = None
-    pieces: list[Piece]
+    pieces: list[StoredPiece]
     ending: Ending
 
     @classmethod
     def of(cls, events: Sequence[TokenEvent], model: str, style: OutputStyle | None) -> Self:
-        """Returns the output in all events of a request, including the last event."""
+        """Returns the output in the events of a request that has ended."""
         return cls(
             model=model,
             style=None if style is None else style.to_json(),
@@ -66,7 +58,7 @@ class EndedOutput(BaseModel):
 
     @classmethod
     def failed(cls, error_type: str, message: str) -> Self:
-        """Returns an output with an error, for a response whose events cannot be read."""
+        """Returns an output that has only an error, for a response whose events cannot be read."""
         error = ErrorInfo(type=error_type, message=message)
         ending = Ending(finish_reason=FinishReason.ERROR, error=error)
         return cls(model="", pieces=[], ending=ending)
@@ -74,7 +66,7 @@ class EndedOutput(BaseModel):
     @classmethod
     def parse(cls, text: bytes) -> Work[Self]:
         """Parses the JSON of `to_json`. Raises ValueError."""
-        fields = yield from object_in(text.decode(), {"pieces": Piece.model_validate})
+        fields = yield from object_in(text.decode(), {"pieces": StoredPiece.model_validate})
         return cls.model_validate(fields)
 
     @property
@@ -90,15 +82,12 @@ class EndedOutput(BaseModel):
         return rest.replace('"pieces":[]', f'"pieces":[{",".join(pieces)}]', 1)
 
 
-def _pieces_of(event: TokenEvent) -> Iterator[Piece]:
-    """Splits an event into pieces with few log-probabilities each.
-
-    `to_json` writes each piece in one slice of its work, so a piece must be small.
-    """
+def _pieces_of(event: TokenEvent) -> Iterator[StoredPiece]:
+    """Splits an event into small pieces, because `to_json` writes a whole piece in one slice."""
     logprobs = event.logprobs or []
-    yield Piece(text=event.text, logprobs=logprobs[:_FEW] or None)
+    yield StoredPiece(text=event.text, logprobs=logprobs[:_FEW] or None)
     for begin in range(_FEW, len(logprobs), _FEW):
-        yield Piece(text="", logprobs=logprobs[begin : begin + _FEW])
+        yield StoredPiece(text="", logprobs=logprobs[begin : begin + _FEW])
 
 
 def ending_of(event: TokenEvent) -> Ending:

@@ -1,5 +1,4 @@
-"""Converts the items of a conversation from the form of clients to the messages that chat templates
-expect."""
+"""Converts the input of a response, a list of items, to the messages of a chat."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from pydantic_core import from_json
 from promptq.producer.calls.call import check_one_of, wrong_field
 
 MAX_ITEMS = 16_384
-"""The most items of one response. Each call that reads the input goes through all items."""
+"""The most items in the input of one response."""
 
 _ROLES = ("user", "assistant", "system", "developer")
 _PREFIXES = {
@@ -24,11 +23,10 @@ _PREFIXES = {
 
 
 def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:
-    """Returns the items of an `input`, in their full form. `unique` makes their ids unique.
+    """Returns the items of an `input` in their full form. Their ids contain `unique`.
 
-    The id is the first member of each item, so that `id_of` need not read the rest.
-
-    Raises InvalidRequestError for an item other than text, a function call, a function's output or
+    The id is the first member of each item, so that `id_of` need not read the rest. Raises
+    InvalidRequestError for an item that is no message of text, function call, function's output or
     reasoning.
     """
     if isinstance(text_or_items, str):
@@ -51,8 +49,8 @@ def id_of(line: bytes) -> bytes:
 
 
 def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages of a chat. Reasoning and calls become part of the assistant's message
-    next to them."""
+    """Returns items as the messages of a chat. Reasoning becomes a part of the assistant's message
+    after it, and a function call a part of the message before it."""
     messages: list[dict[str, Any]] = []
     reasoning = ""
     for item in items:
@@ -81,7 +79,7 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _checked(place: str, item: Any) -> dict[str, Any]:
-    """Returns the item in its full form. Raises InvalidRequestError."""
+    """Returns an item in its full form. Raises InvalidRequestError."""
     if not isinstance(item, Mapping):
         raise wrong_field(place, "is not an object")
     kind = item.get("type") or ("message" if "role" in item else None)
@@ -119,7 +117,8 @@ def _checked(place: str, item: Any) -> dict[str, Any]:
 
 
 def _parts(place: str, name: str, content: Any, default: str) -> list[dict[str, Any]]:
-    """Returns the parts of a content. A text is one part, of the type `default`."""
+    """Returns the parts of a content. A text is one part of the type `default`. Raises
+    InvalidRequestError for a part that is not text."""
     if isinstance(content, str):
         content = [{"type": default, "text": content}]
     if not isinstance(content, list):

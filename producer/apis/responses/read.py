@@ -1,4 +1,4 @@
-"""Reads a call of /v1/responses: converts its fields to those of a chat's payload."""
+"""Converts the body of a call of /v1/responses to a `CompletionCall` that is a chat."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
 }
-"""For names of fields in a payload, their names in the body; see `in_api_names`."""
+"""Maps names of fields in a payload to their names in the body; see `in_api_names`."""
 LOGPROBS = "message.output_text.logprobs"
 _OTHER_INCLUDES = (
     "file_search_call.results",
@@ -50,14 +50,14 @@ _OTHER_INCLUDES = (
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
 )
-"""Values of `include` that are accepted and have no effect: promptq has no such items."""
+"""Values of `include` that are accepted without effect, because promptq has no such items."""
 
 _UNSET_OF_TOOL = {"description": None, "parameters": None, "strict": None}
-"""Members of a tool that an answer repeats as null if the call leaves them out."""
+"""Members of a tool that are null in the answer if the call does not have them."""
 _REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 
 _FUNCTION = ("name", "description", "parameters", "strict")
-_WORDS = ("auto", "none", "required")
+_CHOICES = ("auto", "none", "required")
 _FORMATS = ("text", "json_object", "json_schema")
 _SCHEMA = ("name", "description", "schema", "strict")
 
@@ -114,9 +114,8 @@ def read_response(
 ) -> CompletionCall:
     """Returns the call as a chat. Its `extra` is a NewResponse.
 
-    `history` has the items of earlier responses, one on each line. Raises HistoryNeededError if
-    `history` is None and the call continues a response. Raises InvalidRequestError that names the
-    wrong field.
+    `history` has the items of earlier responses, one on each line. Raises HistoryNeededError if it
+    is None and the call continues a response, and InvalidRequestError that names the wrong field.
     """
     options, fields = read_options(ResponseOptions, body, headers)
     _check_options(options)
@@ -149,7 +148,7 @@ def read_response(
 def read_input_count(
     body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
 ) -> CompletionCall:
-    """Returns the call that counts a conversation's tokens. Raises the errors of
+    """Returns a call whose answer is the number of a conversation's tokens. Raises the errors of
     `read_response`."""
     options, fields = read_options(InputOptions, body, headers)
     payload_format(options.text)
@@ -161,8 +160,8 @@ def read_input_count(
 def _set_chat(
     options: InputOptions, fields: dict[str, Any], response_id: str, history: bytes | None
 ) -> list[dict[str, Any]]:
-    """Sets the fields of a payload that make up the chat. Returns the items in the call itself,
-    without earlier responses' items."""
+    """Adds messages, tools and template variables to a payload's fields. Returns the items of the
+    call's `input`, without those of earlier responses."""
     refuse(fields, NAMES, NAMES)
     refuse(fields, ["embed", "prompt_logprobs", "tokenize"])
     own = read_items(options.input, response_id.removeprefix("resp_"))
@@ -193,7 +192,8 @@ def _check_options(options: ResponseOptions) -> None:
 
 
 def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> Any:
-    """Returns the variables of the chat template that the call sets; None if it sets none."""
+    """Returns the variables of the chat template if `reasoning` sets one of them; otherwise
+    None."""
     for name in options.reasoning or ():
         check_one_of("reasoning", name, _REASONING)
     effort = (options.reasoning or {}).get("effort")
@@ -203,7 +203,7 @@ def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> Any
 
 
 def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
-    """Returns the members of the response object that repeat the call's fields, as JSON without
+    """Returns those members of the response object that repeat the call's fields, as JSON without
     braces."""
     described = (options.text or {}).get("format") or {"type": "text"}
     if described["type"] == "json_schema":
@@ -237,13 +237,12 @@ def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
 def payload_tools(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
 ) -> tuple[list[Tool], Any]:
-    """Returns the `tools` and the `tool_choice` of a payload. The choice is None if it has no
-    effect.
+    """Returns the `tools` and the `tool_choice` of a payload (None if the choice has no effect).
 
     Raises InvalidRequestError for a tool that is not a function, such as `web_search`.
     """
     nested = [_function(tool) for tool in tools or ()]
-    if tool_choice is None or tool_choice in _WORDS:
+    if tool_choice is None or tool_choice in _CHOICES:
         return nested, tool_choice if nested or tool_choice == "required" else None
     kind = tool_choice
     if isinstance(tool_choice, Mapping):
@@ -252,13 +251,13 @@ def payload_tools(
             return nested, {"type": "function", "function": {"name": tool_choice.get("name")}}
         if kind == "allowed_tools":
             return _allowed(nested, tool_choice), tool_choice["mode"]
-    known = ", ".join((*_WORDS, "function", "allowed_tools"))
+    known = ", ".join((*_CHOICES, "function", "allowed_tools"))
     raise wrong_field("tool_choice", f"{str(kind)[:80]!r} is not one of {known}")
 
 
 def payload_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the `response_format` of a payload that corresponds to `text`. Raises
-    InvalidRequestError."""
+    """Returns the `response_format` with the same meaning as the field `text`; None if the format
+    is text. Raises InvalidRequestError."""
     for name in text or ():
         check_one_of("text", name, ("format", "verbosity"))
     described = (text or {}).get("format")

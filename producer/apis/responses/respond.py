@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fastapi import Request
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
@@ -17,17 +16,14 @@ from promptq.producer.apis.responses.response_call import NewResponse, ResponseC
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.stored_responses import StoredResponse
 from promptq.producer.apis.responses.write import ResponseWriter, error_frame, finished_writer
-from promptq.producer.calls.call_to_payloads import Prepared
-from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import check_known_id, model_and_style
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import ServedQueue
-from promptq.producer.http.bodies import Hold
 from promptq.producer.http.connection_limits import Unfinished
 from promptq.producer.http.disconnects import cancelled_if_client_leaves
 from promptq.producer.http.state import Gateway
 from promptq.producer.http.stream import EventStream, Frames, Out, frame_bytes
-from promptq.producer.http.submit import enqueue, place_of, with_headers
+from promptq.producer.http.submit import IncomingCall, with_headers
 from promptq.shared.errors import PromptqError, RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.runtime.logs import bind
@@ -37,12 +33,10 @@ _LARGE_BYTES = 65_536
 """Frames with at least this many bytes are sent alone. Smaller frames are sent together."""
 
 
-async def respond(
-    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
-) -> Response:
+async def respond(incoming: IncomingCall, records: ResponseRecords) -> Response:
     """Stores and enqueues a call, and answers it."""
-    records = ResponseRecords(gateway)
-    answering, rates = await _begin(gateway, records, caller, prepared, hold)
+    request, gateway, prepared = incoming.request, incoming.gateway, incoming.prepared
+    answering, rates = await _begin(incoming, records)
     call = answering.call
     if prepared.call.stream:
         return with_headers(rates, stream_of(gateway, answering, is_new=not call.background))
@@ -58,10 +52,10 @@ async def respond(
 
 @dataclass(frozen=True, slots=True)
 class AnsweredResponse:
-    """A response whose client waits for the events after number `after`.
+    """A response that has not ended, whose client waits for the events after number `after`.
 
-    `stored` is the response's record; None if it is not stored. With `at_once`, the first events
-    are sent before there is output, and an error is sent as an event.
+    `stored` is the response's record; None if it is not stored. With `at_once`, a stream begins
+    before there is output, so an error is an event of the stream.
     """
 
     records: ResponseRecords
@@ -72,13 +66,13 @@ class AnsweredResponse:
     at_once: bool = False
 
     async def keep(self, output: EndedOutput) -> None:
-        """Stores the output in the record. If this fails, `ResponseRecords` stores it later."""
+        """Stores the output in the record. If this fails, `ResponseRecords` does it later."""
         if self.stored is not None:
             with suppress(RedisError, PromptqError):
                 await self.records.stored.end(self.stored, output)
 
     async def refuse(self, error: ApiError) -> None:
-        """Deletes the response's record, and raises the error."""
+        """Deletes the record, and raises the error."""
         await _forget(self.records, self.stored)
         raise error
 
@@ -86,20 +80,20 @@ class AnsweredResponse:
 def stream_of(
     gateway: Gateway, answering: AnsweredResponse, *, is_new: bool = False
 ) -> EventStream:
-    """Returns the stream of a response that has not ended yet."""
+    """Returns the stream of a response that has not ended."""
     begin = partial(_Frames, answering)
     return EventStream(gateway, answering.served, answering.call, begin, is_new=is_new)
 
 
 class _Frames(Frames):
-    """The frames of a response that has not ended yet."""
+    """Writes the frames of a response that has not ended."""
 
     def __init__(self, answering: AnsweredResponse, out: Out) -> None:
         self._answering = answering
         self._out = out
         self._writer = ResponseWriter(answering.call, answering.after)
         self._is_open = False
-        self._has_learned = False
+        self._knows_model = False
         self._events: list[TokenEvent] = []
 
     async def begin(self) -> None:
@@ -111,8 +105,8 @@ class _Frames(Frames):
         if error is not None and not self._out.has_begun:
             return partial(self._answering.refuse, error)
         self._events.append(event)
-        if not self._has_learned:
-            return partial(self._learn_and_write, event)
+        if not self._knows_model:
+            return partial(self._begin_and_write, event)
         return self._write(event)
 
     async def finish(self) -> None:
@@ -144,15 +138,17 @@ class _Frames(Frames):
         if frames:  # an empty part would end the body
             await self._out.write_all(frames)
 
-    async def _learn_and_write(self, event: TokenEvent) -> None:
-        self._has_learned = True
-        self._writer.learn(*await model_and_style(self._answering.served))
+    async def _begin_and_write(self, event: TokenEvent) -> None:
+        """Sets the writer's model before the first event, because it is known only then."""
+        self._knows_model = True
+        self._writer.set_model(*await model_and_style(self._answering.served))
         if (finish := self._write(event)) is not None:
             await finish()
 
 
 async def _whole(answering: AnsweredResponse) -> str:
-    """Returns the response object as JSON after its end. Raises ApiError if there is no answer."""
+    """Waits for the end of a response, and returns it as JSON. Raises ApiError if its request has
+    failed."""
     events: list[TokenEvent] = []
     await answering.served.client.follow(answering.call.id, events.append)
     output = EndedOutput.of(events, *await model_and_style(answering.served))
@@ -164,12 +160,12 @@ async def _whole(answering: AnsweredResponse) -> str:
 
 
 async def _begin(
-    gateway: Gateway, records: ResponseRecords, caller: Caller, prepared: Prepared, hold: Hold
+    incoming: IncomingCall, records: ResponseRecords
 ) -> tuple[AnsweredResponse, Mapping[str, str]]:
-    """Stores and enqueues a call. Returns the response, and headers that report the rate limits."""
-    new = prepared.extra
+    """Stores and enqueues a call. Returns the response, and headers that report the rates."""
+    prepared, new = incoming.prepared, incoming.prepared.extra
     assert isinstance(new, NewResponse)
-    served, view = await place_of(gateway, caller, prepared)
+    served, view = await incoming.queue()
     call = replace(new.call, model=prepared.call.model or view.model)
     bind(request_id=call.id)
     tenant = prepared.new[0].request.tenant or ""
@@ -177,8 +173,8 @@ async def _begin(
     if stored is not None:
         await records.stored.add(replace(new, call=call), tenant, served.name)
     try:
-        [enqueued], rates = await enqueue(gateway, served, caller, prepared, hold)
-        if enqueued != call.id:  # an earlier call had this idempotency key
+        [enqueued], rates = await incoming.enqueue(served)
+        if enqueued != call.id:  # an earlier call had the same idempotency key
             check_known_id(enqueued, call.id)
             bind(request_id=enqueued)
             call = replace(call, id=enqueued)

@@ -1,4 +1,4 @@
-"""A response that is being answered, and the object that its client gets."""
+"""A call of /v1/responses, and the response object that its client gets."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """All data from which a response is written, except its output.
+    """All data for a response, except its output.
 
-    `echo` has the members of the response object that repeat the call's fields, as JSON without
-    braces. They may have megabytes, so they are written once and never parsed.
+    `echo` has those members of the response object that repeat the call's fields, as JSON without
+    braces. They may be megabytes, so they are written once and never parsed.
     """
 
     id: str
@@ -51,13 +51,12 @@ class ResponseCall:
 
     @property
     def unique(self) -> str:
-        """The response's id without its prefix. The ids of all its items contain this part."""
+        """The response's id without its prefix. The ids of the response's items contain it."""
         return self.id.removeprefix(_PREFIX)
 
     @property
     def created(self) -> int:
-        """Creation time in Unix seconds. It is read from the id, so that all readers see the same
-        time."""
+        """Creation time in Unix seconds. The id contains it, so all readers see the same time."""
         return self._created_ms // 1000
 
     @property
@@ -66,7 +65,7 @@ class ResponseCall:
 
     @property
     def url(self) -> str:
-        """The path at which the stream can be read again; '' if the response is not stored."""
+        """The path where the stream can be read again; '' if the response is not stored."""
         return f"/v1/responses/{self.id}?stream=true" if self.store else ""
 
     def object(
@@ -80,10 +79,8 @@ class ResponseCall:
         incomplete: str | None = None,
         took_ms: float = 0.0,
     ) -> str:
-        """Returns OpenAI's response object as JSON. `output` has items as JSON.
-
-        `took_ms` is the time between the response's creation and its end.
-        """
+        """Returns OpenAI's response object as JSON. `output` has items as JSON. `took_ms` is the
+        number of milliseconds from the response's creation to its end."""
         completed = str(int(self._created_ms + took_ms) // 1000)
         reason = f'{{"reason":{quoted(incomplete)}}}' if incomplete else "null"
         return (
@@ -97,12 +94,12 @@ class ResponseCall:
 
 
 def new_response_id() -> str:
-    """Returns an id that sorts after those of earlier responses."""
+    """Returns an id that sorts after the ids of earlier responses."""
     return _PREFIX + new_request_id().replace("-", "")
 
 
 def is_response_id(text: str) -> bool:
-    """Returns whether a text has the form of a response's id."""
+    """Returns whether a text could be a response's id."""
     return re.fullmatch(_PREFIX + "[0-9a-f]{32}", text) is not None
 
 

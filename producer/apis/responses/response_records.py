@@ -1,7 +1,7 @@
-"""Manages stored responses: reads the state of each, and stores its output after its end.
+"""Reads the state of stored responses, and stores their output once they have ended.
 
-The queue keeps a result for an hour by default. The first read of a response after its end stores
-its output. For responses that nobody reads, a task of each gateway does this.
+The queue keeps a result for an hour by default. The first read of a response that has ended stores
+its output in its record. For responses that nobody reads, a task of each gateway does this.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from promptq.shared.queue.spoilt import UNREADABLE, alone, note, spoilt_record
 from promptq.shared.runtime.logs import get_logger
 
 _LOOK_SECONDS = 5.0
+"""Seconds between two searches for responses whose output is not stored."""
 _NOT_SINCE_MS = 10_000
-"""Milliseconds between two checks of a response. Most clients read a response earlier, which stores
-its output."""
+"""Milliseconds between two checks of one response."""
 _PAGE = 200
+"""The most responses that one search returns."""
 MOST_LINKS = 500
 """The most responses of one conversation. Each call reads all of them, one after the other."""
 _BEGIN_SECONDS = 60.0
-"""The longest time in seconds between storing a response and enqueueing its request."""
+"""The most seconds between storing a response and enqueueing its request."""
 
 
 class ResponseRecords:
@@ -58,31 +59,31 @@ class ResponseRecords:
         self._gateway = gateway
 
     async def get(self, response_id: str, caller: Caller) -> StoredResponse:
-        """Returns a record. Raises RequestNotFoundError if the record does not belong to the
+        """Returns a response's record. Raises RequestNotFoundError if it does not belong to the
         caller."""
         tenants = None if caller.is_admin else (caller.tenant or "",)
         return await self.stored.get(response_id, tenants)
 
     async def served(self, stored: StoredResponse) -> ServedQueue:
-        """Returns the queue that has the response's request. Raises ApiError 503 if this gateway
-        does not serve the queue."""
+        """Returns the queue of a response's request. Raises ApiError 503 if this gateway cannot
+        read the queue."""
         for served in [*await self._gateway.queues.all(), *self._gateway.queues.opened]:
             if served.name == stored.queue:
                 return served
         raise ApiError(
             503,
-            "the queue of this response cannot be read here at the moment",
+            "this gateway cannot read the response's queue at the moment",
             code="queue_unavailable",
             headers={"Retry-After": "5"},
         )
 
     async def output(self, stored: StoredResponse) -> EndedOutput | None:
-        """Returns the output, and stores it in the record; None while the response has not
-        ended."""
+        """Returns the output of a response that has ended, and stores it in the record; None if the
+        response has not ended."""
         if stored.result is not None:
             try:
                 return await self.stored.turns.run(EndedOutput.parse(stored.result))
-            except UNREADABLE as error:  # any program may have written it
+            except UNREADABLE as error:  # any program may have written the record
                 note(spoilt_record(f"response {stored.call.id!r}", error))
                 raise not_known(stored.call.id) from None
         served, response_id = await self.served(stored), stored.call.id
@@ -108,12 +109,12 @@ class ResponseRecords:
         return output
 
     async def cancel(self, stored: StoredResponse) -> None:
-        """Cancels a response that has not ended."""
+        """Cancels a response, unless it has ended."""
         if await self.output(stored) is None:
             await (await self.served(stored)).client.cancel(stored.call.id)
 
     async def current(self, stored: StoredResponse) -> str:
-        """Returns the response object as JSON."""
+        """Returns a response in its present state, as JSON."""
         output = await self.output(stored)
         if output is not None:
             return (await self.stored.turns.run(finished_writer(stored.call, output))).whole
@@ -131,14 +132,14 @@ class ResponseRecords:
         """Returns the items of a response and of all responses before it, as JSON, one on each
         line.
 
-        Calls `on_size` with the number of bytes so far. Raises ApiError 400 if a response is
-        unknown or has not ended, and InvalidRequestError if the conversation is longer than a
-        payload may be.
+        Calls `on_size` with the number of bytes so far after each response. Raises ApiError 400 if
+        a response is unknown or has not ended, and InvalidRequestError if the items have more bytes
+        than a payload may have.
         """
         turns: list[bytes] = []
         num_bytes, previous = 0, response_id
         seen = set[str]()
-        while previous and previous not in seen:  # a forged record may make a circle
+        while previous and previous not in seen:  # forged records may form a circle
             if len(seen) == MOST_LINKS:
                 raise _no_history(
                     f"the conversation has more than the {MOST_LINKS} responses that may be"
@@ -153,7 +154,7 @@ class ResponseRecords:
             output = await self.output(stored)
             if output is None:
                 raise _no_history(
-                    f"the response {previous!r} is not over", "previous_response_not_over"
+                    f"the response {previous!r} has not ended", "previous_response_not_over"
                 )
             lines = await self.stored.input_lines(stored)
             writer = await self.stored.turns.run(finished_writer(stored.call, output))
@@ -172,8 +173,8 @@ class ResponseRecords:
     async def _state(
         self, served: ServedQueue, response_id: str
     ) -> tuple[RequestState | None, bool]:
-        """Returns the state of the response's request (None if unknown), and whether a client has
-        cancelled it."""
+        """Returns the state of a response's request (None if unknown), and whether a client has
+        cancelled the request."""
         key = served.queue.keys.request(response_id)
         fields = ["HMGET", key, "state", "cancelled"]
         reading: Call[list[bytes | None]] = Call("", fields, list, lambda: [None] * 2)
@@ -188,7 +189,7 @@ class ResponseRecords:
             try:
                 due = await self.stored.unfinished(_NOT_SINCE_MS, _PAGE)
                 for stored in due:
-                    # ApiError: this gateway does not serve its queue, and another one may.
+                    # ApiError: another gateway may serve the queue that this one cannot read.
                     with alone(f"response {stored.call.id}"), suppress(ApiError):
                         await self.output(stored)
             except (RedisError, RedisSideError) as error:

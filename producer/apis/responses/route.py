@@ -1,4 +1,4 @@
-"""Routes of /v1/responses: create, read, continue, cancel and delete responses."""
+"""Routes of /v1/responses: create, continue, read, cancel and delete responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from promptq.producer.http.openapi import TOOL_FIELDS, operation
 from promptq.producer.http.rate_limits import COUNTED_READ, count_read
 from promptq.producer.http.state import ThisGateway
 from promptq.producer.http.stream import FramesInTurns
-from promptq.producer.http.submit import prompt_tokens, read_call
+from promptq.producer.http.submit import read_call
 from promptq.shared.runtime.logs import bind
 
 _HIDDEN = TOOL_FIELDS | {*NAMES, "prompt_logprobs"}
@@ -57,9 +57,8 @@ async def create_response(
     request: Request, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> Response:
     """Answer a conversation: as one object, with `stream` piece by piece, or in the background."""
-    history = records.history
-    async with read_call(request, gateway, caller, "responses", history=history) as read:
-        return await respond(request, gateway, caller, *read)
+    async with read_call(request, gateway, caller, "responses", records.history) as incoming:
+        return await respond(incoming, records)
 
 
 @router.post(
@@ -72,16 +71,14 @@ async def count_input_tokens(
 ) -> dict[str, object]:
     """Count the tokens of a conversation. A worker counts them when the call's turn in the queue
     comes."""
-    history = records.history
-    async with read_call(request, gateway, caller, "input_counts", history=history) as read:
-        result, _ = await prompt_tokens(request, gateway, caller, *read)
+    async with read_call(request, gateway, caller, "input_counts", records.history) as incoming:
+        result, _ = await incoming.prompt_tokens()
     return {"object": "response.input_tokens", "input_tokens": result.usage.prompt_tokens}
 
 
 @router.post("/v1/responses/{name}", include_in_schema=False)
 async def refuse_other_calls(request: Request, name: str) -> None:
-    """Answer 404 for a path that is no response's id, such as `compact`, which is another call at
-    OpenAI."""
+    """Answer 404 for OpenAI's other calls, such as `compact`, and 405 for a response's id."""
     if is_response_id(name):
         raise method_not_allowed("POST", request.url.path, "GET, DELETE")
     raise HTTPException(404)
@@ -109,7 +106,7 @@ async def retrieve_response(
         writer = ResponseWriter(stored.call, after)
         return FramesInTurns(records.stored.turns, frames_of(writer, output))
     served = await records.served(stored)
-    call = replace(stored.call, detach=True)  # a reader that disconnects does not cancel it
+    call = replace(stored.call, detach=True)  # so that a disconnected reader cancels nothing
     answering = AnsweredResponse(records, served, call, stored, after, at_once=True)
     return stream_of(gateway, answering)
 

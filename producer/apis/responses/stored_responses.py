@@ -1,8 +1,7 @@
-"""Records of responses in Redis, under the keys of the gateway's queue.
+"""Reads and writes records of responses in Redis, under the keys of the gateway's own queue.
 
-The state of a response is the state of its request, in the queue that serves it. The record has the
-data that the queue does not have, and after the response's end, its output. Records expire by
-themselves.
+A record does not have the state of its response, which is that of the request in the queue that
+serves it. Records expire by themselves.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _CALLS = TypeAdapter(ResponseCall)
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A record. `queue` is the queue that serves the response's request. `result` is the JSON of
-    the output; None until the response has ended."""
+    """A response's record. `queue` is the name of the queue that serves its request. `result` is
+    its output (`EndedOutput`) as JSON; None until the output is stored."""
 
     call: ResponseCall
     tenant: str
@@ -49,21 +48,21 @@ class StoredResponse:
 
 
 class StoredResponses:
-    """The records in a queue. All methods raise redis.RedisError if the server is away."""
+    """The records of responses. All methods raise redis.RedisError if the server is away."""
 
     def __init__(
         self, queue: AsyncRequestQueue, turns: Turns, *, seconds: int, most: int, most_bytes: int
     ) -> None:
-        """Each record is kept for `seconds`. A tenant has at most `most` records, with at most
-        `most_bytes` in all; 0 means no limit."""
+        """Each record expires after `seconds`. A tenant may have `most` records with `most_bytes`
+        in all; 0 means no limit."""
         self._queue = queue
         self._keys = queue.keys
         self.turns = turns
-        """Divides the event loop's time among long work with outputs."""
+        """Runs long work with outputs in slices."""
         self._limits = (seconds * 1000, most, most_bytes)
 
     async def add(self, new: NewResponse, tenant: str, queue: str) -> None:
-        """Stores a new response. Raises ApiError 413 if its tenant has reached a limit."""
+        """Stores a new response. Raises ApiError 413 if its tenant would exceed a limit."""
         call = new.call
         options = asdict(call)
         del options["id"], options["echo"]
@@ -79,7 +78,7 @@ class StoredResponses:
             raise self._full(tenant, reply[1], int(reply[2]))
 
     async def end(self, stored: StoredResponse, output: EndedOutput) -> None:
-        """Stores the output, unless the record has an output already or was deleted."""
+        """Stores the output, unless the record already has one or was deleted."""
         result = await self.turns.run(output.to_json())
         await self._run("end", stored.tenant, stored.call.id, {"result": result})
 
@@ -88,26 +87,24 @@ class StoredResponses:
         await self._run("forget", tenant, response_id, {})
 
     async def get(self, response_id: str, tenants: Sequence[str] | None = None) -> StoredResponse:
-        """Returns a record. With `tenants`, the record must belong to one of these tenants.
-
-        Raises RequestNotFoundError.
-        """
-        if is_response_id(response_id):  # another text might name another key
+        """Returns a record. Raises RequestNotFoundError if it does not exist, or does not belong to
+        one of `tenants` (None: any tenant)."""
+        if is_response_id(response_id):  # otherwise it might name another key
             record = await self._queue.run(self._read(response_id))
             if record is not None and (tenants is None or record.tenant in tenants):
                 return record
         raise not_known(response_id)
 
     async def input_lines(self, stored: StoredResponse) -> list[bytes]:
-        """Returns the items in the call's input, each as JSON, without earlier responses' items."""
+        """Returns the items of a response's own input, each as JSON."""
         key = self._keys.response(stored.call.id)
         return await self._queue.run(Call("", ["HGET", key, "input"], _lines))
 
     async def unfinished(self, not_since_ms: int, limit: int) -> list[StoredResponse]:
-        """Returns up to `limit` responses without output that no gateway has checked for
-        `not_since_ms`, the longest unchecked first, and marks them as checked now.
+        """Returns up to `limit` responses whose output is not stored and that no gateway has
+        checked for `not_since_ms` milliseconds. Marks them as checked now.
 
-        The `call` of these responses has only the id, because the rest of each may have megabytes.
+        The `call` of these responses has only the id, because the rest may be megabytes.
         """
         now = int(time.time() * 1000)
         key = self._keys.unfinished_responses
@@ -182,8 +179,8 @@ def _place(reply: list[bytes | None]) -> tuple[str, str] | None:
 
 
 def _lines(reply: bytes | None) -> list[bytes]:
-    """Returns the items of an input, each as JSON. Raises an error for an input that no gateway
-    wrote."""
+    """Returns the items of a stored input, each as JSON. Raises an error if no gateway has written
+    them."""
     lines = (reply or b"").split(b"\n")
     for line in lines:
         id_of(line).decode()
@@ -199,5 +196,5 @@ def _record(response_id: str, reply: Any) -> StoredResponse | None:
     call = _CALLS.validate_python(
         {**from_json(options, allow_inf_nan=False), "id": response_id, "echo": echo}
     )
-    _ = call.expected  # raises an error if the field is not valid
+    _ = call.expected  # raises an error for a field that is not valid
     return StoredResponse(call, tenant, queue, reply[-1])

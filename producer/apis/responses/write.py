@@ -1,9 +1,9 @@
 """Writes the events of a response's stream, and the whole object at its end.
 
-An event with a piece of text or arguments uses one sequence number for each character of the piece;
-any other event uses one number. An event is sent with the last number that it uses. So a number
-identifies a place in the output, however the text is divided into events, and a client can continue
-after any number at any gateway.
+An event with a piece of text or arguments takes one sequence number for each character of the
+piece; any other event takes one number. An event is sent with its last number. So a number
+identifies a place in the output, however the text is divided into events. At any gateway, a client
+can continue after any number.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from promptq.producer.calls.completion import failure
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.logprobs import chat_logprob
 from promptq.producer.calls.output.model_text import ExpectedOutput
-from promptq.producer.calls.output.output_text import Kind, OutputText
-from promptq.producer.calls.output.output_text import Piece as TextPiece
+from promptq.producer.calls.output.output_text import Kind, OutputPiece, OutputText
 from promptq.producer.calls.output.tool_calls import call_id
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.output_style import OutputStyle
@@ -37,12 +36,12 @@ _STATUSES: dict[FinishReason, Status] = {
     FinishReason.ERROR: "failed",
 }
 _LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""Type of the last event, by status. OpenAI has none for `cancelled`, so `response.incomplete` is
-used."""
+"""The last event's type for a status. The type for other statuses is `response.incomplete`, also
+for `cancelled`, because OpenAI has no such event."""
 
 
 class ResponseWriter:
-    """Writes frames (server-sent events): the events after number `after`.
+    """Writes those events of a response whose number is above `after`, as frames.
 
     Call its methods in this order: `opening`, then `write` for each event of the request, then
     `end`.
@@ -50,32 +49,28 @@ class ResponseWriter:
 
     def __init__(self, call: ResponseCall, after: int = -1) -> None:
         self.whole = ""
-        """The response object as JSON after it has ended; empty before."""
+        """The response object as JSON once it has ended; empty before."""
         self.items: list[str] = []
         """The finished output items, as JSON."""
         self._call = call
         self._after = after
         self._model = call.model
-        self._number = 0
+        self.next_number = 0
+        """The sequence number of the next event."""
         self._has_begun = False
         self._text = OutputText(None, ExpectedOutput())
         self._item: _Item | None = None
         self._num_calls = 0
-        self._logprobs: list[str] = []  # of tokens whose text is still to come, as JSON
+        self._logprobs: list[str] = []  # as JSON, of tokens whose text was not written yet
         self._frames: list[str] = []
 
-    @property
-    def next_number(self) -> int:
-        """The sequence number of the next event."""
-        return self._number
-
-    def learn(self, model: str, style: OutputStyle | None) -> None:
+    def set_model(self, model: str, style: OutputStyle | None) -> None:
         """Sets the model and its output style. Call it before `write`."""
         self._model = self._call.model or model
         self._text = OutputText(style, self._call.expected)
 
     def opening(self) -> str:
-        """Returns the events that come before any output."""
+        """Returns the frames before any output."""
         first: Status = "queued" if self._call.background else "in_progress"
         self._event("response.created", lambda: f'"response":{self._object(first)}')
         if self._call.background:
@@ -85,7 +80,7 @@ class ResponseWriter:
         return self._take()
 
     def write(self, text: str, logprobs: Sequence[TokenLogprob] | None) -> str:
-        """Returns the frames for an event of the request."""
+        """Returns the frames for the next event of the request."""
         self._begin()
         pieces = self._text.feed(text)
         is_calling = self._item is not None and self._item.kind == "call"
@@ -96,8 +91,8 @@ class ResponseWriter:
         return self._take()
 
     def end(self, ending: Ending) -> Iterator[str]:
-        """Yields the last frames one by one, because each may have all log-probabilities, which are
-        megabytes."""
+        """Yields the last frames one by one, because each may repeat all log-probabilities, which
+        may be megabytes."""
         self._begin()
         self._write(self._text.finish())
         yield self._take()
@@ -126,8 +121,7 @@ class ResponseWriter:
         yield self._take()
 
     def failure_of(self, ending: Ending) -> ApiError | None:
-        """Returns the error of a request that ended without an answer; None if there is an
-        answer."""
+        """Returns the error of a request that ended without an answer; None if it has an answer."""
         num_tokens = ending.usage.completion_tokens
         return failure(ending.finish_reason, ending.error, num_tokens, NAMES)
 
@@ -135,13 +129,13 @@ class ResponseWriter:
         return self._call.object(status, model=self._model)
 
     def _begin(self) -> None:
-        """Writes the event `in_progress` once. For a response in the background, this happens with
-        the first output."""
+        """Writes the event `in_progress`, unless it was written. A response in the background is in
+        progress once it has output."""
         if not self._has_begun:
             self._has_begun = True
             self._event("response.in_progress", lambda: f'"response":{self._object("in_progress")}')
 
-    def _write(self, pieces: Sequence[TextPiece]) -> None:
+    def _write(self, pieces: Sequence[OutputPiece]) -> None:
         for piece in pieces:
             item = self._item
             if item is None or item.kind != piece.kind or piece.name is not None:
@@ -170,14 +164,14 @@ class ResponseWriter:
 
     def _add(self, text: str) -> None:
         assert self._item is not None
-        item, first = self._item, self._number
+        item, first = self._item, self.next_number
         item.texts.append(text)
         logprobs, more = self._logprobs, ""
         if item.kind == "content":
             self._logprobs = []
             item.logprobs += logprobs
-        self._number += len(text)
-        if self._number - 1 <= self._after:
+        self.next_number += len(text)
+        if self.next_number - 1 <= self._after:
             return
         text = text[max(0, self._after + 1 - first) :]
         if item.kind == "content":
@@ -185,11 +179,11 @@ class ResponseWriter:
         self._frame(
             f"response.{_TEXTS[item.kind]}.delta",
             f'{self._place(item)},"delta":{quoted(text)}{more}',
-            self._number - 1,
+            self.next_number - 1,
         )
 
     def _closing(self, status: str) -> Iterator[None]:
-        """Writes the events at the end of an item. Yields after each event."""
+        """Writes the last events of an item, and pauses (yields) after each."""
         assert self._item is not None
         item, self._item = self._item, None
         item.logprobs += self._logprobs
@@ -219,8 +213,8 @@ class ResponseWriter:
         return place if item.kind == "call" else f'{place},"content_index":0'
 
     def _event(self, kind: str, members: Callable[[], str]) -> None:
-        """Writes an event, unless the client has it already."""
-        number, self._number = self._number, self._number + 1
+        """Writes an event, unless the client has read it."""
+        number, self.next_number = self.next_number, self.next_number + 1
         if number > self._after:
             self._frame(kind, members(), number)
 
@@ -251,7 +245,7 @@ class _Item:
         self.name = name
         self.texts: list[str] = []
         self.logprobs: list[str] = []
-        """The log-probabilities of each token, as JSON."""
+        """The log-probabilities of each token as JSON."""
         self._tool_call_id = tool_call_id
 
     def opening(self) -> str:
@@ -285,7 +279,7 @@ class _Item:
 
 
 def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
-    """Returns a writer that has processed all events of a finished response, without keeping their
+    """Returns a writer that has written all of a response that has ended, and dropped the
     frames."""
     writer = ResponseWriter(call, after=sys.maxsize)
     for _ in frames_of(writer, output):
@@ -295,7 +289,7 @@ def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWri
 
 def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
     """Yields the frames of a response that has ended. Some frames are empty."""
-    writer.learn(output.model, output.output_style)
+    writer.set_model(output.model, output.output_style)
     yield writer.opening()
     for piece in output.pieces:
         yield writer.write(piece.text, piece.logprobs)
@@ -303,7 +297,7 @@ def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
 
 
 def error_frame(error: ApiError, number: int) -> str:
-    """Returns the event that reports why a stream breaks off. OpenAI's client raises it as an
+    """Returns the event that reports why a stream ends early. OpenAI's client raises it as an
     error."""
     details: Any = error.body["error"]
     shown = {name: details[name] for name in ("code", "message", "param")}
@@ -312,7 +306,7 @@ def error_frame(error: ApiError, number: int) -> str:
 
 
 def _error_object(error: ApiError) -> dict[str, Any]:
-    """Returns the `error` of a response. OpenAI has a closed list of codes, so promptq's code
-    becomes the `type`."""
+    """Returns the member `error` of a response. OpenAI's clients know only certain codes, so
+    promptq's code becomes the `type`."""
     code = "invalid_prompt" if error.status == 400 else "server_error"
     return {"code": code, "message": str(error), "type": error.code, "param": error.param}

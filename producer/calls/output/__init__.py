@@ -1,1 +1,1 @@
-"""Parses the text that a model writes: reasoning, content, and calls of tools."""
+"""Parses a model's text into reasoning, content and calls of tools."""

@@ -1,4 +1,4 @@
-"""Separates the messages of a text whose messages each name their channel and recipient."""
+"""Parses a text that consists of messages, each with a header that names channel and recipient."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 _LONGEST_HEADER = 256
 _SLICE = 1024
-"""Number of characters that are read at once. The search for a mark scans all of them."""
+"""Number of characters that are read at once. With more, each search for a mark would be slower."""
 _BETWEEN_MESSAGES = "\n"
 _REASONING, _CONTENT, _CALL, _REST = "reasoning", "content", "call", "rest"
 
 
 class ChannelText:
-    """Parser of a text in the form `channels`.
+    """Parser of a text in the form `channels` of `OutputStyle`.
 
-    A text without a header is content. If a call is `forced`, it may instead be the object that
-    workers of earlier releases write.
+    A text without a header is content. If a call is `forced`, such a text may be a JSON object, as
+    workers of earlier releases write the call.
     """
 
     def __init__(self, style: OutputStyle, *, with_tools: bool, forced: bool = False) -> None:
@@ -33,11 +33,11 @@ class ChannelText:
         self._reasoning_channel = style.reasoning_before.removeprefix(style.before).removesuffix(
             style.middle
         )
-        self._blank: list[str] = []  # white space in front of a text that may begin with a header
-        self._held = ""
+        self._blank: list[str] = []  # white space before a text that may begin with a header
+        self._held = ""  # text that was not parsed yet
         self._kind = ""  # of the current message
         self._is_empty = True
-        """Whether no text of the current message was read yet."""
+        """Whether no text of the current message was found yet."""
         self._texts = {_REASONING: "", _CONTENT: ""}
         self._kinds_read = set[str]()
         self._deltas: list[ToolDelta] = []
@@ -66,7 +66,7 @@ class ChannelText:
         return self._take()
 
     def finish(self) -> tuple[str, str, list[ToolDelta]]:
-        """Ends the text. Returns the parts that were not certain before."""
+        """Ends the text. Returns the parts that were not certain before, in the order of `feed`."""
         if self._object is not None:
             return "", *self._object.finish()
         if self._kind:
@@ -128,8 +128,8 @@ class ChannelText:
         return True
 
     def _read_arguments(self, json: JsonDepth) -> bool:
-        """Reads a JSON object and ignores text after it. Returns False if more text is needed.
-        Strings in the object contain no marks."""
+        """Reads a call's JSON object. The rest of the message is ignored. Text in the object's
+        strings is never a mark. Returns False if more text is needed."""
         begun = self._held.lstrip() if self._is_empty else self._held
         if self._is_empty and begun and not begun.startswith("{"):
             self._json = None  # not an object: all text up to the next mark

@@ -28,7 +28,7 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 class LiteralArguments:
     """Reads arguments character by character, up to the first character of the mark after the call.
 
-    If the schema of an argument does not allow a string, a string is read as the JSON in it: some
+    A string is parsed as JSON if its argument's schema does not allow strings, because some
     templates write all values of earlier calls as strings.
     """
 
@@ -83,13 +83,13 @@ class LiteralArguments:
         return value
 
     def _take_word(self) -> str:
-        """Returns the word before the last character, and forgets it."""
+        """Returns the characters before the last one, and forgets all of them."""
         word = "".join(self._word[:-1]).rstrip()
         self._word.clear()
         return word
 
     def _item(self) -> str:
-        """Returns the JSON that comes before a value, such as a comma in a list."""
+        """Counts a value, and returns the JSON before it: a comma between the values of a list."""
         self._lacks_value = False
         if self._closers[-1] != "]":
             return ""
@@ -106,7 +106,7 @@ class LiteralArguments:
         return f"{before}{json.dumps(key)}: "
 
     def _value(self, word: str) -> str:
-        """Returns the JSON of a word outside quotes: a number, a constant, or otherwise a
+        """Returns a word that had no quotation marks as JSON: a number, a constant, or otherwise a
         string."""
         allowed = self._allowed if len(self._closers) == 1 else frozenset[str]()
         for written in (_NULLS.get(word, word), _number(word)):
@@ -172,7 +172,7 @@ class LiteralArguments:
         return self._item() + as_json(text, self._allowed)
 
     def _in_escape(self, letter: str) -> str:
-        """Reads the text of an escape sequence. `_escape` is the part so far."""
+        """Reads the next character of an escape sequence. `_escape` has the earlier ones."""
         kind, digits = (self._escape + letter)[1], (self._escape + letter)[2:]
         if kind not in _HEX_DIGITS:
             self._escape = ""

@@ -1,4 +1,4 @@
-"""Finds marks in a model's text. White space in a mark does not count."""
+"""Finds marks, such as `<think>`, in a model's text."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def without(text: str, mark: str) -> str:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Returns the number of characters at the end of a text that may be the beginning of a mark."""
+    """Returns how many characters at the end of a text may be the beginning of a mark."""
     most = min(len(text), len(mark) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

@@ -1,7 +1,7 @@
 """Parses a model's text into reasoning, content and calls, as a whole or piece by piece.
 
-The result depends only on the text, not on the pieces in which it came. So a stream can be read
-again, and its pieces together equal the result for the whole text.
+The result does not depend on where the text was divided. So a stream can be read again, and its
+parsed pieces together equal the result for the whole text.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from promptq.shared.protocol.schema_types import types_of
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutput:
-    """The output that a chat's call allows. The parser of the answer's text depends on it."""
+    """The kinds of output that a chat allows. The parser of its text needs them."""
 
     with_tools: bool = False
     """Whether the prompt describes tools to the model."""
     is_forced: bool = False
-    """Whether the whole text is the call of a tool."""
+    """Whether the model must call a tool, so that the whole text is a call."""
     with_reasoning: bool = False
-    """Whether the text may begin with reasoning. If a grammar constrains the whole text, it may
-    not."""
+    """Whether the text may begin with reasoning: only if no grammar constrains the whole text."""
     types: ParameterTypes = field(default_factory=dict)
 
     @classmethod
@@ -53,7 +52,7 @@ class ExpectedOutput:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text whose kind (reasoning, content or call) is certain."""
+    """A parsed piece of a text: only parts whose kind is certain."""
 
     reasoning: str = ""
     content: str = ""
@@ -72,7 +71,7 @@ class Piece:
 
 
 class ModelText:
-    """Parses a text piece by piece. Without a style, all of the text is content."""
+    """Parses a text piece by piece. Without a `style`, all of the text is content."""
 
     def __init__(self, style: OutputStyle | None, expected: ExpectedOutput) -> None:
         self._reasoning: ReasoningText | None = None
@@ -134,7 +133,7 @@ def read_whole(text: str, style: OutputStyle | None, expected: ExpectedOutput) -
 
 
 def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the smallest set of fields for which `ExpectedOutput.of` returns the same result."""
+    """Returns a small set of fields for which `ExpectedOutput.of` returns the same."""
     expected = ExpectedOutput.of(fields)
     needed: dict[str, Any] = {}
     if expected.with_tools:

@@ -13,8 +13,8 @@ Kind = Literal["reasoning", "content", "call"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A further piece of a part of the output. The first piece of a call has its `name`."""
+class OutputPiece:
+    """A piece of reasoning, content or a call. The first piece of a call has its `name`."""
 
     kind: Kind
     text: str
@@ -22,36 +22,36 @@ class Piece:
 
 
 class OutputText:
-    """Parses a text that comes in pieces. The result does not depend on where the pieces begin."""
+    """Parses a text piece by piece. The result does not depend on where the text was divided."""
 
     def __init__(self, style: OutputStyle | None, expected: ExpectedOutput) -> None:
         self._reader = ModelText(style, expected)
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[OutputPiece]:
         """Reads more text. Returns the pieces whose kind is certain now."""
         if self._reader.is_plain:
-            return [Piece("content", text)] if text else []
-        pieces: list[Piece] = []
+            return [OutputPiece("content", text)] if text else []
+        pieces: list[OutputPiece] = []
         for letter in text:  # one by one, because a piece of `ModelText` does not order its parts
             pieces += _in_order(self._reader.feed(letter))
         return _joined(pieces)
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[OutputPiece]:
         """Ends the text. Returns the pieces whose kind was not certain before."""
         return _joined(_in_order(self._reader.finish()))
 
 
-def _in_order(read: model_text.Piece) -> list[Piece]:
-    pieces = [Piece("reasoning", read.reasoning)] if read.reasoning else []
-    pieces += [Piece("content", read.content)] if read.content else []
-    return pieces + [Piece("call", delta.arguments, delta.name) for delta in read.calls]
+def _in_order(read: model_text.Piece) -> list[OutputPiece]:
+    pieces = [OutputPiece("reasoning", read.reasoning)] if read.reasoning else []
+    pieces += [OutputPiece("content", read.content)] if read.content else []
+    return pieces + [OutputPiece("call", delta.arguments, delta.name) for delta in read.calls]
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    joined: list[Piece] = []
+def _joined(pieces: list[OutputPiece]) -> list[OutputPiece]:
+    joined: list[OutputPiece] = []
     for piece in pieces:
         if joined and piece.kind == joined[-1].kind and piece.name is None:
             last = joined.pop()
-            piece = Piece(last.kind, last.text + piece.text, last.name)
+            piece = OutputPiece(last.kind, last.text + piece.text, last.name)
         joined.append(piece)
     return joined

@@ -1,4 +1,5 @@
-"""Separates a model's reasoning, which comes first and between marks, from its answer."""
+"""Separates a model's reasoning, which is between marks at the beginning of the text, from its
+answer."""
 
 from __future__ import annotations
 
@@ -8,15 +9,12 @@ from promptq.producer.calls.output.marks import overlap
 
 
 class ReasoningText:
-    """Parses the reasoning at the beginning of a text. The text after it is returned unchanged.
-
-    White space around the reasoning belongs to neither part. The result depends only on the text so
-    far.
-    """
+    """Parser of a text that may begin with reasoning. White space around the reasoning belongs to
+    neither part."""
 
     def __init__(self, before: str, after: str) -> None:
         self._before, self._after = before.strip(), after.strip()
-        self._blank: list[str] = []  # white space in front of the held text
+        self._blank: list[str] = []  # white space before the held text
         self._held = ""
         self._has_begun = False  # whether some reasoning was returned
         self._state: Callable[[str], tuple[str, str]] = self._at_start
@@ -62,7 +60,7 @@ class ReasoningText:
         return reasoning, ""
 
     def _certain(self, text: str) -> str:
-        """Returns a part of the reasoning, preceded by the white space between it and the part
+        """Returns a piece of reasoning, after the white space that separates it from the piece
         before."""
         if not text:
             return ""

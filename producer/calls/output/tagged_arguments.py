@@ -18,9 +18,8 @@ JSON_TYPES: dict[type, frozenset[str]] = {
     list: frozenset({"array"}),
     type(None): frozenset({"null"}),
 }
-_WORDS = {"True": True, "False": False, "None": None}
-"""Python's words for constants. Templates write earlier calls with them, so models write them
-too."""
+_CONSTANTS = {"True": True, "False": False, "None": None}
+"""Python's constants. Templates write them in earlier calls, so models write them, too."""
 _LONGEST_KEY = 256
 
 
@@ -39,11 +38,11 @@ class TaggedArguments:
         self._value_after = style.value_after.strip()
         self._is_typed = bool(style.key_after_json)
         self._in_lines = in_lines
-        """Whether a value may be on a separate line, so that line breaks around it do not count."""
+        """Whether one line break on each side of a value does not belong to the value."""
         self.are_over = False
         self._types = types
         self._held = ""
-        self._parts: list[str] = []  # of a value that is not a string, before `_held`
+        self._parts: list[str] = []  # text before `_held` of a value that is not a string
         self._key, self._allowed = "", frozenset[str]()
         self._is_text = False
         self._num_values = 0
@@ -111,14 +110,15 @@ class TaggedArguments:
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
-    """Returns the value in a text as JSON: the parsed value if its type is allowed, otherwise the
-    text as a string."""
+    """Returns a text as JSON: the value in it if the value's type is allowed, otherwise a string.
+    Without `allowed` types, each type is allowed."""
     try:
-        value: Any = _WORDS[text] if text in _WORDS else json.loads(text, parse_constant=_no)
+        value: Any = (
+            _CONSTANTS[text] if text in _CONSTANTS else json.loads(text, parse_constant=_no)
+        )
         if not allowed or JSON_TYPES[type(value)] & allowed:
-            return json.dumps(
-                value, ensure_ascii=False, allow_nan=False
-            )  # fails for 1e999, which is not valid JSON
+            # ValueError for 1e999, which Python reads as infinity.
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         pass
     return json.dumps(text, ensure_ascii=False)

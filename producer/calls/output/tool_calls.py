@@ -1,7 +1,7 @@
-"""Finds tool calls in the text that a model writes, in the form that OpenAI's clients expect.
+"""Finds calls of tools in a model's text.
 
-The parser reads character by character. Its result depends only on the text, not on the pieces in
-which the text came. So a stream that is read again has the same chunks.
+The parser reads character by character, so its result does not depend on where the text was
+divided.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from promptq.producer.calls.output.tagged_arguments import TaggedArguments
 from promptq.shared.protocol.output_style import ELEMENTS, LITERALS, NAMED, TAGGED, OutputStyle
 
 _STRING, _NAME, _FIRST_KEY = "", "\0", "\1"
-"""Elements of a call's head that are not literals: the tool's name as a JSON string; the name up to
-a mark; the first argument's name or the end of the call."""
+"""Elements of a call's head, the text before its arguments, that are not literal: the tool's name
+as a JSON string; the name up to a mark; the first argument's name, or the end of the call."""
 
 _HALF_CHARACTER = "\ufffd"
 _LONGEST_NAME, _LONGEST_MARK = 256, 256
@@ -39,7 +39,7 @@ type."""
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """A further piece of the call number `index`. The first piece has the `name`."""
+    """A piece of the call number `index`. The first piece of a call has its `name`."""
 
     index: int
     arguments: str
@@ -47,10 +47,8 @@ class ToolDelta:
 
 
 class ToolText:
-    """Separates calls from the text around them.
-
-    If a call is `forced`, the whole text is one call, and no part of it is ever content.
-    """
+    """Separates calls from the text around them, which is content. If a call is `forced`, the whole
+    text is one call, and no part of it is content."""
 
     def __init__(
         self, style: OutputStyle, *, forced: bool = False, types: ParameterTypes | None = None
@@ -62,7 +60,7 @@ class ToolText:
         self._held = ""  # text that may still turn out to be a call
         self._blank: list[str] = []  # white space after `_held`
         self._follows_call = False  # whether only white space came after a call
-        self._object: list[str] = []  # a call whose members come in another order
+        self._object: list[str] = []  # an object that may be a call in an unusual order of members
         self._element, self._matched, self._name, self._opened_at = 0, "", "", 0
         self._dense = ""  # the matched text without white space
         self._json = JsonDepth()
@@ -83,7 +81,7 @@ class ToolText:
         opening, self._prelude = squeezed(style.opening), squeezed(style.prelude)
         starts = {self._before: 1, opening: 0, self._prelude: 0}
         if style.form == LITERALS and not self._before:
-            # Nothing but the first argument distinguishes a call from a text.
+            # Only the first argument distinguishes a call from other text.
             self._head: tuple[str, ...] = (opening, _NAME, _FIRST_KEY)
             del starts[opening]
         elif style.has_pairs:
@@ -92,13 +90,13 @@ class ToolText:
             key = json.dumps(self._arguments_key)
             of_object = ("{", json.dumps(self._name_key), ":", _STRING, ",", key, ":", "{")
             self._head = (self._before, *(of_object if self._is_object else (_NAME, "{")))
-        if style.has_pairs:  # the arguments' parser reads the mark after them
+        if style.has_pairs:  # the parser of the arguments reads the mark after the call
             if not self._name_ends[0]:
                 self._name_ends = [squeezed(style.key_before), self._after]
             self._after = self._after[1:] if style.form == LITERALS else ""
         self._starts = {mark: element for mark, element in starts.items() if mark}
-        """For each mark that begins a call, the index of the head's element that comes next."""
-        # Without marks, a text that begins with a call has one.
+        """For each mark before a call, the index of the head's element after the mark."""
+        # Without marks, only a text that begins with a call contains calls.
         self._is_bare = not self._before and (
             style.form == LITERALS or (self._is_object and not opening)
         )
@@ -109,8 +107,12 @@ class ToolText:
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
         """Reads more text. Returns the content and the pieces of calls that are certain now."""
         for letter in text:
-            if letter == _HALF_CHARACTER and self._forced and not self._is_in_arguments:
-                continue  # a mark was cut
+            if (
+                letter == _HALF_CHARACTER
+                and self._forced
+                and self._state not in (self._in_arguments, self._in_pairs)
+            ):
+                continue  # it comes from a mark that was cut off
             self._state(letter)
         return self._take()
 
@@ -128,17 +130,13 @@ class ToolText:
         self._held = ""
         return self._take()
 
-    @property
-    def _is_in_arguments(self) -> bool:
-        return self._state in (self._in_arguments, self._in_pairs)
-
     def _take(self) -> tuple[str, list[ToolDelta]]:
         content, deltas = "".join(self._content), merged(self._deltas)
         self._content, self._deltas = [], []
         return content, deltas
 
     def _at_forced(self, letter: str) -> None:
-        """Begins a forced call, in the style's form or as an object (see `OutputStyle`)."""
+        """Begins a forced call: in the style's form, or as a JSON object (see `OutputStyle`)."""
         if letter.isspace():
             return
         self._read_again("")
@@ -173,10 +171,9 @@ class ToolText:
             self._follows_call = False
 
     def _mark_begun(self) -> str:
-        """Returns the text in `_held` if it may be the beginning of a mark; otherwise ''.
+        """Returns the held text without white space, as the possible beginning of a mark.
 
-        Between two calls, white space before the mark belongs to the mark. Before the first call,
-        it belongs to the content.
+        White space at its beginning is content before the first call: returns ''.
         """
         return "" if self._held[0].isspace() and not self.num_calls else squeezed(self._held)
 
@@ -254,8 +251,8 @@ class ToolText:
             self._no_call()
 
     def _next_element(self, argument: str = "") -> None:
-        """Goes to the next element of the call's head. `argument` is the text of arguments that was
-        read already."""
+        """Goes to the next element of the call's head. `argument` is text that was read and belongs
+        to the arguments."""
         self._matched = self._dense = ""
         self._element += 1
         if self._element == 2:
@@ -266,10 +263,11 @@ class ToolText:
                 self._state(letter)
 
     def _no_call(self) -> None:
-        """Handles text that turned out not to be a call. Another call may begin after its first
+        """Handles held text that is not the head of a call. A call may begin after its first
         character.
 
-        An object whose members come in another order is parsed after its end.
+        The text may also begin an object with a call's members in another order. Such an object is
+        parsed when it has ended.
         """
         held, self._held = self._held, ""
         if self._is_object and self._before and self._element > 1 and not self._forced:
@@ -344,8 +342,8 @@ class ToolText:
         self._state = self._in_tail
 
     def _call_of(self, text: str) -> tuple[str | None, Any]:
-        """Returns the name and the arguments of a call that is a JSON object. The name is None if
-        the text is not a call."""
+        """Returns the name and the arguments of the call in a JSON object. The name is None if the
+        object is not a call."""
         try:
             call = from_json(text, allow_inf_nan=False)
             arguments = call.get(self._arguments_key)
@@ -359,12 +357,12 @@ class ToolText:
         return (name if is_call else None), arguments
 
     def _in_tail(self, letter: str) -> None:
-        """Reads the text after a call: the next call, or the mark after the call."""
+        """Reads the text after a call's arguments: the mark after the call, or the next call."""
         self._held += letter
         end = squeezed(self._held)
         if self._between and end == self._between:
             self._expect(1)
-        elif len(self._held) <= _LONGEST_MARK and self._may_be_between(end):
+        elif self._between and self._between.startswith(end) and len(self._held) <= _LONGEST_MARK:
             return
         elif not self._after:
             held, self._held = self._held, ""
@@ -374,9 +372,6 @@ class ToolText:
             self._state = self._up_to_after
             for each in end:
                 self._state(each)
-
-    def _may_be_between(self, end: str) -> bool:
-        return bool(self._between) and self._between.startswith(end)
 
     def _up_to_after(self, letter: str) -> None:
         """Skips all text up to the mark after the call, or up to the next call."""
@@ -390,7 +385,7 @@ class ToolText:
 
 
 def call_id(request_id: str, index: int) -> str:
-    """Returns the id of a request's call. It is the same for every reader."""
+    """Returns the id of a request's call number `index`. It is the same for every reader."""
     digest = hashlib.sha256(f"{request_id}\n{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"
 
@@ -408,7 +403,7 @@ def _escapes(text: str) -> bool:
 
 
 def merged(deltas: list[ToolDelta]) -> list[ToolDelta]:
-    """Returns the deltas joined, so that each call has one delta."""
+    """Joins successive deltas of the same call."""
     return [
         ToolDelta(index, "".join(delta.arguments for delta in of_one), of_one[0].name)
         for index, of_one in ((index, list(group)) for index, group in groupby(deltas, _index))

@@ -1,1 +1,1 @@
-"""The dashboard: its page, the data on the page, and the actions of administrators."""
+"""The dashboard: its files, the data on its pages, and the actions of administrators."""

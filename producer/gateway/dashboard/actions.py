@@ -1,4 +1,4 @@
-"""Actions of administrators on a queue. Each action is logged with the administrator's name."""
+"""Actions of administrators on a queue. The log names the administrator of each action."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from promptq.producer.http.auth import ThisAdmin, is_of_own_page
 from promptq.producer.http.json_body import json_body
 from promptq.producer.http.rate_limits import admit_call
 from promptq.producer.http.state import ThisGateway
-from promptq.producer.http.submit import enqueue
+from promptq.producer.http.submit import IncomingCall
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
 from promptq.shared.protocol.request import MAX_PRIORITY
@@ -27,11 +27,11 @@ from promptq.shared.runtime.logs import get_logger
 
 
 async def same_origin(request: Request) -> None:
-    """Prevents other web sites from acting through an administrator's browser.
+    """Prevents other web sites from acting through an administrator's browser. Raises ApiError 403.
 
     While no key exists, a gateway trusts all programs on its machine, and so every page in a
-    browser there. A browser sends the origin of a page with the page's requests. Other programs
-    send no origin, and are trusted. Raises ApiError 403.
+    browser there. But a browser sends the origin of a page with the page's requests. Other programs
+    send no origin.
     """
     if not is_of_own_page(request):
         raise ApiError(403, "another web site may not do this", code="cross_site")
@@ -60,18 +60,15 @@ class Move(One):
 
 
 class DeadLetters(BaseModel):
-    """The ids of dead letters. With `all`, stands for the latest MAX_DEAD dead letters instead."""
+    """Dead letters: those with these ids, or with `all`, the latest MAX_DEAD ones."""
 
     ids: list[str] = Field([], max_length=MAX_DEAD, fail_fast=True)
     all: bool = False
 
 
 async def admin_log(request: Request, admin: ThisAdmin, served: ThisQueue) -> Any:
-    """Returns a logger for an administrator's actions, which adds name and address:
-    `log(action=...)`.
-
-    Raises ApiError 403 for callers without administrators' rights.
-    """
+    """Returns a function, `log(action=...)`, that logs an action with the administrator's name and
+    address. Raises ApiError 403 for other callers."""
     address = request.client.host if request.client else ""
     return partial(
         get_logger().info,
@@ -144,8 +141,8 @@ async def drain(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, lis
 async def requeue(
     log: AdminLog, served: ThisQueue, letters: TheseLetters
 ) -> dict[str, dict[str, str]]:
-    """Enqueue dead letters again. Returns a mapping from old ids to new ids. Skips letters that
-    another call has handled."""
+    """Enqueue dead letters again. Returns a mapping from old ids to new ids. Skips letters that no
+    longer exist."""
     new_ids = {}
     for dead_id in await _chosen(served, letters):
         try:
@@ -158,7 +155,7 @@ async def requeue(
 
 @router.post("/dead/purge")
 async def purge(log: AdminLog, served: ThisQueue, letters: TheseLetters) -> dict[str, int]:
-    """Delete dead letters; returns the number of deleted ones."""
+    """Delete dead letters. Returns their number."""
     chosen = await _chosen(served, letters)
     count = await served.client.purge(chosen)
     log(action="purge", request_ids=chosen, purged=count)
@@ -167,6 +164,7 @@ async def purge(log: AdminLog, served: ThisQueue, letters: TheseLetters) -> dict
 
 @router.post("/play")
 async def play(
+    request: Request,
     log: AdminLog,
     admin: ThisAdmin,
     gateway: ThisGateway,
@@ -177,9 +175,9 @@ async def play(
     check_scope(admin, "completions")
     call = CompletionCall(is_chat="messages" in fields, fields=fields, prompts=[None])
     prepared = prepare(call, admin, new_request_id(), await gateway.queues.aliases())
-    check_model(admin, (await served.watch.look()).model)
+    check_model(admin, (await served.view()).model)
     await admit_call(gateway, admin)
-    (request_id,), _ = await enqueue(gateway, served, admin, prepared)
+    (request_id,), _ = await IncomingCall(request, gateway, admin, prepared).enqueue(served)
     log(action="play", request_id=request_id)
     return {"id": request_id}
 

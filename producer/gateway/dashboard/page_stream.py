@@ -1,5 +1,5 @@
-"""Sends server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) to
-pages."""
+"""Sends server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) to the
+dashboard's pages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.tasks import end
 
 SILENCE_SECONDS = 15.0
-"""Seconds without a message after which a comment is sent. Proxies and pages then know that the
+"""Seconds without a message after which a comment is sent, so that proxies and pages know that the
 stream is alive."""
-
 CHECK_SECONDS = 3.0
-"""Seconds between two checks whether the reader's key is still valid."""
+"""Seconds between two checks whether the caller's key is still valid."""
 
 
 def message(event: str, data: str) -> str:
@@ -34,10 +33,10 @@ def message(event: str, data: str) -> str:
 def event_response(
     request: Request, gateway: Gateway, messages: AsyncGenerator[str, None]
 ) -> StreamingResponse:
-    """Returns a response that sends messages as they come, until they end, the client leaves or the
-    gateway stops.
+    """Returns a response that sends messages as they come, until they end, the client disconnects
+    or the gateway stops.
 
-    The stream also ends when the client loses the right to read. The page then reconnects, and gets
+    The stream also ends when the caller loses the right to read. The page then reconnects, and gets
     the reason.
     """
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

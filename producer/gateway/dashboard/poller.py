@@ -1,4 +1,4 @@
-"""Reads the data of pages once a second, and only once for all pages."""
+"""Reads the data of open pages once a second, once for all pages that show the same."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from promptq.shared.runtime.tasks import kept_up
 INTERVAL_SECONDS = 1.0
 
 Topic = tuple[str, ...]
-"""The subject of a page, as words: a queue, a kind and, for some kinds, an id."""
+"""The data of a page, named by words: a queue's name, a kind, and for some kinds an id or a
+filter."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """The state of one topic. Only the latest value is kept, so a slow page misses older values."""
+    """A topic that pages watch. Only its latest value is kept, so a slow page misses older
+    values."""
 
     num_watchers: int = 0
     latest: str | None = None
@@ -28,10 +30,11 @@ class _Watched:
 
 
 class Poller:
-    """Calls `read`, which returns the JSON of a topic, for each topic that a page watches.
+    """Calls `read`, which returns a topic's JSON, every `interval` seconds for each topic that
+    pages watch.
 
-    The poller stops when nobody watches, so a gateway without an open dashboard sends no commands
-    to the server.
+    The poller stops when no page is open, so a gateway whose dashboard nobody uses sends no
+    commands to the server.
     """
 
     def __init__(
@@ -43,8 +46,8 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
 
     async def watch(self, topic: Topic) -> AsyncGenerator[str | None, None]:
-        """Yields the topic's JSON at once, and again after each reading; None if the reading
-        failed."""
+        """Yields the topic's JSON at once, and again after each reading. Yields None after a
+        reading that failed."""
         watched = self._topics.setdefault(topic, _Watched())
         watched.num_watchers += 1
         try:
@@ -61,7 +64,11 @@ class Poller:
                 yield latest
         finally:
             watched.num_watchers -= 1
-            self._stop_if_unwatched(topic, watched)
+            if watched.num_watchers == 0:
+                self._topics.pop(topic, None)
+            if not self._topics and self._task is not None:
+                self._task.cancel()
+                self._task = None
 
     async def _run(self) -> None:
         while True:
@@ -74,17 +81,10 @@ class Poller:
         try:
             latest = await self._read(topic)
         except (RedisSideError, ApiError):
-            pass  # pages show that the queue cannot be reached, or is gone
+            pass  # pages show that the queue cannot be reached
         except Exception as error:  # one wrong record must not stop all pages
             note(error, " ".join(topic))
         async with watched.changed:
             watched.latest = latest
             watched.version += 1
             watched.changed.notify_all()
-
-    def _stop_if_unwatched(self, topic: Topic, watched: _Watched) -> None:
-        if watched.num_watchers == 0:
-            self._topics.pop(topic, None)
-        if not self._topics and self._task is not None:
-            self._task.cancel()
-            self._task = None

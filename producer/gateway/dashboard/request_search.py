@@ -1,7 +1,7 @@
 """Finds requests by state, tenant and the beginning of their id.
 
-Waiting and running requests, and dead letters, are in the queue's sorted sets, which are read page
-by page. No set contains requests that have ended. Such requests are found with SCAN, among all keys
+Waiting requests, running requests and dead letters are in the queue's sorted sets, which are read
+page by page. No set contains requests that have ended, so these are found with SCAN among all keys
 of the server.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from redis.exceptions import NoPermissionError
 
-from promptq.shared.errors import InvalidRequestError
+from promptq.producer.calls.call import check_one_of, wrong_field
 from promptq.shared.protocol.keys import is_name
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.call import Call, ids_of
@@ -26,14 +26,15 @@ MAX_SCANS = 20
 """The most calls of SCAN for one page. They cover about 10,000 keys."""
 
 SETS = ("waiting", "delayed", "active", "dead")
+"""The states whose requests are in a sorted set."""
 STATES = ("", *SETS, *(state.value for state in RequestState if state.value not in SETS))
 
 _WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
-    """A request that was found. Times are Unix milliseconds of the server; None if the event has
-    not happened."""
+    """A request that was found. Times are Unix milliseconds of the server, and None before the
+    event."""
 
     request_id: str
     state: str
@@ -54,11 +55,11 @@ _FIELDS = [name for name in FoundRequest.model_fields if name != "request_id"]
 
 
 class FoundRequests(BaseModel):
-    """A page of requests. `cursor` is the argument for the next page; None on the last page."""
+    """A page of requests. With `cursor`, `search` returns the next page; None on the last page."""
 
     requests: list[FoundRequest]
     searched: str
-    """Description of the requests that were searched."""
+    """Which requests were searched, in words."""
     cursor: str | None
 
 
@@ -72,36 +73,34 @@ async def search(
 ) -> FoundRequests:
     """Returns the requests whose id begins with `prefix`. Raises InvalidRequestError and errors of
     redis-py."""
-    if state not in STATES:
-        raise InvalidRequestError(
-            f"state: {state!r} is not one of {', '.join(STATES)}", field="state"
-        )
+    check_one_of("state", state, STATES)
     if cursor and (re.fullmatch(r"[0-9]{1,20}", cursor) is None or int(cursor) >= 2**64):
-        raise InvalidRequestError(
-            f"cursor: {cursor!r} is not the cursor of a page; the first page needs none",
-            field="cursor",
+        raise wrong_field(
+            "cursor", f"{cursor!r} is not the cursor of a page; the first page needs none"
         )
-    wanted = _Wanted(queue, state, tenant, prefix)
+    requests = _Search(queue, state, tenant, prefix)
     if state in SETS and not prefix:
-        return await wanted.of_sets(int(cursor or 0))
+        return await requests.in_sets(int(cursor or 0))
     try:
-        return await wanted.of_keys(int(cursor or 0))
+        return await requests.in_keys(int(cursor or 0))
     except NoPermissionError:
         return FoundRequests(
-            requests=await wanted.exactly(),
+            requests=await requests.with_this_id(),
             searched="only this exact id, since this gateway's Redis user may not SCAN",
             cursor=None,
         )
 
 
-class _Wanted:
+class _Search:
+    """A search among the requests of a queue."""
+
     def __init__(self, queue: AsyncRequestQueue, state: str, tenant: str, prefix: str) -> None:
         self._queue, self._keys = queue, queue.keys
         self._state, self._tenant, self._prefix = state, tenant, prefix
 
-    async def of_sets(self, start: int) -> FoundRequests:
-        """Returns a page of one sorted set. Without a tenant, the waiting ids of all tenants follow
-        each other."""
+    async def in_sets(self, start: int) -> FoundRequests:
+        """Returns the page that begins at a position of the state's sorted set. Each tenant has a
+        set of waiting requests; without a tenant, these sets follow each other."""
         names = await self._set_names()
         sizes = await self._queue.run([Call("", ["ZCARD", name], int, int) for name in names])
         total, at, left = sum(sizes), start, PAGE
@@ -116,21 +115,25 @@ class _Wanted:
         ids = [request_id for page in await self._queue.run(pages) for request_id in page]
         rows = await self._rows(ids)
         upto = start + len(ids)
-        # Only waiting requests have a set for each tenant. Pages of other states are filtered.
+        # Pages of other states are filtered by tenant, because their sets have all tenants.
         is_own = self._tenant and self._state == "waiting"
         whose = f" of tenant {self._tenant}" if is_own else ""
-        words = {"waiting": "that wait", "active": "that workers hold", "dead": "dead letters"}
+        kinds = {
+            "waiting": "waiting requests",
+            "active": "running requests",
+            "dead": "dead letters",
+        }
         return FoundRequests(
             requests=rows if self._state == "waiting" else self._of_tenant(rows),
-            searched=f"{start + 1 if ids else 0:,} to {upto:,} of {total:,}"
-            f" {words.get(self._state, 'that are delayed')}{whose}",
+            searched=(f"{start + 1:,} to {upto:,} of " if ids else "")
+            + f"{total:,} {kinds.get(self._state, 'delayed requests')}{whose}",
             cursor=str(upto) if ids and upto < total else None,
         )
 
-    async def of_keys(self, position: int) -> FoundRequests:
-        """Returns matches among the server's keys, beginning at a position of SCAN."""
+    async def in_keys(self, position: int) -> FoundRequests:
+        """Returns matches among the server's keys after a position (cursor) of SCAN."""
         is_first = position == 0
-        rows = await self.exactly() if self._prefix and is_first else []
+        rows = await self.with_this_id() if self._prefix and is_first else []
         seen = {self._keys.request(row.request_id).encode() for row in rows}
         looked_at, pattern = 0, self._pattern()
         start = len(self._keys.request(""))
@@ -153,8 +156,8 @@ class _Wanted:
             cursor=str(position) if position else None,
         )
 
-    async def exactly(self) -> list[FoundRequest]:
-        """Returns the request with exactly this id; empty if it does not match the search."""
+    async def with_this_id(self) -> list[FoundRequest]:
+        """Returns the request whose id is the whole prefix; an empty list if it does not match."""
         return self._matching(await self._rows([self._prefix.encode()]))
 
     async def _set_names(self) -> list[str]:
@@ -169,7 +172,7 @@ class _Wanted:
         return [self._keys.pending, *map(self._keys.pending_of, names)]
 
     def _pattern(self) -> str:
-        """Pattern for SCAN. Wildcards in the id are escaped."""
+        """Returns the pattern for SCAN. Wildcards in the prefix are escaped."""
         return re.sub(r"([*?\[\]\\^])", r"\\\1", self._keys.request(self._prefix)) + "*"
 
     def _of_tenant(self, rows: list[FoundRequest]) -> list[FoundRequest]:
@@ -184,7 +187,7 @@ class _Wanted:
         for name in names:
             key = self._keys.request(name)
             calls.append(Call("", ["HMGET", key, *_FIELDS], list, list))
-            # A payload may be megabytes, and there may be hundreds of them.
+            # Payloads are not read, because there may be hundreds, each of megabytes.
             calls.append(Call("", ["HEXISTS", key, "payload"], bool, bool))
             is_delayed = ["ZSCORE", self._keys.delayed, name]
             calls.append(Call("", is_delayed, lambda score: score is not None, bool))

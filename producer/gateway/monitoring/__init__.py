@@ -1,1 +1,1 @@
-"""Routes about the gateway itself: probes, metrics, API documentation, autoscaling."""
+"""Routes for operators and their software: probes, metrics, API documentation, autoscaling."""

@@ -1,5 +1,4 @@
-"""Serves the wanted number of workers of each queue, for autoscaling by other software such as
-KEDA."""
+"""Serves the number of workers that each queue should have, for autoscalers such as KEDA."""
 
 from __future__ import annotations
 
@@ -53,6 +52,6 @@ async def scale(
             operation = scaling(Keys(name), target_seconds)
             scalings.append(await carry_out_async(operation, gateway.queue.run))
         except (RedisError, RedisSideError, SpoiltRecordError):
-            if len(names) == 1:  # one of several queues may be away or unreadable
+            if len(names) == 1:  # of several queues, one that cannot be read is left out
                 raise
     return ScalingOfQueues(queues=scalings)

@@ -1,6 +1,6 @@
 """Serves the OpenAPI document, and a page built from it. The page loads nothing from other servers.
 
-Neither needs a key, so each is built once and kept as bytes.
+Callers need no key, so each of the two is built only once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Probes: whether this process is alive, and whether requests would be served."""
+"""Probes: whether the gateway is alive, and whether requests would be served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = APIRouter(tags=["health"])
 @router.head("/healthz", include_in_schema=False)
 @router.get("/health", include_in_schema=False)  # vLLM's name
 async def healthz() -> dict[str, str]:
-    """Answers 200 while this process is alive. Does not check the queue."""
+    """Answers 200 while the gateway is alive. Does not check the queue."""
     return {"status": "ok"}
 
 
@@ -32,10 +32,10 @@ async def readyz(gateway: ThisGateway) -> dict[str, str]:
 
     `warning` describes a danger in the Redis server's settings.
     """
-    # Each call to the gateway reads keys, and most calls publish.
+    # Most calls read API keys and publish messages, so the server must allow both.
     await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
     stats = [await served.client.stats() for served, _ in await gateway.queues.views()]
-    await gateway.queues.views(now=True)  # so that the next call knows of these workers, too
+    await gateway.queues.views(now=True)  # so that the next call knows of these workers
     workers = [worker for each in stats for worker in each.workers]
     is_loaded = any(worker.state != "draining" for worker in workers)
     if not is_loaded and any(each.has_standby for each in stats):

@@ -1,5 +1,4 @@
-"""Metrics of the queue and of the gateway's HTTP, for Prometheus. Workers expose their metrics
-separately."""
+"""Serves metrics of the queues and of HTTP, for Prometheus. Each worker serves its own metrics."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ router = APIRouter(tags=["metrics"])
 
 
 class Scrapes:
-    """Reads and writes the metrics once for all calls that wait. The calls need no key and have no
-    rate limit, so this bounds their cost."""
+    """Reads the metrics once for all calls that wait at the same time. Callers need no key and have
+    no rate limit, so this limits the cost."""
 
     def __init__(self) -> None:
         self._making = asyncio.Lock()
@@ -40,7 +39,7 @@ class Scrapes:
         encode: Callable[[CollectorRegistry], bytes],
         content_type: str,
     ) -> bytes:
-        """Returns the metrics in a format. They are read after the call has begun."""
+        """Returns the metrics in a format. They were read after the beginning of this call."""
         called_at = time.monotonic()
         async with self._making:
             if self._begun_at < called_at:
@@ -54,7 +53,8 @@ class Scrapes:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def scrape(request: Request, gateway: ThisGateway) -> Response:
-    """All metrics. While Redis is away, `queue_up` is 0 and the queue's metrics are missing."""
+    """All metrics. While a queue cannot be read, its `queue_up` is 0, and it has no other
+    metrics."""
     try:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
     except (TypeError, ValueError):  # an unknown version
@@ -77,8 +77,7 @@ async def _read(request: Request, gateway: Gateway) -> list[Reading]:
             waiting[overview.model] += overview.waiting
     for model, n in waiting.items():
         readings.append((metrics.WAITING, (model, metrics.ENGINE), float(n)))
-    if (http_meter := getattr(request.app.state, "http_meter", None)) is not None:
-        readings += http_meter.readings()
+    readings += request.app.state.http_meter.readings()
     return readings
 
 
@@ -94,7 +93,7 @@ def _of_queue(queue: str, overview: Overview | None) -> Iterator[Reading]:
     yield metrics.QUEUE_UP, (queue,), float(overview is not None)
     if overview is None:
         return
-    # The default priority is always there, so that an empty queue leaves no gap in a graph.
+    # The default priority always has a value, so that an empty queue leaves no gap in a graph.
     for priority, count in {0: 0, **overview.priorities}.items():
         yield metrics.QUEUE_WAITING, (queue, str(priority)), float(count)
     yield metrics.QUEUE_DELAYED, (queue,), float(overview.delayed)

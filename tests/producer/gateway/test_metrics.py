@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from promptq import AsyncClient
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.monitoring import metrics as metrics_route
-from promptq.producer.http.meter import measure_http
 from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.runtime import metrics
 from tests.producer.playing import bury
@@ -52,7 +51,7 @@ def values(families: dict[str, Metric], spec: metrics.Spec) -> dict[tuple[str, .
 
 
 async def test_reports_the_queue_and_http_answers(redis_url: str) -> None:
-    app = measure_http(create_app(GatewaySettings(redis_url=redis_url)))
+    app = create_app(GatewaySettings(redis_url=redis_url))
     async with client_of(app) as client, AsyncClient(redis_url) as queue:
         async with running_worker(redis_url):
             told = await scrape(client)

@@ -134,7 +134,7 @@ def test_one_byte_now_and_then_keeps_no_connection(
         sent = head("/v1/completions", secret, MIB)
     with live_gateway(redis_url) as gateway:
         with monkeypatch.context() as patch, ExitStack() as stack:
-            for name in ("_SILENCE_SECONDS", "_HEAD_SECONDS"):
+            for name in ("_CHECK_SECONDS", "_SILENCE_SECONDS", "_HEAD_SECONDS"):
                 patch.setattr(connection_limits, name, 0.3)
             connection = stack.enter_context(connected(gateway))
             connection.sendall(sent)
@@ -146,7 +146,7 @@ def test_who_was_refused_may_not_send_for_ever(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_limits, "_DROP_SECONDS", 0.3)
-    monkeypatch.setattr(connection_limits, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(connection_limits, "_CHECK_SECONDS", 0.05)
     make_key(redis_url, "web")
     with live_gateway(redis_url) as gateway, connected(gateway) as connection:
         connection.sendall(head("/v1/completions", "", 100 * MIB))
@@ -158,7 +158,7 @@ def test_an_answer_that_nobody_reads_keeps_no_connection(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_limits, "_UNREAD_SECONDS", 0.3)
-    monkeypatch.setattr(connection_limits, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(connection_limits, "_CHECK_SECONDS", 0.05)
     with live_gateway(redis_url, files_dir=tmp_path) as gateway, connected(gateway) as connection:
         form = {"files": {"file": b"x" * 20 * MIB}, "data": {"purpose": "batch"}}
         file_id = httpx2.post(f"{gateway.url}/v1/files", **form, timeout=30).json()["id"]
@@ -267,7 +267,7 @@ def test_a_large_body_may_not_save_up_time_for_silence(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller that sent much at first is disconnected as soon as one that sent little."""
-    monkeypatch.setattr(connection_limits, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(connection_limits, "_CHECK_SECONDS", 0.05)
     monkeypatch.setattr(connection_limits, "_SILENCE_SECONDS", 1.0)
     monkeypatch.setattr(connection_limits, "_WINDOW_SECONDS", 0.3)
     secret = make_key(redis_url, "web")

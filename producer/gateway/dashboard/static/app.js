@@ -1,4 +1,4 @@
-// The frame around the pages: the open page, the theme, and the API key.
+// The frame around the pages: opens pages, and shows the queue, the theme, and the form for the API key.
 
 import { get, key, queue, whenRefused } from "./shared/api.js";
 import { h } from "./shared/dom.js";
@@ -15,18 +15,18 @@ const TITLES = { "": "Overview", requests: "Requests", dead: "Dead letters", pla
 const main = document.getElementById("main");
 const banner = document.getElementById("banner");
 let close = () => {};
-let stale = 0;
+let numOpened = 0;
 
-/** What pages may use of the frame. */
+/** The part of the frame that pages may use. */
 const frame = {
-  /** Show a warning at the top of the page; null hides it. */
+  /** Shows a warning at the top of the page; null hides it. */
   warn(text) {
     banner.hidden = !text;
     banner.textContent = text ?? "";
   },
 };
 
-/** Splits `#/request/ID?x=1` into page, argument and query. */
+/** Splits an address such as `#/request/ID?x=1` into page, argument and query. */
 function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...rest] = path.split("/");
@@ -34,7 +34,7 @@ function place() {
   try {
     argument = decodeURIComponent(argument);
   } catch {
-    // Somebody typed it wrongly, so it is used as it is.
+    // It is not encoded correctly, so it is used unchanged.
   }
   return { name, argument, query: new URLSearchParams(query) };
 }
@@ -43,7 +43,7 @@ async function open() {
   close();
   close = () => {};
   frame.warn(null);
-  const mine = ++stale;
+  const number = ++numOpened;
   const { name, argument, query } = place();
   document.title = `${argument || TITLES[name] || TITLES[""]} – promptq`;
   for (const link of document.querySelectorAll("nav a[href^='#']")) {
@@ -56,13 +56,13 @@ async function open() {
   try {
     showQueues((await get("caller")).queues);
   } catch (error) {
-    if (mine === stale && error.status !== 401 && error.status !== 403) {
+    if (number === numOpened && error.status !== 401 && error.status !== 403) {
       frame.warn(`Not live: ${error.message}. Trying again.`);
-      setTimeout(() => mine === stale && open(), 2000);
+      setTimeout(() => number === numOpened && open(), 2000);
     }
     return;
   }
-  if (mine !== stale) return;
+  if (number !== numOpened) return; // another page was opened meanwhile
   const page = PAGES[name] ?? overview;
   main.replaceChildren();
   main.dataset.page = name || "overview";
@@ -70,9 +70,9 @@ async function open() {
   close = page.open(main, { argument, query, frame });
 }
 
-/** A choice if there are several queues. A queue that is gone gives way to the gateway's own. */
+/** Shows the queue's name, or a choice if there are several queues. Replaces a queue that is gone by the gateway's own. */
 function showQueues(queues) {
-  const names = queues.map((it) => it.name);
+  const names = queues.map(({ name }) => name);
   if (queue.get() && !names.includes(queue.get())) {
     frame.warn(`Queue ${queue.get()} is no longer served. This is queue ${names[0]}.`);
     queue.forget();
@@ -88,21 +88,19 @@ function showQueues(queues) {
     "aria-label": "Queue",
     onchange: (event) => {
       queue.set(event.target.value);
-      main.replaceChildren(); // its buttons would act on the other queue
-      if (place().argument) location.hash = "#/"; // a request or worker of the old one
+      main.replaceChildren(); // the page's buttons would act on the other queue
+      if (place().argument) location.hash = "#/"; // it named a request or a worker of the old queue
       else open();
     },
-  }, queues.map((it) => {
-    const label = it.model ? `${it.name} (${it.model})` : it.name;
-    return h("option", { value: it.name, selected: it.name === chosen }, label);
-  }));
+  }, queues.map(({ name, model }) =>
+    h("option", { value: name, selected: name === chosen }, model ? `${name} (${model})` : name)));
   shown.replaceChildren(h("span", {}, "queue"), choice);
 }
 
 function askForKey(error) {
   close();
   close = () => {};
-  stale += 1;
+  numOpened += 1;
   frame.warn(null);
   const input = h("input", { type: "password", name: "key", autocomplete: "off", required: true });
   main.dataset.page = "key";

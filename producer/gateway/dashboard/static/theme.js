@@ -1,4 +1,4 @@
-// Runs before the page is drawn, so that the page does not first flash in the wrong theme.
+// Runs before the page is drawn, so that the page never appears in the wrong theme.
 "use strict";
 {
   const chosen = localStorage.getItem("promptq-theme");

@@ -174,7 +174,7 @@ def saying(role: str, *blocks: Any) -> dict[str, Any]:
             saying("user", {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}),
             "messages: message 1: tool_result: a block of type 'image' is not served",
         ),
-        (saying("assistant", USE), "messages: message 1: is the last one and the assistant's"),
+        (saying("assistant", USE), "messages: message 1: may contain only text"),
         (saying("assistant", {**USE, "input": "x"}), "messages: message 1: a tool_use needs"),
         (saying("assistant", {"type": "thinking"}), "messages: message 1: a block of type 'think"),
         ({"system": [IMAGE]}, "system: a block of type 'image' is not served"),

@@ -32,7 +32,9 @@ from tests.producer.gateway.living import LiveGateway, bearer, make_key
 from tests.producer.playing import Run
 from tests.support.roles import as_role
 
-_LITTLE_LEFT = r"has \d+ left of its 100 tokens a minute, and this needs \d\d; try again in \d+ s"
+_LITTLE_LEFT = (
+    r"has \d+ left of its 100 tokens a minute, and the call needs \d\d; try again in \d+ s"
+)
 HERE = ("127.0.0.1", 5000)
 
 

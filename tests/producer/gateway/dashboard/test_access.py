@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from promptq import AsyncClient
 from promptq.producer.admin.api_keys import ApiKey, hash_of
-from promptq.producer.gateway.dashboard import actions, page_stream, pages
+from promptq.producer.gateway.dashboard import actions, page_files, page_stream, pages
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.gateway.dashboard.conftest import PHONE, Open, keep_screenshot
@@ -56,7 +56,8 @@ BODY = {"id": "r", "priority": 1, "all": True, "prompt": "x"}
 
 async def test_the_list_of_data_is_complete() -> None:
     open_to_anybody = {"/", "/favicon.ico", "/dashboard/files/{name:path}"}
-    routes = [*pages.router.routes, *actions.router.routes]
+    routers = (page_files.router, pages.router, actions.router)
+    routes = [route for router in routers for route in router.routes]
     paths = {route.path for route in routes}
     assert paths - open_to_anybody == {path.split("?")[0] for _, path in DATA}
 

@@ -135,7 +135,7 @@ async def test_search_pages_through_all_tenants_in_turn(
         assert {it.tenant for it in found} == {"", "a", "b"}
         delayed = await search(queue, state="delayed")
         assert [it.request_id for it in delayed.requests] == ["later"]
-        assert delayed.searched == "1 to 1 of 1 that are delayed"
+        assert delayed.searched == "1 to 1 of 1 delayed requests"
         with pytest.raises(InvalidRequestError, match="state: 'asleep'"):
             await search(queue, state="asleep")
 

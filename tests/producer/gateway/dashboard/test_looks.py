@@ -52,7 +52,7 @@ async def test_every_page_fits_its_window_and_is_kept_as_a_picture(
         pages = [
             ("overview", "#/", "Waiting by priority"),
             ("worker", f"#/worker/{worker.worker_id}", "of 8"),
-            ("requests", "#/requests?state=waiting", "that wait"),
+            ("requests", "#/requests?state=waiting", "waiting requests"),
             ("request", f"#/request/{ids[0]}", re.compile(r"\d tokens")),
             ("dead", "#/dead", "Purge all"),
             ("playground", "#/playground", "Nothing has run yet"),

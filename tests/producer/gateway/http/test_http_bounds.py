@@ -129,6 +129,7 @@ def test_a_client_that_sends_no_more(
     sent: bytes,
 ) -> None:
     """Its connection is closed in the end; that of a client that waits for an answer is not."""
+    monkeypatch.setattr(connection_limits, "_CHECK_SECONDS", 0.1)
     monkeypatch.setattr(connection_limits, "_SILENCE_SECONDS", 0.1)
     monkeypatch.setattr(connection_limits, "_HEAD_SECONDS", 0.1)
     gateway = start_gateway()

@@ -1,4 +1,4 @@
-// Requests that were given up because they crash their workers.
+// Shows dead letters: requests that no worker gets again, because they crash workers.
 
 import { purge, requeue } from "../shared/actions.js";
 import { get, live } from "../shared/api.js";
@@ -22,7 +22,7 @@ export function open(main, { frame }) {
       letters = await get("dead", { limit: MOST + 1 });
     } catch (error) {
       frame.warn(error.message);
-      shown = null; // so the next event reads it again
+      shown = null; // so that the next event makes a new try
       return;
     }
     if (closed) return;
@@ -30,7 +30,7 @@ export function open(main, { frame }) {
       letters.length > 0 && h("button", { type: "button", class: "danger", onclick: () => purge(null) }, "Purge all"));
     const hasMore = letters.length > MOST;
     show(list, hasMore && h("p", { class: "quiet" }, `The latest ${MOST}; there are more.`), letters.length
-      ? letters.slice(0, MOST).map(letter)
+      ? letters.slice(0, MOST).map(card)
       : h("p", { class: "card empty" }, "There are no dead letters."));
   }
 
@@ -44,15 +44,15 @@ export function open(main, { frame }) {
   };
 }
 
-function letter(it) {
-  return h("article", { class: "card letter", "data-key": it.request_id },
-    h("h2", {}, requestLink(it.request_id)),
-    h("p", {}, it.message),
-    h("p", { class: "quiet" }, `Buried ${clock(it.buried_at)} after ${count(it.crashes)} crashes in ${count(it.attempts)} attempts; it had emitted ${count(it.num_tokens)} tokens.`),
+function card(letter) {
+  return h("article", { class: "card letter", "data-key": letter.request_id },
+    h("h2", {}, requestLink(letter.request_id)),
+    h("p", {}, letter.message),
+    h("p", { class: "quiet" }, `Became a dead letter ${clock(letter.buried_at)} after ${count(letter.crashes)} crashes in ${count(letter.attempts)} attempts; it had emitted ${count(letter.num_tokens)} tokens.`),
     h("details", {}, h("summary", {}, "Attempts and payload"),
-      h("ul", {}, it.history.map((one) => h("li", {}, `Attempt ${one.attempt} on ${one.worker}, ${clock(one.claimed_at)} to ${clock(one.ended_at)}: ${one.how}`))),
-      h("pre", { class: "payload" }, it.payload)),
+      h("ul", {}, letter.history.map((one) => h("li", {}, `Attempt ${one.attempt} on ${one.worker}, ${clock(one.claimed_at)} to ${clock(one.ended_at)}: ${one.how}`))),
+      h("pre", { class: "payload" }, letter.payload)),
     h("div", { class: "buttons" },
-      h("button", { type: "button", onclick: () => requeue([it.request_id]) }, "Requeue"),
-      h("button", { type: "button", class: "danger", onclick: () => purge([it.request_id]) }, "Purge")));
+      h("button", { type: "button", onclick: () => requeue([letter.request_id]) }, "Requeue"),
+      h("button", { type: "button", class: "danger", onclick: () => purge([letter.request_id]) }, "Purge")));
 }

@@ -1,4 +1,4 @@
-// One worker: its batch, with a row for each slot, and its memory.
+// Shows one worker: its batch, with a row for each slot, and its memory.
 
 import { drain } from "../shared/actions.js";
 import { live } from "../shared/api.js";
@@ -19,7 +19,7 @@ function gone(id) {
   ];
 }
 
-function view({ stats, slots, told_at }, now) {
+function view({ stats, slots, told_at: reportedAt }, now) {
   return [
     h("div", { class: "title" },
       h("h1", { class: "id" }, stats.worker_id), badge(stats.state),
@@ -27,14 +27,14 @@ function view({ stats, slots, told_at }, now) {
       h("span", { class: "spacer" }),
       stats.state === "running" && h("button", { type: "button", class: "danger", onclick: () => drain(stats.worker_id) }, "Drain worker")),
     h("div", { class: "tiles" },
-      tile("Slots in use", count(slots.filter((it) => it.slot !== null).length), `of ${count(stats.max_num_seqs)}`),
+      tile("Slots in use", count(slots.filter(({ slot }) => slot !== null).length), `of ${count(stats.max_num_seqs)}`),
       tile("Step time", duration(reported(stats, "step_ms")), "recent median"),
       tile("Tokens per second", rate(stats.recent_tokens_per_second), `${rate(stats.tokens_per_second)} while busy`),
       tile("Preemptions", count(stats.num_preemptions), "since it started"),
       tile("Recomputed", count(reported(stats, "recomputed_tokens")), "tokens since it started"),
       tile("Requests done", count(stats.num_processed), `${count(stats.num_waiting + stats.num_prefetched)} prepared`)),
     memory(stats),
-    batch(slots, stats, told_at, now),
+    batch(slots, reportedAt, now),
     section("Worker", facts([
       ["Model", stats.model], ["Device", `${stats.device} ${stats.dtype}`.trim()],
       ["Host", stats.host], ["Process", String(stats.pid)], ["Up for", duration(now - stats.started_at_ms)],
@@ -70,17 +70,17 @@ function progress(slot) {
   return bar(slot.emitted_tokens / slot.max_tokens, `${count(slot.emitted_tokens)} of ${count(slot.max_tokens)}`);
 }
 
-function batch(slots, stats, toldAt, now) {
-  const title = ["Batch ", toldAt > 0 && h("span", { class: "quiet" }, `seen ${ago(now - toldAt)}`)];
+function batch(slots, reportedAt, now) {
+  const title = ["Batch ", reportedAt > 0 && h("span", { class: "quiet" }, `seen ${ago(now - reportedAt)}`)];
   return section(title, slots.length ? table([
-    { name: "Slot", of: (it) => (it.slot === null ? "–" : String(it.slot)), number: true },
-    { name: "Request", of: (it) => requestLink(it.request_id) },
-    { name: "State", of: (it) => badge(it.state) },
+    { name: "Slot", of: (row) => (row.slot === null ? "–" : String(row.slot)), number: true },
+    { name: "Request", of: (row) => requestLink(row.request_id) },
+    { name: "State", of: (row) => badge(row.state) },
     { name: "Progress", of: progress },
-    { name: "Prompt tokens", of: (it) => count(it.prompt_tokens), number: true },
-    { name: "KV blocks", of: (it) => `${count(it.kv_blocks)}${it.kv_shared_blocks ? `, ${count(it.kv_shared_blocks)} shared` : ""}`, number: true },
-    { name: "Priority", of: (it) => String(it.priority), number: true },
-    { name: "Tenant", of: (it) => it.tenant ?? "–" },
-    { name: "Preempted", of: (it) => `${it.preemptions}${it.recomputed_tokens ? `, ${count(it.recomputed_tokens)} recomputed` : ""}`, number: true },
-  ], slots, (it) => it.request_id) : h("p", { class: "empty" }, "No request is in the batch."));
+    { name: "Prompt tokens", of: (row) => count(row.prompt_tokens), number: true },
+    { name: "KV blocks", of: (row) => `${count(row.kv_blocks)}${row.kv_shared_blocks ? `, ${count(row.kv_shared_blocks)} shared` : ""}`, number: true },
+    { name: "Priority", of: (row) => String(row.priority), number: true },
+    { name: "Tenant", of: (row) => row.tenant ?? "–" },
+    { name: "Preempted", of: (row) => `${row.preemptions}${row.recomputed_tokens ? `, ${count(row.recomputed_tokens)} recomputed` : ""}`, number: true },
+  ], slots, (row) => row.request_id) : h("p", { class: "empty" }, "No request is in the batch."));
 }

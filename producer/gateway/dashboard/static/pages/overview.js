@@ -1,4 +1,4 @@
-// How many requests wait and run, how fast they go, and the workers.
+// Shows how many requests wait and run, the speed of their output, and the workers.
 
 import { drain, pause, resume } from "../shared/actions.js";
 import { live } from "../shared/api.js";
@@ -14,44 +14,44 @@ export function open(main, { frame }) {
   const title = h("div", { class: "title" });
   const tiles = h("div", { class: "tiles" });
   const charts = [
-    chart("Requests", [{ name: "waiting", of: (it) => it.waiting }, { name: "running", of: (it) => it.running }], count),
-    chart("Tokens per second", [{ name: "generated", of: (it) => it.tokens_per_second }], rate),
-    chart("Time to first token", [{ name: "median", of: (it) => it.ttft_p50_ms }, { name: "95th percentile", of: (it) => it.ttft_p95_ms }], duration),
-    chart("Time in the queue", [{ name: "median", of: (it) => it.queue_p50_ms }, { name: "95th percentile", of: (it) => it.queue_p95_ms }], duration),
+    chart("Requests", [{ name: "waiting", of: (sample) => sample.waiting }, { name: "running", of: (sample) => sample.running }], count),
+    chart("Tokens per second", [{ name: "generated", of: (sample) => sample.tokens_per_second }], rate),
+    chart("Time to first token", [{ name: "median", of: (sample) => sample.ttft_p50_ms }, { name: "95th percentile", of: (sample) => sample.ttft_p95_ms }], duration),
+    chart("Time in the queue", [{ name: "median", of: (sample) => sample.queue_p50_ms }, { name: "95th percentile", of: (sample) => sample.queue_p95_ms }], duration),
   ];
   const priorities = h("div");
   const workers = h("div");
   const warning = h("div");
-  main.append(title, warning, tiles, h("div", { class: "charts" }, charts.map((it) => it.element)), priorities, workers);
+  main.append(title, warning, tiles, h("div", { class: "charts" }, charts.map(({ element }) => element)), priorities, workers);
   let samples = [];
   let sampleMs = 5000;
 
-  function showOverview({ now, value: it }) {
-    if (it.latest && it.latest.at > (samples.at(-1)?.at ?? 0)) samples.push(it.latest);
+  function showOverview({ now, value: overview }) {
+    if (overview.latest && overview.latest.at > (samples.at(-1)?.at ?? 0)) samples.push(overview.latest);
     samples = samples.filter((sample) => sample.at > now - HOUR_MS);
-    show(title, ...head(it));
-    show(warning, it.server_warning && h("p", { class: "card problem", role: "alert" }, it.server_warning));
-    show(tiles, ...tilesOf(it, samples, now));
+    show(title, ...head(overview));
+    show(warning, overview.server_warning && h("p", { class: "card problem", role: "alert" }, overview.server_warning));
+    show(tiles, ...tilesOf(overview, samples, now));
     for (const one of charts) one.draw(samples, now, sampleMs);
-    show(priorities, prioritiesOf(it));
-    show(workers, workersOf(it, now));
+    show(priorities, prioritiesOf(overview));
+    show(workers, workersOf(overview, now));
   }
 
   return live("overview", {}, frame, showOverview, {
-    history: (it) => {
-      samples = it.samples;
-      sampleMs = it.sample_ms;
+    history: (history) => {
+      samples = history.samples;
+      sampleMs = history.sample_ms;
     },
   });
 }
 
-function head(it) {
+function head(overview) {
   return [
     h("h1", {}, "Overview"),
-    it.paused ? badge("paused") : badge("live"),
-    it.model && h("span", { class: "quiet" }, it.model),
+    overview.paused ? badge("paused") : badge("live"),
+    overview.model && h("span", { class: "quiet" }, overview.model),
     h("span", { class: "spacer" }),
-    it.paused
+    overview.paused
       ? h("button", { type: "button", class: "primary", onclick: resume }, "Resume queue")
       : h("button", { type: "button", onclick: pause }, "Pause queue"),
   ];
@@ -59,26 +59,26 @@ function head(it) {
 
 /** A median time and its 95th percentile, from the latest sample that has one. */
 function timeTile(name, kind, samples, now) {
-  const latest = samples.findLast((it) => it[`${kind}_p50_ms`] !== null && now - it.at < RECENT_MS);
+  const latest = samples.findLast((sample) => sample[`${kind}_p50_ms`] !== null && now - sample.at < RECENT_MS);
   if (!latest) return tile(name, "–", "none in the last minute");
   return tile(name, duration(latest[`${kind}_p50_ms`]), `95th percentile ${duration(latest[`${kind}_p95_ms`])}`);
 }
 
-function tilesOf(it, samples, now) {
-  const slots = it.workers.reduce((sum, worker) => sum + worker.max_num_seqs, 0);
+function tilesOf(overview, samples, now) {
+  const slots = overview.workers.reduce((sum, worker) => sum + worker.max_num_seqs, 0);
   return [
-    tile("Waiting", count(it.waiting), it.delayed ? `and ${count(it.delayed)} delayed` : "in the queue"),
-    tile("Running", count(it.running), `of ${count(slots)} slots`),
-    tile("Tokens per second", rate(it.tokens_per_second), "generated"),
+    tile("Waiting", count(overview.waiting), overview.delayed ? `and ${count(overview.delayed)} delayed` : "in the queue"),
+    tile("Running", count(overview.running), `of ${count(slots)} slots`),
+    tile("Tokens per second", rate(overview.tokens_per_second), "generated"),
     timeTile("First token", "ttft", samples, now),
     timeTile("Queue time", "queue", samples, now),
-    tile("Workers", count(it.workers.length), `${count(it.scaling.desired)} wanted, as ${it.scaling.because}`),
-    tile("Dead letters", count(it.dead), it.dead ? "look at them" : "none", "#/dead"),
+    tile("Workers", count(overview.workers.length), `${count(overview.scaling.desired)} wanted, as ${overview.scaling.because}`),
+    tile("Dead letters", count(overview.dead), overview.dead ? "look at them" : "none", "#/dead"),
   ];
 }
 
-function prioritiesOf(it) {
-  const rows = Object.entries(it.priorities).map(([priority, num]) => ({ priority: Number(priority), num }));
+function prioritiesOf(overview) {
+  const rows = Object.entries(overview.priorities).map(([priority, num]) => ({ priority: Number(priority), num }));
   rows.sort((one, other) => one.priority - other.priority);
   const most = Math.max(1, ...rows.map((row) => row.num));
   if (!rows.length) return section("Waiting by priority", h("p", { class: "empty" }, "No request waits."));
@@ -87,11 +87,11 @@ function prioritiesOf(it) {
       bar(row.num / most, count(row.num))))));
 }
 
-function workersOf(it, now) {
-  if (!it.workers.length && it.has_standby) {
+function workersOf(overview, now) {
+  if (!overview.workers.length && overview.has_standby) {
     return section("Workers", h("p", { class: "empty" }, "The model is not loaded: a worker loads it when its turn comes."));
   }
-  if (!it.workers.length) {
+  if (!overview.workers.length) {
     return section("Workers", h("p", { class: "empty" }, "No worker is alive: start one with ", h("code", {}, "promptq worker"), "."));
   }
   return section("Workers", table([
@@ -103,5 +103,5 @@ function workersOf(it, now) {
     { name: "Tokens/s", of: (one) => rate(one.recent_tokens_per_second), number: true },
     { name: "Step", of: (one) => duration(reported(one, "step_ms")), number: true },
     { name: "", of: (one) => one.state === "running" && h("button", { type: "button", class: "small", onclick: () => drain(one.worker_id) }, "Drain") },
-  ], it.workers, (one) => one.worker_id));
+  ], overview.workers, (one) => one.worker_id));
 }

@@ -1,4 +1,4 @@
-// Tries a prompt: shows its tokens as they come, each with its probability.
+// Runs a prompt, and shows the output's tokens as they are generated, each with its probability.
 
 import { post, stream } from "../shared/api.js";
 import { toast } from "../shared/dialog.js";
@@ -7,7 +7,7 @@ import { count, duration, rate } from "../shared/format.js";
 import { requestLink } from "../shared/parts.js";
 import { tokenView } from "../shared/tokens.js";
 
-/** Fields with a number. Empty ones are not sent. */
+/** The fields with a number: name, label, and attributes of the input. Empty ones are not sent. */
 const NUMBERS = [
   ["max_tokens", "Max tokens", { min: 1, step: 1, value: "200" }],
   ["temperature", "Temperature", { min: 0, max: 2, step: 0.05, value: "0.8" }],
@@ -22,7 +22,7 @@ export function open(main) {
   const prompt = h("textarea", { rows: 5, required: true, placeholder: "such as: Once upon a time" });
   const chat = h("input", { type: "checkbox" });
   const stop = h("input", { placeholder: "none", autocomplete: "off" });
-  const numbers = NUMBERS.map(([name, , options]) => [name, h("input", { type: "number", inputmode: "decimal", ...options })]);
+  const numbers = NUMBERS.map(([name, label, options]) => ({ name, label, input: h("input", { type: "number", inputmode: "decimal", ...options }) }));
   const run = h("button", { type: "submit", class: "primary" }, "Run");
   const halt = h("button", { type: "button", disabled: true }, "Stop");
   const tokens = tokenView();
@@ -33,7 +33,7 @@ export function open(main) {
   function fields() {
     const text = prompt.value;
     const given = chat.checked ? { messages: [{ role: "user", content: text }] } : { prompt: text };
-    for (const [name, input] of numbers) if (input.value !== "") given[name] = Number(input.value);
+    for (const { name, input } of numbers) if (input.value !== "") given[name] = Number(input.value);
     if (stop.value) given.stop = stop.value;
     return given;
   }
@@ -91,12 +91,12 @@ export function open(main) {
       h("label", { class: "field" }, "Prompt", prompt),
       h("label", { class: "check" }, chat, "As a chat message, with the model's template"),
       h("div", { class: "fields" },
-        numbers.map(([name, input]) => h("label", { class: "field" }, NUMBERS.find((it) => it[0] === name)[1], input)),
+        numbers.map(({ label, input }) => h("label", { class: "field" }, label, input)),
         h("label", { class: "field" }, "Stop at", stop)),
       h("div", { class: "buttons" }, halt, run)),
       h("section", { class: "card" }, h("h2", {}, "Answer"), tokens.element, outcome,
         h("p", { class: "legend" }, "Tokens by how surprising they are: ",
-          h("span", {}, [0, 1, 2, 3, 4, 5].map((it) => h("i", { class: `swatch surprise-${it}` }))),
+          h("span", {}, [0, 1, 2, 3, 4, 5].map((level) => h("i", { class: `swatch surprise-${level}` }))),
           "Hover over a token, tap it, or use the arrow keys."))));
   return () => close();
 }

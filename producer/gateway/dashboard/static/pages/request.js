@@ -1,4 +1,4 @@
-// One request: its timeline, and its text as it comes.
+// Shows one request: its timeline, and its text as it is generated.
 
 import { cancel, reprioritise } from "../shared/actions.js";
 import { stream } from "../shared/api.js";
@@ -21,11 +21,11 @@ export function open(main, { argument: id, frame }) {
   let isOver = false;
   let latest = null;
   const length = h("span", { class: "quiet" });
-  const asked = h("div");
+  const body = h("div");
   main.append(title, about, h("div", { class: "halves" }, life,
-    h("section", { class: "card" }, h("h2", {}, "Text ", length), text.element)), asked);
+    h("section", { class: "card" }, h("h2", {}, "Text ", length), text.element)), body);
 
-  // The gateway reports changes. The waiting time changes by itself.
+  // The gateway sends only changes, and the waiting time grows between them.
   const clockwork = setInterval(() => {
     if (latest?.value.state === "waiting") show(about, ...facets(latest.value, Date.now() + latest.ahead));
   }, 1000);
@@ -35,7 +35,7 @@ export function open(main, { argument: id, frame }) {
       show(title, ...head(value));
       show(about, ...facets(value, now));
       show(life, section("Timeline", timeline(value, now)));
-      show(asked, section("Payload", payload(value.payload)));
+      show(body, section("Payload", payload(value.payload)));
     },
     tokens: (event) => {
       text.add(event);
@@ -58,50 +58,50 @@ export function open(main, { argument: id, frame }) {
   };
 }
 
-function head(it) {
-  const isOver = !["waiting", "active"].includes(it.state);
+function head(request) {
+  const isOver = !["waiting", "active"].includes(request.state);
   return [
-    h("h1", { class: "id" }, it.request_id), badge(it.state), h("span", { class: "spacer" }),
+    h("h1", { class: "id" }, request.request_id), badge(request.state), h("span", { class: "spacer" }),
     h("div", { class: "buttons" },
-      it.state === "waiting" && h("button", { type: "button", onclick: () => reprioritise(it.request_id, it.priority) }, "Change priority"),
-      !isOver && h("button", { type: "button", class: "danger", onclick: () => cancel(it.request_id) }, "Cancel request"),
-      it.state === "dead" && h("a", { class: "button", href: "#/dead" }, "Dead letters")),
+      request.state === "waiting" && h("button", { type: "button", onclick: () => reprioritise(request.request_id, request.priority) }, "Change priority"),
+      !isOver && h("button", { type: "button", class: "danger", onclick: () => cancel(request.request_id) }, "Cancel request"),
+      request.state === "dead" && h("a", { class: "button", href: "#/dead" }, "Dead letters")),
   ];
 }
 
-function facets(it, now) {
-  const slot = it.slot;
+function facets(request, now) {
+  const slot = request.slot;
   return [
-    it.error && h("p", { class: "card problem" }, h("b", {}, it.error.type), ` ${it.error.message}`),
+    request.error && h("p", { class: "card problem" }, h("b", {}, request.error.type), ` ${request.error.message}`),
     section("Now", facts([
-      ["Worker", it.worker && workerLink(it.worker)],
+      ["Worker", request.worker && workerLink(request.worker)],
       ["Slot", slot && (slot.slot === null ? slot.state : `${slot.slot}, ${slot.state}`)],
       ["Progress", slot && bar(slot.emitted_tokens / slot.max_tokens, `${count(slot.emitted_tokens)} of ${count(slot.max_tokens)}`)],
       ["KV blocks", slot && `${count(slot.kv_blocks)}, ${count(slot.kv_shared_blocks)} shared`],
-      ["Ended with", it.finish_reason],
-      ["Priority", String(it.priority)], ["Tenant", it.tenant], ["Attempts", String(it.attempts)],
-      ["Crashes", it.crashes ? String(it.crashes) : null],
-      ["Prompt", it.usage && `${count(it.usage.prompt_tokens)} tokens, ${count(it.usage.cached_tokens)} from the cache`],
-      ["Output", it.usage && `${count(it.usage.completion_tokens)} tokens`],
-      ["Speed", it.stats && `${rate(it.stats.tokens_per_second)}\u00a0tokens/s`],
-      ["Recomputed", it.stats?.recomputed_tokens ? `${count(it.stats.recomputed_tokens)} tokens` : null],
-      ["Requeued from", it.requeued_from && requestLink(it.requeued_from)],
-      ["Forked from", it.forked_from && [requestLink(it.forked_from), ` behind ${count(it.forked_at)} tokens`]],
-      ["Has waited", it.state === "waiting" && it.moments.length ? duration(Math.max(0, now - it.moments[0].at)) : null],
+      ["Ended with", request.finish_reason],
+      ["Priority", String(request.priority)], ["Tenant", request.tenant], ["Attempts", String(request.attempts)],
+      ["Crashes", request.crashes ? String(request.crashes) : null],
+      ["Prompt", request.usage && `${count(request.usage.prompt_tokens)} tokens, ${count(request.usage.cached_tokens)} from the cache`],
+      ["Output", request.usage && `${count(request.usage.completion_tokens)} tokens`],
+      ["Speed", request.stats && `${rate(request.stats.tokens_per_second)}\u00a0tokens/s`],
+      ["Recomputed", request.stats?.recomputed_tokens ? `${count(request.stats.recomputed_tokens)} tokens` : null],
+      ["Requeued from", request.requeued_from && requestLink(request.requeued_from)],
+      ["Forked from", request.forked_from && [requestLink(request.forked_from), ` after ${count(request.forked_at)} tokens`]],
+      ["Has waited", request.state === "waiting" && request.moments.length ? duration(Math.max(0, now - request.moments[0].at)) : null],
     ])),
   ];
 }
 
-function timeline(it, now) {
-  const began = it.moments[0]?.at;
-  return h("ol", { class: "timeline" }, it.moments.map((moment, nth) => h("li", { class: moment.what },
+function timeline(request, now) {
+  const began = request.moments[0]?.at;
+  return h("ol", { class: "timeline" }, request.moments.map((moment, nth) => h("li", { class: moment.what },
     h("span", { class: "what" }, ...happened(moment)),
     h("span", { class: "when" }, clock(moment.at, now),
       nth > 0 && h("span", { class: "quiet" }, ` +${duration(moment.at - began)}`)),
     moment.worker && moment.what === "claimed" && h("span", { class: "where quiet" }, `attempt ${moment.attempt} on ${moment.worker}`))));
 }
 
-// A detail that its name already says is not shown twice.
+// Leaves out a detail that is already in the name.
 function happened({ what, detail }) {
   const name = NAMES[what] ?? what;
   const isSaid = !detail || name.toLowerCase() === detail;
@@ -113,7 +113,7 @@ function payload(text) {
   try {
     shown = JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    // It is shown as it came.
+    // It is not JSON, so it is shown unchanged.
   }
   return h("pre", { class: "payload" }, shown);
 }

@@ -11,11 +11,11 @@ const STATES = [
   ["cancelled", "cancelled"], ["expired", "expired"], ["dead", "dead"], ["", "any"],
 ];
 
-/** States with a set in the queue: their first page is live. For other states, all keys are searched. */
+/** States whose requests are in a sorted set. Their first page is live. For other states, all keys are searched. */
 const IN_SETS = ["waiting", "delayed", "active", "dead"];
 
 export function open(main, { query, frame }) {
-  const given = Object.fromEntries(["prefix", "tenant", "state"].map((it) => [it, query.get(it) ?? ""]));
+  const given = Object.fromEntries(["prefix", "tenant", "state"].map((name) => [name, query.get(name) ?? ""]));
   const prefix = h("input", { name: "prefix", value: given.prefix, placeholder: "the id, or its beginning", autocomplete: "off" });
   const tenant = h("input", { name: "tenant", value: given.tenant, placeholder: "any", autocomplete: "off" });
   const state = h("select", { name: "state" }, STATES.map(([value, name]) => h("option", { value, selected: value === given.state }, name)));
@@ -28,7 +28,7 @@ export function open(main, { query, frame }) {
     rows = [...before, ...page.requests];
     show(found,
       h("p", { class: "quiet searched" }, `Searched ${page.searched}.`),
-      rows.length ? table(COLUMNS, rows, (it) => it.request_id) : h("p", { class: "empty" }, page.cursor ? "Nothing found yet." : "No request matches."),
+      rows.length ? table(COLUMNS, rows, (row) => row.request_id) : h("p", { class: "empty" }, page.cursor ? "Nothing found yet." : "No request matches."),
       page.cursor && h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => searchOn(page.cursor, rows) }, "Search further")));
   }
 
@@ -72,13 +72,13 @@ export function open(main, { query, frame }) {
 }
 
 const COLUMNS = [
-  { name: "Request", of: (it) => requestLink(it.request_id) },
-  { name: "State", of: (it) => badge(it.state) },
-  { name: "Enqueued", of: (it) => clock(it.enqueued_at), number: true },
-  { name: "First token", of: (it) => (it.first_token_at ? duration(it.first_token_at - it.enqueued_at) : "–"), number: true },
-  { name: "Total", of: (it) => (it.finished_at ? duration(it.finished_at - it.enqueued_at) : "–"), number: true },
-  { name: "Prompt tokens", of: (it) => count(it.prompt_tokens), number: true },
-  { name: "Priority", of: (it) => String(it.priority), number: true },
-  { name: "Tenant", of: (it) => it.tenant || "–" },
-  { name: "Attempts", of: (it) => String(it.attempt), number: true },
+  { name: "Request", of: (row) => requestLink(row.request_id) },
+  { name: "State", of: (row) => badge(row.state) },
+  { name: "Enqueued", of: (row) => clock(row.enqueued_at), number: true },
+  { name: "First token", of: (row) => (row.first_token_at ? duration(row.first_token_at - row.enqueued_at) : "–"), number: true },
+  { name: "Total", of: (row) => (row.finished_at ? duration(row.finished_at - row.enqueued_at) : "–"), number: true },
+  { name: "Prompt tokens", of: (row) => count(row.prompt_tokens), number: true },
+  { name: "Priority", of: (row) => String(row.priority), number: true },
+  { name: "Tenant", of: (row) => row.tenant || "–" },
+  { name: "Attempts", of: (row) => String(row.attempt), number: true },
 ];

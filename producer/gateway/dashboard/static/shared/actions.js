@@ -1,4 +1,4 @@
-// Actions on a queue. Each asks first, and then shows the result.
+// Actions on a queue. Each asks for confirmation, and then shows its result.
 
 import { post } from "./api.js";
 import { confirm, toast } from "./dialog.js";
@@ -26,7 +26,7 @@ const CANCELLED = {
 export function cancel(id) {
   return act({
     title: "Cancel this request?",
-    text: `${id} ends at once if it waits, at its next token if it runs. Its output so far is kept.`,
+    text: `${id} ends at once if it waits, and at its next token if it runs. Its output so far is kept.`,
     action: "Cancel the request", danger: true,
   }, "cancel", { id }, ({ status }) => CANCELLED[status] ?? status);
 }
@@ -40,7 +40,7 @@ const MOVED = {
 export function reprioritise(id, priority) {
   return act({
     title: "Change the priority?",
-    text: `${id} moves to the place that it would have with this priority. Lower runs sooner.`,
+    text: `${id} moves to its place for the new priority. Lower numbers run sooner.`,
     action: "Change it",
     field: { label: "Priority, -1000 to 1000", type: "number", min: -1000, max: 1000, value: priority },
   }, "reprioritise", (given) => ({ id, priority: Number(given) }), ({ status }) => MOVED[status] ?? status);
@@ -49,7 +49,7 @@ export function reprioritise(id, priority) {
 export function pause() {
   return act({
     title: "Pause the queue?",
-    text: "New requests are accepted and wait. Requests that run go on.",
+    text: "New requests are accepted and wait. Running requests finish.",
     action: "Pause", danger: true,
   }, "pause", {}, () => "The queue is paused");
 }
@@ -65,7 +65,7 @@ export function resume() {
 export function drain(id) {
   return act({
     title: "Drain this worker?",
-    text: `${id} claims no more, finishes its requests and exits. Whatever keeps it running may start it again.`,
+    text: `${id} claims no more requests, finishes those it has, and exits. A process manager may start it again.`,
     action: "Drain it", danger: true,
   }, "drain", { id }, () => "The worker finishes its requests and exits");
 }

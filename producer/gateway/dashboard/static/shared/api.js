@@ -1,7 +1,5 @@
-// Talks to the gateway. Only this tab keeps the key, and sends it as a header.
+// Sends requests to the gateway. The API key is stored for this tab only, and sent as a header.
 
-const KEY = "promptq-key";
-const QUEUE = "promptq-queue";
 const BASE = "dashboard/api/";
 
 export class ApiError extends Error {
@@ -11,24 +9,22 @@ export class ApiError extends Error {
   }
 }
 
-export const key = {
-  get: () => sessionStorage.getItem(KEY),
-  set: (text) => sessionStorage.setItem(KEY, text),
-  forget: () => sessionStorage.removeItem(KEY),
-};
+const stored = (name) => ({
+  get: () => sessionStorage.getItem(name),
+  set: (text) => sessionStorage.setItem(name, text),
+  forget: () => sessionStorage.removeItem(name),
+});
+
+export const key = stored("promptq-key");
 
 /** The queue that this tab shows; null is the gateway's own. */
-export const queue = {
-  get: () => sessionStorage.getItem(QUEUE),
-  set: (name) => sessionStorage.setItem(QUEUE, name),
-  forget: () => sessionStorage.removeItem(QUEUE),
-};
+export const queue = stored("promptq-queue");
 
-const asked = (query) => new URLSearchParams({ ...query, ...(queue.get() && { queue: queue.get() }) });
+const withQueue = (query) => new URLSearchParams({ ...query, ...(queue.get() && { queue: queue.get() }) });
 
 let onRefused = () => {};
 
-/** Called with the error when the gateway wants another key. */
+/** Sets the function that is called with the error when the gateway refuses the key. */
 export function whenRefused(handler) {
   onRefused = handler;
 }
@@ -51,22 +47,22 @@ async function send(path, options = {}) {
 }
 
 export async function get(path, query = {}) {
-  return (await send(`${path}?${asked(query)}`)).json();
+  return (await send(`${path}?${withQueue(query)}`)).json();
 }
 
 export async function post(path, body = {}) {
   const headers = { "Content-Type": "application/json" };
-  return (await send(`${path}?${asked({})}`, { method: "POST", headers, body: JSON.stringify(body) })).json();
+  return (await send(`${path}?${withQueue({})}`, { method: "POST", headers, body: JSON.stringify(body) })).json();
 }
 
-/** Whether it does not help to ask again. */
+/** Returns whether the gateway refused a request, so that a new try would fail, too. */
 const isRefusal = (error) => error instanceof ApiError && error.status >= 400 && error.status < 500;
 
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8000;
 const SILENCE_MS = 40_000;
 
-/** Resolves when the page is visible: browsers allow six connections to a gateway for all tabs. */
+/** Resolves when the page is visible. Hidden pages hold no connection: browsers allow six to a gateway for all tabs. */
 function visible() {
   if (!document.hidden) return Promise.resolve();
   return new Promise((resolve) => {
@@ -75,19 +71,19 @@ function visible() {
 }
 
 /**
- * Reads server-sent events with fetch, as an EventSource sends no headers, and reconnects after a break.
+ * Reads server-sent events, and reconnects after a break. Uses fetch, because an EventSource sends no headers.
  * `on` has a function for each kind of event. `on.begun()` and `on.broken(error)` report connections and breaks.
- * If `isOver()` is true when the stream ends, it does not reconnect. Returns a function that closes it.
+ * If `isOver()` is true when the stream ends, it does not reconnect. Returns a function that closes the stream.
  */
 export function stream(path, query, on, isOver = () => false) {
   let control;
   let closed = false;
-  const rest = () => document.hidden && control?.abort();
-  document.addEventListener("visibilitychange", rest);
+  const stopIfHidden = () => document.hidden && control?.abort();
+  document.addEventListener("visibilitychange", stopIfHidden);
 
   async function readOnce() {
     control = new AbortController();
-    const response = await send(`${path}?${asked(query)}`, { signal: control.signal });
+    const response = await send(`${path}?${withQueue(query)}`, { signal: control.signal });
     on.begun?.();
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let buffered = "";
@@ -134,14 +130,14 @@ export function stream(path, query, on, isOver = () => false) {
   run();
   return () => {
     closed = true;
-    document.removeEventListener("visibilitychange", rest);
+    document.removeEventListener("visibilitychange", stopIfHidden);
     control?.abort();
   };
 }
 
 /**
- * A stream that sends the whole state of a page to `show` once a second. `more` has functions for other events.
- * The frame shows a warning while the page is not live. Returns a function that closes the stream.
+ * Opens a stream that passes the whole state of a page to `show` once a second. `more` has functions for other events.
+ * The frame shows a warning while no new state comes. Returns a function that closes the stream.
  */
 export function live(kind, query, frame, show, more = {}) {
   return stream(`live/${kind}`, query, {

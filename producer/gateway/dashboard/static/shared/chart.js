@@ -1,4 +1,4 @@
-// Lines over as long as there is data, an hour at most, drawn as SVG as wide as the page allows.
+// Draws lines over the last hour, or over as much of it as there is data for.
 
 import { h, s, show } from "./dom.js";
 import { clock, count, duration } from "./format.js";
@@ -11,15 +11,16 @@ const LEFT = 52;
 const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 22;
-const WHOLE = new Map([[duration, [HOUR_MS, MINUTE_MS]], [count, [1]]]);
+/** For a format of values, the units of which an axis has only whole numbers. */
+const WHOLE_UNITS = new Map([[duration, [HOUR_MS, MINUTE_MS]], [count, [1]]]);
 
-/** About four round steps up to `most`. Counts and long times have whole steps. */
+/** Returns about four round values for an axis, from 0 to at least `most`. */
 function ticks(most, format) {
   if (!(most > 0)) return [0, 1];
-  const unit = (WHOLE.get(format) || []).find((it) => most >= it) || 0;
+  const unit = (WHOLE_UNITS.get(format) || []).find((size) => most >= size) || 0;
   const rough = most / 3 / (unit || 1);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const round = [1, 2, 2.5, 5, 10].map((it) => it * power).find((it) => it >= rough);
+  const round = [1, 2, 2.5, 5, 10].map((digit) => digit * power).find((step) => step >= rough);
   const step = unit ? Math.ceil(round) * unit : round;
   const found = [];
   for (let at = 0; at < most + step; at += step) found.push(Number(at.toPrecision(12)));
@@ -27,14 +28,14 @@ function ticks(most, format) {
 }
 
 /**
- * `series`: [{name, of: (sample) => number or null}]; `format` writes a value.
+ * `series` is [{name, of: (sample) => number or null}], with one entry for each line. `format` writes a value as text.
  * Returns {element, draw(samples, now, sampleMs)}.
  */
 export function chart(title, series, format) {
   const drawing = s("svg", { role: "img", height: HEIGHT });
   const tip = h("div", { class: "tip", hidden: true });
   const legend = series.length > 1 && h("p", { class: "legend" },
-    series.map((it, nth) => h("span", {}, h("i", { class: `swatch line-${nth}` }), it.name)));
+    series.map((line, nth) => h("span", {}, h("i", { class: `swatch line-${nth}` }), line.name)));
   const frame = h("div", { class: "plot" }, drawing, tip);
   const element = h("figure", { class: "card chart" },
     h("figcaption", {}, h("span", {}, title), legend), frame);
@@ -49,7 +50,7 @@ export function chart(title, series, format) {
   function place() {
     const width = Math.max(200, frame.clientWidth);
     const { samples, now } = state;
-    const values = samples.flatMap((it) => series.map((line) => line.of(it))).filter((it) => it !== null && it !== undefined);
+    const values = samples.flatMap((sample) => series.map((line) => line.of(sample))).filter((value) => value != null);
     const steps = ticks(Math.max(0, ...values), format);
     const most = steps.at(-1);
     return {
@@ -60,10 +61,10 @@ export function chart(title, series, format) {
     };
   }
 
-  /** Labels of the time axis, at whole minutes before now. */
+  /** Returns the labels of the time axis, at whole minutes before now. */
   function times({ width, x }) {
     const minutes = span() / MINUTE_MS;
-    const step = [1, 2, 5, 10, 15, 30].find((it) => minutes / it <= (width < 460 ? 2 : 5));
+    const step = [1, 2, 5, 10, 15, 30].find((size) => minutes / size <= (width < 460 ? 2 : 5));
     const found = [];
     for (let ago = 0; ago <= minutes; ago += step) {
       const at = x(state.now - ago * MINUTE_MS);
@@ -73,14 +74,14 @@ export function chart(title, series, format) {
     return found;
   }
 
-  /** The path of a line, with gaps where nothing was measured. A single point is a small circle. */
+  /** Returns the path of a line, with gaps where nothing was measured. A single point is a small circle. */
   function path(line, { x, y }) {
-    const measured = state.samples.filter((it) => line.of(it) !== null && line.of(it) !== undefined);
+    const measured = state.samples.filter((sample) => line.of(sample) != null);
     const joins = (one, other) => one && other && other.at - one.at <= 2.5 * state.sampleMs;
-    return measured.map((it, nth) => {
-      const point = `${x(it.at).toFixed(1)} ${y(line.of(it)).toFixed(1)}`;
-      if (joins(measured[nth - 1], it)) return `L${point}`;
-      return joins(it, measured[nth + 1]) ? `M${point}` : `M${point}m-1.5 0a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0-3 0Z`;
+    return measured.map((sample, nth) => {
+      const point = `${x(sample.at).toFixed(1)} ${y(line.of(sample)).toFixed(1)}`;
+      if (joins(measured[nth - 1], sample)) return `L${point}`;
+      return joins(sample, measured[nth + 1]) ? `M${point}` : `M${point}m-1.5 0a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0-3 0Z`;
     }).join("");
   }
 
@@ -90,7 +91,7 @@ export function chart(title, series, format) {
     drawing.setAttribute("width", at.width);
     drawing.setAttribute("viewBox", `0 0 ${at.width} ${HEIGHT}`);
     const newest = samples.at(-1);
-    const values = newest ? series.map((it) => `${it.name} ${format(it.of(newest))}`).join(", ") : "no samples yet";
+    const values = newest ? series.map((line) => `${line.name} ${format(line.of(newest))}`).join(", ") : "no samples yet";
     drawing.setAttribute("aria-label", `${title} over the last ${duration(span())}; now: ${values}`);
     const shown = hovered !== null && samples[hovered];
     show(drawing,
@@ -105,7 +106,7 @@ export function chart(title, series, format) {
     tip.hidden = !shown;
     if (shown) {
       show(tip, h("b", {}, clock(shown.at)),
-        series.map((it, nth) => h("span", {}, h("i", { class: `swatch line-${nth}` }), `${it.name} ${format(it.of(shown))}`)));
+        series.map((line, nth) => h("span", {}, h("i", { class: `swatch line-${nth}` }), `${line.name} ${format(line.of(shown))}`)));
       const x = at.x(shown.at);
       tip.style.left = `${Math.min(Math.max(0, x - tip.offsetWidth / 2), at.width - tip.offsetWidth)}px`;
     }
@@ -116,7 +117,7 @@ export function chart(title, series, format) {
     const width = frame.clientWidth;
     const share = (event.clientX - drawing.getBoundingClientRect().left - LEFT) / (width - LEFT - RIGHT);
     const at = now - span() * (1 - share);
-    const distances = samples.map((it) => Math.abs(it.at - at));
+    const distances = samples.map((sample) => Math.abs(sample.at - at));
     const nearest = distances.indexOf(Math.min(...distances));
     hovered = nearest >= 0 && distances[nearest] < span() / 60 ? nearest : null;
     redraw();

@@ -1,9 +1,9 @@
-// Asks before an action, and shows its result.
+// Asks for confirmation of an action, and shows its result.
 
 import { h } from "./dom.js";
 
 /**
- * A dialog. Resolves to null if it was cancelled, else to the value of its field ("" without one).
+ * Opens a dialog. Resolves to null if it was cancelled, otherwise to the value of its field ("" without a field).
  * `field` is {label, value, type, min, max}.
  */
 export function confirm({ title, text, action, danger = false, field = null }) {

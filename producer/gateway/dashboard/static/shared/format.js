@@ -1,4 +1,4 @@
-// Numbers and times as people read them.
+// Writes numbers and times for people.
 
 const NONE = "–";
 
@@ -8,18 +8,18 @@ export function reported(stats, name) {
 }
 
 export function count(value) {
-  return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
+  return value == null ? NONE : Math.round(value).toLocaleString("en");
 }
 
-/** A rate. Small ones have one decimal. */
+/** A rate. Rates below 10 have one decimal. */
 export function rate(value) {
-  if (value === null || value === undefined) return NONE;
+  if (value == null) return NONE;
   return value > 0 && value < 10 ? value.toFixed(1) : count(value);
 }
 
-/** A duration in milliseconds. No line breaks between a number and its unit. */
+/** A duration, from milliseconds. No line break comes between a number and its unit. */
 export function duration(ms) {
-  if (ms === null || ms === undefined) return NONE;
+  if (ms == null) return NONE;
   if (ms === 0) return "0\u00a0ms";
   if (ms < 10) return `${ms.toFixed(1)}\u00a0ms`;
   if (ms < 1000) return `${Math.round(ms)}\u00a0ms`;
@@ -32,15 +32,15 @@ export function duration(ms) {
   return minutes % 60 ? `${hours}\u00a0h ${minutes % 60}\u00a0min` : `${hours}\u00a0h`;
 }
 
-/** How long ago something was, in whole seconds. */
+/** How long ago something was, from milliseconds, in whole seconds. */
 export function ago(ms) {
   return ms < 1000 ? "now" : `${duration(Math.floor(ms / 1000) * 1000).replace(/\.\d+\s/, "\u00a0")} ago`;
 }
 
-/** A time of day, with the date if it is another day. */
+/** A time of day, from Unix milliseconds, with the date if it is not today. */
 export function clock(at, now = Date.now()) {
   const date = new Date(at);
-  if (!at || Number.isNaN(date.getTime())) return NONE; // a stranger may have written anything
+  if (!at || Number.isNaN(date.getTime())) return NONE; // any program may have written the time
   const time = date.toLocaleTimeString("en-GB");
   return date.toDateString() === new Date(now).toDateString() ? time : `${date.toISOString().slice(0, 10)} ${time}`;
 }
@@ -53,7 +53,7 @@ export function bytes(value) {
   return `${value.toFixed(1)}\u00a0GiB`;
 }
 
-/** The beginning and end of a long id, as ids of the same time begin alike. */
+/** The beginning and the end of a long id, because ids of the same time have the same beginning. */
 export function shortId(id) {
   return id.length > 22 ? `${id.slice(0, 8)}…${id.slice(-8)}` : id;
 }

@@ -23,12 +23,12 @@ export function workerLink(id) {
 
 const LATE_MS = 3000;
 
-/** How long ago a worker's last heartbeat was. There should be one each second. */
+/** Shows how long ago a worker's last heartbeat was. Workers send one each second. */
 export function heartbeat(ms) {
   return h("span", { class: ms > LATE_MS && "late" }, ago(ms));
 }
 
-/** A bar that is filled up to a share, with words beside it. */
+/** A bar of which a share (0 to 1) is filled, with words beside it. */
 export function bar(share, words, kind = "") {
   return h("span", { class: "bar" },
     h("span", { class: `track ${kind}` }, sized(h("span", { class: "filled" }), share)),
@@ -38,9 +38,9 @@ export function bar(share, words, kind = "") {
 /** A table that becomes cards on a phone. `columns`: [{name, of: (row) => node or text, number}]. */
 export function table(columns, rows, keyOf) {
   return h("div", { class: "scroll" }, h("table", {},
-    h("thead", {}, h("tr", {}, columns.map((it) => h("th", { scope: "col", class: it.number && "number" }, it.name)))),
+    h("thead", {}, h("tr", {}, columns.map((column) => h("th", { scope: "col", class: column.number && "number" }, column.name)))),
     h("tbody", {}, rows.map((row) => h("tr", { "data-key": keyOf(row) },
-      columns.map((it) => h("td", { class: it.number && "number", "data-name": it.name }, it.of(row))))))));
+      columns.map((column) => h("td", { class: column.number && "number", "data-name": column.name }, column.of(row))))))));
 }
 
 export function section(title, ...children) {
@@ -48,6 +48,6 @@ export function section(title, ...children) {
 }
 
 export function facts(pairs) {
-  return h("dl", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
+  return h("dl", { class: "facts" }, pairs.filter(([, value]) => value != null && value !== "")
     .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 }

@@ -1,4 +1,4 @@
-// A text as it comes, token by token, with probabilities if they are known.
+// Shows a text token by token as it is generated, with the probabilities of the tokens if they are known.
 
 import { h, s, show } from "./dom.js";
 import { count, percent } from "./format.js";
@@ -10,7 +10,7 @@ function visible(text) {
   return text === "" ? "(nothing)" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
 
-/** The step of colour: 0 for a certain token, 5 for the most surprising ones. */
+/** Returns a token's colour: 0 for a certain token, up to 5 for the most surprising ones. */
 function surprise(logprob) {
   return Math.min(5, Math.floor(-logprob / 0.7));
 }
@@ -24,7 +24,7 @@ export function tokenView() {
   let coming = [];
   let shown = null;
 
-  /** Once a frame, for all tokens. If the end was visible, it stays visible. */
+  /** Shows the tokens that came since the screen was last drawn. If the end was visible, it stays visible. */
   function append() {
     const isAtEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
     text.append(...coming);
@@ -39,9 +39,9 @@ export function tokenView() {
     tip.hidden = !logprobs;
     if (!logprobs) return;
     span.classList.add("shown");
-    show(tip, ...logprobs.map((it) => h("table", {},
-      h("caption", {}, `${visible(it.token ?? span.textContent)} `, h("span", { class: "quiet" }, `id ${it.token_id}, rank ${count(it.rank)}`)),
-      h("tbody", {}, rowsOf(it)))));
+    show(tip, ...logprobs.map((chosen) => h("table", {},
+      h("caption", {}, `${visible(chosen.token ?? span.textContent)} `, h("span", { class: "quiet" }, `id ${chosen.token_id}, rank ${count(chosen.rank)}`)),
+      h("tbody", {}, rowsOf(chosen)))));
     const frame = element.getBoundingClientRect();
     const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
     tip.style.left = `${Math.max(0, Math.min(at.left - frame.left, frame.width - WIDEST_TIP))}px`;
@@ -70,7 +70,7 @@ export function tokenView() {
         const span = h("span", {}, piece.text);
         if (piece.logprobs.length) {
           logprobsOf.set(span, piece.logprobs);
-          const worst = Math.min(...piece.logprobs.map((it) => it.logprob));
+          const worst = Math.min(...piece.logprobs.map((chosen) => chosen.logprob));
           span.className = `token surprise-${surprise(worst)}`;
         }
         if (!coming.length) requestAnimationFrame(append);
@@ -87,22 +87,23 @@ export function tokenView() {
 }
 
 /**
- * Splits an event's text into tokens, as an ended request comes as one event. Half characters, and tokens that
- * were cut at the end, are not in the text. Such tokens share the text between their neighbours.
+ * Splits an event's text into its tokens, because the text of an ended request comes as one event. A token that is
+ * half a character, or that was cut off at the end, is not in the text. Such tokens share the text between their
+ * neighbours.
  */
 function piecesOf({ text, logprobs }) {
   const pieces = [];
   let shared = [];
   let at = 0;
-  for (const it of logprobs ?? []) {
-    const from = it.token && logprobs.length > 1 ? text.indexOf(it.token, at) : -1;
+  for (const chosen of logprobs ?? []) {
+    const from = chosen.token && logprobs.length > 1 ? text.indexOf(chosen.token, at) : -1;
     if (from === at || (from > at && shared.length)) {
       if (shared.length) pieces.push({ text: text.slice(at, from), logprobs: shared });
-      pieces.push({ text: it.token, logprobs: [it] });
+      pieces.push({ text: chosen.token, logprobs: [chosen] });
       shared = [];
-      at = from + it.token.length;
+      at = from + chosen.token.length;
     } else {
-      shared.push(it);
+      shared.push(chosen);
     }
   }
   if (shared.length || at < text.length) pieces.push({ text: text.slice(at), logprobs: shared });
@@ -111,10 +112,10 @@ function piecesOf({ text, logprobs }) {
 
 function rowsOf(chosen) {
   const others = chosen.top ?? [];
-  const rows = others.some((it) => it.token_id === chosen.token_id) ? others : [...others, chosen];
-  return rows.map((it) => h("tr", { class: it.token_id === chosen.token_id && "chosen" },
-    h("td", {}, it.token === null || it.token === undefined ? `token ${it.token_id}` : visible(it.token)),
-    h("td", { class: "number" }, percent(Math.exp(it.logprob))),
+  const rows = others.some((other) => other.token_id === chosen.token_id) ? others : [...others, chosen];
+  return rows.map((row) => h("tr", { class: row.token_id === chosen.token_id && "chosen" },
+    h("td", {}, row.token == null ? `token ${row.token_id}` : visible(row.token)),
+    h("td", { class: "number" }, percent(Math.exp(row.logprob))),
     h("td", { class: "share" }, s("svg", { viewBox: "0 0 100 8", preserveAspectRatio: "none" },
-      s("rect", { width: 100 * Math.exp(it.logprob), height: 8 })))));
+      s("rect", { width: 100 * Math.exp(row.logprob), height: 8 })))));
 }
