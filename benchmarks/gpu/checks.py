@@ -67,8 +67,9 @@ bf16."""
 TINY_STEPS = [[(70, 1), (1, 1)], [(40, 1), (20, 20), (30, 6)]]
 TINY_CASES = [
     (dtype, Shape(6, 2, 16, 12), pattern, softcap)
-    for dtype in (*TOLERANCE, FP8)
-    for pattern, softcap in ((FULL, None), (WINDOW, 20.0))
+    for dtype, (pattern, softcap) in zip(
+        (*TOLERANCE, FP8), 2 * [(FULL, None), (WINDOW, 20.0)], strict=True
+    )
 ]
 PRODUCTS = [(8, None, False), (8, 32, True), (4, 32, False), (4, 128, True)]
 """Bits, group size, and whether there are offsets."""

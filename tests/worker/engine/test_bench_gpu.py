@@ -53,8 +53,8 @@ def test_checks_and_measures(tmp_path: Path) -> None:
         *(f"decode, {what}, {way}" for what in DECODES for way in ("eager", "graph")),
         "decode, 2 of length 24, compiled, without graph",
         "decode, 2 of length 24, compiled, graph",
-        "prefill, 2 of length 20",
-        "prefill, 2 of length 20, compiled",
+        "prefill, 2 of length 9",
+        "prefill, 2 of length 9, compiled",
     }
     assert all(figures[name]["ms"] > 0 for name in figures if name.startswith("decode"))
     params = ("top_p", "penalties", "logprobs")
@@ -67,7 +67,7 @@ def test_checks_and_measures(tmp_path: Path) -> None:
         "decode, 2 of length 24": 0.8,
         "decode, 1 of length 24": 0.78,
         "decode, one of length 40 among 1 of 24": 0.8,
-        "prefill, 2 of length 20": 0.55,
+        "prefill, 2 of length 9": 0.55,
         "over transformers' continuous batching": 2.5,
         "over vLLM, 1 at once": 1.2,
         "over vLLM, 64 at once": 1.0,
@@ -89,7 +89,7 @@ def test_checks_and_measures_fewer_bits(tmp_path: Path) -> None:
     for name in FORMATS:
         assert {it.removeprefix(f"{name}: ") for it in figures if it.startswith(f"{name}: ")} == {
             *(f"decode, {what}, {way}" for what in DECODES for way in ("eager", "graph")),
-            "prefill, 2 of length 20",
+            "prefill, 2 of length 9",
         }
-    assert figures["int4: prefill, 2 of length 20"]["share"] > 0
-    assert figures["fp8: prefill, 2 of length 20"]["share"] is None
+    assert figures["int4: prefill, 2 of length 9"]["share"] > 0
+    assert figures["fp8: prefill, 2 of length 9"]["share"] is None

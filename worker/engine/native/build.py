@@ -10,10 +10,11 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -103,7 +104,7 @@ def _compiled_here() -> Path:
     )
     library = folder / f"{name}-{hashlib.sha256(version.stdout).hexdigest()[:8]}.so"
     if not library.exists():
-        _compile(compiler, library, ["-march=native"])
+        _compile(compiler, {library: ["-march=native"]})
     return library
 
 
@@ -112,14 +113,9 @@ def build_for(kinds: Iterable[str], folder: Path) -> list[Path]:
     compiler = shutil.which(_compiler())
     if compiler is None:
         raise NativeCodeError(f"there is no compiler {_compiler()}")
-
-    def build(kind: str) -> Path:
-        path = folder / name_for(kind)
-        _compile(compiler, path, KINDS[kind].flags)
-        return path
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return [*threads.map(build, kinds)]
+    libraries = {folder / name_for(kind): KINDS[kind].flags for kind in kinds}
+    _compile(compiler, libraries)
+    return [*libraries]
 
 
 def name_for(kind: str) -> str:
@@ -156,26 +152,46 @@ def processor_features() -> set[str]:
     return set(flags.partition(":")[2].split())
 
 
-def _compile(compiler: str, library: Path, flags: list[str]) -> None:
+def _compile(compiler: str, libraries: dict[Path, list[str]]) -> None:
+    """Compile libraries of one folder, each with its flags. They share equal objects."""
+    library, *_ = libraries
     logger.info("compiling native code, once for this machine, into %s", library)
     _remove_unfinished(library.parent)
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         prefix = f"{_UNFINISHED}{os.getpid()}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=library.parent) as folder:
-            sources = sorted(_SOURCES.glob("*.cpp"))
-            objects = [f"{folder}/{source.stem}.o" for source in sources]
-            command = [compiler, *_FLAGS, *flags, f"-I{_SOURCES}"]
-            with ThreadPoolExecutor(len(sources)) as threads:
-                compilations = zip(sources, objects, strict=True)
-                commands = [[*command, "-c", str(path), "-o", to] for path, to in compilations]
-                [*threads.map(_run, commands)]
-            built = Path(folder, library.name)
-            _run([*command, "-shared", *objects, "-o", str(built)])
-            built.rename(library)  # atomic, because two workers may build at once
+            commands, objects = dict[tuple[str, ...], str](), dict[Path, list[str]]()
+            for library, flags in libraries.items():
+                objects[library] = []
+                for source in sorted(_SOURCES.glob("*.cpp")):
+                    used = _used_flags(source, flags)
+                    command = (compiler, *_FLAGS, *used, f"-I{_SOURCES}", "-c", str(source), "-o")
+                    to = f"{folder}/{source.stem}-{len(commands)}.o"
+                    objects[library].append(commands.setdefault(command, to))
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                [*threads.map(_run, [(*command, to) for command, to in commands.items()])]
+            for library, flags in libraries.items():
+                built = Path(folder, library.name)
+                _run([compiler, *_FLAGS, *flags, "-shared", *objects[library], "-o", str(built)])
+                built.rename(library)  # atomic, because two workers may build at once
     except OSError as error:
         reason = f"{library} cannot be written ({error.strerror})"
         raise NativeCodeError(f"{reason}; set XDG_CACHE_HOME to a usable folder") from error
+
+
+def _used_flags(source: Path, flags: list[str]) -> list[str]:
+    """Returns the flags without those of features that neither the source nor its headers name."""
+    texts, unread = dict[Path, str](), [source]
+    while unread:
+        path = unread.pop()
+        if path not in texts:
+            texts[path] = path.read_text()
+            names = re.findall(r'^#include "(.+)"', texts[path], re.MULTILINE)
+            unread += [_SOURCES / name for name in names]
+    text = "".join(texts.values())
+    features = {flag: flag.removeprefix("-m").partition("-")[0].upper() for flag in flags}
+    return [flag for flag in flags if flag.startswith("-march") or f"__{features[flag]}" in text]
 
 
 def _remove_unfinished(folder: Path) -> None:
@@ -186,7 +202,7 @@ def _remove_unfinished(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: Sequence[str]) -> None:
     """Run the compiler. Raises NativeCodeError if it fails."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if ended.returncode:

@@ -78,29 +78,30 @@ class NoDriver:
 
 def described(name: str, compiled: Any) -> dict[str, Any]:
     """`kernel`, `shared` bytes, `registers` a thread, `stack` bytes of spilled registers, `loop`:
-    the instructions of the longest loop, `waits`: how many reads may be under way at each wait for
-    reads, and `buffers`: how many tiles each buffer in shared memory holds."""
-    dump = _dump(compiled.asm["cubin"])
-    registers, stack = re.findall(r"\b(?:REG|STACK):(\d+)", dump)
+    the instructions of the product's longest loop, `waits`: how many reads may be under way at each
+    wait for reads, and `buffers`: how many tiles each buffer in shared memory holds."""
+    code = compiled.asm["cubin"]
+    registers, stack = re.findall(r"\b(?:REG|STACK):(\d+)", _dump(code, "--dump-resource-usage"))
     text = compiled.asm["ttgir"]
     return {
         "kernel": name,
         "shared": compiled.metadata.shared,
         "registers": int(registers),
         "stack": int(stack),
-        "loop": _longest_loop(dump),
+        # To print the instructions takes as long as to compile a kernel.
+        "loop": _longest_loop(_dump(code, "--dump-sass")) if name == "_product_kernel" else None,
         "waits": [int(num) for num in re.findall(r"async_wait.*\{num = (\d+)", text)],
         "buffers": [int(num) for num in re.findall(r"local_alloc : .*memdesc<(\d+)x\d+x\d", text)],
     }
 
 
 @cache
-def _dump(cubin: bytes) -> str:
-    """Returns what the code uses, and the code. Launches with other arguments often share both."""
+def _dump(cubin: bytes, option: str) -> str:
+    """Returns this part of the code's description. Launches with other arguments often share it."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(_TOOLS / "cuobjdump"), "--dump-resource-usage", "--dump-sass", file.name]
+        command = [str(_TOOLS / "cuobjdump"), option, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

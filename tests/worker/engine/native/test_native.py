@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -440,6 +442,25 @@ def test_code_of_the_wheel_serves_the_processors_that_it_fits(
     monkeypatch.setattr(build, "processor_features", lambda: build.KINDS["amx"].features - {"fma"})
     with pytest.raises(NativeCodeError, match="no compiler"):
         library_path()
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_kinds_of_processors_share_objects_without_their_features(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each source is compiled once for each set of features that it and its headers name."""
+    compiler, log = tmp_path / "c++", tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\nfor last; do :; done; touch "$last"; echo "$@" >> {log}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    build.build_for(build.KINDS, tmp_path / "built")
+    compiled = Counter(re.findall(r"(\w+)\.cpp", log.read_text()))
+    assert compiled == {
+        "quantized_linear": len(build.KINDS),
+        "tiles": len(build.KINDS) - 1,  # VNNI is for integers
+        **dict.fromkeys(("interface", "quantizing", "sampling"), 3),
+    }
+    assert log.read_text().count("-shared") == len(build.KINDS)
 
 
 @pytest.mark.usefixtures("empty_cache", "logs_in_json")

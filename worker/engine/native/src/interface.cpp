@@ -101,11 +101,3 @@ const char* experts(
     });
   });
 }
-
-bool has_tile_registers() {
-#ifdef __AMX_BF16__
-  return promptq::has_tiles();
-#else
-  return false;
-#endif
-}

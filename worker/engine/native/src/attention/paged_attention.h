@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "attention/cache_rows.h"
-#include "attention/tile_attention.h"
 #include "attention/work_pieces.h"
 #include "machine/elements.h"
 #include "machine/vectors.h"
@@ -192,12 +191,13 @@ void attend_over(const Piece<T>& piece, std::vector<float>& scratch) {
   }
 }
 
+// Returns false without tile registers. Defined in tiles.cpp.
+bool attend_in_tiles(const Piece<Bf16>& piece, std::vector<float>& scratch);
+
 template <typename T>
 void attend_sized(const Piece<T>& piece, std::vector<float>& scratch) {
-#ifdef __AMX_BF16__
   if constexpr (std::is_same_v<T, Bf16>)
-    if (has_tiles()) return TileAttention(piece, scratch).run();
-#endif
+    if (attend_in_tiles(piece, scratch)) return;
   if (piece.is_int8)
     attend_over<Factor<T>>(piece, scratch);
   else

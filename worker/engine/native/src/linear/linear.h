@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "linear/packed.h"
-#include "linear/tile_linear.h"
 #include "linear/unpacked_linear.h"
 #include "linear/vector_linear.h"
 #include "machine/buffer.h"
@@ -23,14 +22,15 @@ namespace promptq {
 template <typename T>
 std::unique_ptr<Packed<T>> pack_quantized(const Matrix& weight, WeightMemory& memory);
 
+// Returns null without tile registers. Defined in tiles.cpp.
+std::unique_ptr<Packed<Bf16>> pack_for_tiles(const Matrix& weight, WeightMemory& memory);
+
 // Packs a weight for the fastest products that this processor has.
 template <typename T>
 std::unique_ptr<Packed<T>> pack(const Matrix& weight, WeightMemory& memory) {
   if (weight.scales) return pack_quantized<T>(weight, memory);
-#ifdef __AMX_BF16__
   if constexpr (std::is_same_v<T, Bf16>)
-    if (has_tiles()) return std::make_unique<TileLinear>(weight, memory);
-#endif
+    if (auto packed = pack_for_tiles(weight, memory)) return packed;
   return std::make_unique<VectorLinear<T>>(weight, memory);
 }
 
