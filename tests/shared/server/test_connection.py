@@ -30,7 +30,7 @@ from promptq.shared.server.connection import (
 )
 from tests.support.network import Network
 from tests.support.roles import as_role
-from tests.support.servers import OwnServer, check_that_answers_are_ones_own
+from tests.support.servers import OwnServer, assert_no_answer_to_another_call
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ async def test_a_url_says_how_long_an_answer_is_waited_for(redis_url: str) -> No
 
 
 async def test_nobody_gets_an_answer_to_somebody_else(redis_url: str) -> None:
-    await check_that_answers_are_ones_own(redis_url)
+    await assert_no_answer_to_another_call(redis_url)
 
 
 @pytest.fixture
