@@ -61,6 +61,7 @@ async def assert_refused(url: str, kind: type[Exception], *said: str) -> None:
         await open_async_redis(url)
     for error in (raised, raised_too):
         assert error.type is kind
+        assert "secret" not in str(error.value)
         assert all(part in str(error.value) for part in said), str(error.value)
     assert ("promptq up" in str(raised.value)) == (kind is RedisUnavailableError)
 
@@ -159,6 +160,11 @@ async def test_credentials(tmp_path: Path, login: str) -> None:
         by_hand.execute_command("ACL", "SETUSER", "default", "resetpass", ">secret")
         said = "refused the credentials" if login else "wants a user and a password"
         await assert_refused(f"redis://{login}127.0.0.1:{server.port}/0", RedisAuthError, said)
+
+
+async def test_a_server_that_is_not_there() -> None:
+    url = f"redis://me:secret@127.0.0.1:{free_port()}/0"
+    await assert_refused(url, RedisUnavailableError, "no Redis server answers")
 
 
 @pytest.mark.parametrize("kind", ["absent", "file", "folder"])

@@ -160,10 +160,8 @@ def test_the_step_ahead_leaves_room_for_a_newcomer() -> None:
 
 @pytest.mark.parametrize("num_blocks", [(12, 30), (500, 500)], ids=["short", "ample"])
 def test_at_random_all_come_to_their_end_and_no_tenant_waits_beside_one_with_more(
-    num_blocks: tuple[int, int],
+    num_blocks: tuple[int, int], seed: int
 ) -> None:
-    seed = Random().randrange(2**32)
-    print(f"seed {seed}")
     random = Random(seed)
     for _ in range(8):
         scheduler = make_scheduler(

@@ -240,9 +240,9 @@ def random_schema(rng: random.Random, depth: int, names: str) -> dict[str, Any]:
     return {**rng.choice([{}, {}, *keywords]), **schema} if depth < 3 else schema
 
 
-def test_whatever_is_written_matches_the_schema_as_it_was_sent(compiled: Grammars) -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+def test_whatever_is_written_matches_the_schema_as_it_was_sent(
+    compiled: Grammars, seed: int
+) -> None:
     rng = random.Random(seed)
     written = 0
     for _ in range(60):
@@ -452,9 +452,7 @@ def test_lookaheads_at_the_beginning_are_enforced(
     assert [text for text in (*fine, *wrong) if re.search(pattern, text)] == fine
 
 
-def test_patterns_without_lookaheads_match_the_same_texts() -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+def test_patterns_without_lookaheads_match_the_same_texts(seed: int) -> None:
     rng = random.Random(seed)
     texts = ["".join(letters) for n in range(6) for letters in product("ab.", repeat=n)]
     num_written = 0
