@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import secrets
 import subprocess
 import sys
 from collections import defaultdict
@@ -283,3 +284,11 @@ def _long_ones_first(items: list[pytest.Item], processes: int) -> list[pytest.It
         ordered += part + others[:num_others]
         del others[:num_others]
     return ordered + others
+
+
+@pytest.fixture
+def seed() -> int:
+    """Another one each time; that of a failure is printed."""
+    chosen = secrets.randbelow(1 << 31)
+    print(f"seed {chosen}")
+    return chosen

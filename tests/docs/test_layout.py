@@ -1,4 +1,4 @@
-"""Imports between folders, and between files, run in no circle.
+"""Imports between folders, and between files, run in no circle. A reader of a test sees an assert.
 
 import-linter does not see the files that lie beside a package's folders as one folder.
 """
@@ -82,3 +82,54 @@ def test_a_circle_is_found() -> None:
     one, two, three = (Path(name) for name in ("one", "two", "three"))
     assert set(circle({one: {two}, two: {three}, three: {two}})) == {"two", "three"}
     assert circle({one: {two}, two: {three}}) == []
+
+
+ASSERTING = {"pytest.raises", "pytest.warns", "pytest.fail", "expect"}
+"""`expect` is Playwright's."""
+HIDDEN = {
+    "tests/programs/engines/test_real_servers.py: test_another_worker_goes_on_when_one_is_killed",
+    "tests/worker/upstream/test_faults.py: "
+    "test_a_server_that_is_overloaded_gets_the_requests_later",
+}
+"""They call a helper `check`, which asserts."""
+
+
+def hides_its_assert(test: ast.AST) -> bool:
+    """Whether a test has no assert, and calls no helper whose name says that it asserts."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.Assert):
+            return False
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in ASSERTING or name.rpartition(".")[2].startswith("assert_"):
+                return False
+    return True
+
+
+def find_tests(text: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(text)):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_function and node.name.startswith("test_"):
+            yield node
+
+
+def test_each_test_shows_what_it_asserts() -> None:
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    tests = [(file, test) for file in files for test in find_tests(file.read_text())]
+    assert len(tests) > 2000
+    hidden = [(file, test.name) for file, test in tests if hides_its_assert(test)]
+    assert {f"{file.relative_to(ROOT)}: {name}" for file, name in hidden} == HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("body", "hides"),
+    [
+        ("assert 1", False),
+        ("with pytest.raises(KeyError):\n        f()", False),
+        ("page.assert_looks_right()", False),
+        ("check(1)", True),
+    ],
+)
+def test_a_hidden_assert_is_found(body: str, hides: bool) -> None:
+    [test] = find_tests(f"class A:\n  async def test_it():\n    {body}")
+    assert hides_its_assert(test) == hides

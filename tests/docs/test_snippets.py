@@ -23,7 +23,7 @@ RUN = {
 PAGES_TO_RUN = sorted(page for page, snippets in RUN.items() if snippets)
 
 
-def run_page(page: str) -> None:
+def assert_snippets_run(page: str) -> None:
     """Each program on a page is a process, and each page has a network of its own."""
     if subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True).returncode:
         pytest.skip("this system permits nobody a network of its own")
@@ -45,13 +45,13 @@ def run_page(page: str) -> None:
 
 @pytest.mark.long
 def test_the_readme() -> None:
-    run_page("README.md")
+    assert_snippets_run("README.md")
 
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("page", [page for page in PAGES_TO_RUN if page != "README.md"])
 def test_a_page(page: str) -> None:
-    run_page(page)
+    assert_snippets_run(page)
 
 
 def test_a_comment_above_a_snippet_is_understood() -> None:

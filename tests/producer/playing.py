@@ -47,6 +47,13 @@ class HandWorker:
         self.adopt(claim)
         return claim
 
+    def take_next(self) -> Claim:
+        """Claims the next request, once there is one."""
+        claim = self.queue.take()
+        assert claim is not None
+        self.adopt(claim)
+        return claim
+
     def payload(self, request_id: str) -> dict[str, Any]:
         """The payload of the request."""
         fields: dict[str, Any] = json.loads(self.redis.hget(KEYS.request(request_id), "payload"))
@@ -105,9 +112,7 @@ class HandWorker:
 
         def work() -> None:
             for text in texts:
-                claim = self.queue.take()
-                assert claim is not None
-                self.adopt(claim)
+                claim = self.take_next()
                 self.send(claim, text[:1])
                 self.finish(claim, text[1:])
 

@@ -28,7 +28,7 @@ from promptq.producer.webhooks.tenant_turns import Turns
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.producer.batches.conftest import finished_batch, line, write_lines
 from tests.producer.playing import KEYS, HandWorker, Start
-from tests.producer.webhooks.receiving import MASTER, Receiver, ask, receiver, secret_of
+from tests.producer.webhooks.receiving import MASTER, Receiver, ask_and_answer, receiver, secret_of
 from tests.support.model_free import running_worker
 from tests.support.processes import family_of, until_ready
 from tests.support.roles import as_role, forget_refusals, refusals
@@ -208,8 +208,7 @@ async def test_rq_runs_our_functions_only(
         reading = threading.Thread(target=lambda: logged.writelines(process.stderr or ()))
         reading.start()
         await until_ready(process)
-        ask(own_worker.queue, "r", receiving.url("/ok"))
-        own_worker.finish(own_worker.take(), "hi")
+        ask_and_answer(own_worker, "r", receiving.url("/ok"))
         batch = await batch_of(redis_url, tmp_path, "t", 3)
         async with running_worker(redis_url):
             assert (await finished_batch(redis_url, batch.id)).status == "completed"
@@ -254,8 +253,7 @@ async def test_a_forged_webhook_is_not_sent(
         process = start("jobs", **settings)
         await until_ready(process)
         await async_until(lambda: not any(server.llen(f"rq:queue:{queue}") for queue in QUEUES))
-        ask(own_worker.queue, "r", receiving.url("/ok"))
-        own_worker.finish(own_worker.take(), "hi")
+        ask_and_answer(own_worker, "r", receiving.url("/ok"))
         await async_until(lambda: bool(receiving.calls))
         assert [path for path, _, _ in receiving.calls] == ["/ok"]
 
@@ -327,14 +325,11 @@ async def test_webhooks_take_turns_by_tenant(
         assert MASTER not in shown
         assert as_role("jobs", redis_url) not in shown
         for number in range(8):
-            ask(own_worker.queue, f"a{number}", slow.url("/never"), tenant="a")
-            own_worker.finish(own_worker.take(), "hi")
+            ask_and_answer(own_worker, f"a{number}", slow.url("/never"), tenant="a")
         await async_until(lambda: len(slow.calls) == 2)
-        ask(own_worker.queue, "a-other", quick.url("/a"), tenant="a")
-        own_worker.finish(own_worker.take(), "hi")
+        ask_and_answer(own_worker, "a-other", quick.url("/a"), tenant="a")
         await async_until(lambda: bool(quick.headers_at("/a")))
-        ask(own_worker.queue, "b", quick.url("/b"), tenant="b")
-        own_worker.finish(own_worker.take(), "hi")
+        ask_and_answer(own_worker, "b", quick.url("/b"), tenant="b")
         await async_until(lambda: bool(quick.headers_at("/b")))
         assert not slow.over.is_set()
         assert len(slow.calls) == 2, "a slow receiver waits for itself"

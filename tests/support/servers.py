@@ -206,7 +206,7 @@ def tls_settings(folder: Path, port: int, asks_clients: bool = False) -> dict[st
     }
 
 
-async def check_that_answers_are_ones_own(url: str) -> None:
+async def assert_no_answer_to_another_call(url: str) -> None:
     """Checks that a connection with an unread answer is not used again: it would return each later
     answer to the wrong call."""
     client = open_redis(url)

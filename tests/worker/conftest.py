@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -19,14 +18,6 @@ def one_thread() -> None:
     """Tiny models gain nothing from a second thread, and where other work keeps a core busy,
     threads that wait for each other make them ten times slower."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def seed() -> int:
-    """Another one each time; that of a failure is printed."""
-    chosen = secrets.randbelow(1 << 31)
-    print(f"seed {chosen}")
-    return chosen
 
 
 @pytest.fixture

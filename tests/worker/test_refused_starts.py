@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,9 @@ from promptq.shared.errors import ModelNotFoundError
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.serve.build import build
+from tests.producer.playing import old_server
 from tests.support import processes
+from tests.support.servers import free_port
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
 
@@ -36,11 +36,9 @@ def one_sentence(outcome: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_says_that_no_server_is_there() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-        said = one_sentence(run("--model", "model-free", "--redis", f"redis://127.0.0.1:{port}"))
-    assert f"no Redis server answers at redis://127.0.0.1:{port}" in said
+    url = f"redis://127.0.0.1:{free_port()}"
+    said = one_sentence(run("--model", "model-free", "--redis", url))
+    assert f"no Redis server answers at {url}" in said
 
 
 def test_says_that_credentials_are_wrong_and_shows_no_password() -> None:
@@ -52,37 +50,15 @@ def test_says_that_credentials_are_wrong_and_shows_no_password() -> None:
 
 
 def test_says_that_a_server_is_too_old() -> None:
-    """No binary that old is at hand: this server answers everything with its version."""
-    reply = b"redis_version:6.2.14\r\n"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                while data := connection.recv(4096):
-                    for command in data.split(b"*")[1:]:
-                        if b"HELLO" in command:
-                            connection.sendall(b"%1\r\n+proto\r\n:3\r\n")
-                        elif b"\r\nINFO\r\n" in command:
-                            connection.sendall(b"$%d\r\n%s\r\n" % (len(reply), reply))
-                        else:
-                            connection.sendall(b"-ERR unknown subcommand\r\n")
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        port = listener.getsockname()[1]
-        said = one_sentence(run("--model", "model-free", "--redis", f"redis://127.0.0.1:{port}"))
-        thread.join()
+    with old_server("6.2.14") as url:
+        said = one_sentence(run("--model", "model-free", "--redis", url))
     assert "is Redis 6.2.14; promptq needs Redis 7 or Valkey 8" in said
-
-
-def test_says_that_a_url_is_none() -> None:
-    assert "is not a Redis URL" in one_sentence(run("--redis", "http://localhost"))
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        (["--redis", "http://localhost"], "is not a Redis URL"),
         (["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a size"),
         (["--kv-cache-memory", "900T"], "--kv-cache-memory: 921,600.0 GiB are requested, but "),
         (["--max-num-seqs", "0"], "--max-num-seqs"),

@@ -65,7 +65,7 @@ def owner(cluster: Cluster) -> Iterator[redis.Redis]:
         yield client
 
 
-async def stream_through(cluster: Cluster, change: Any, folder: Path) -> None:
+async def assert_streams_outlive(cluster: Cluster, change: Any, folder: Path) -> None:
     """Streams of two workers are whole, and as if the cluster had not changed meanwhile."""
     url = cluster.cluster_url
     with (
@@ -127,7 +127,7 @@ async def test_streams_outlive_a_change_of_the_cluster(
         else:
             cluster.move(KEYS.pending, at_once=change == "move at once")
 
-    await stream_through(cluster, make, tmp_path)
+    await assert_streams_outlive(cluster, make, tmp_path)
 
 
 def test_a_script_does_nothing_while_some_of_its_keys_are_elsewhere(

@@ -14,9 +14,7 @@ from tests.support.waiting import until
 def test_ctrl_c_in_submit_cancels(start: Start, own_worker: HandWorker) -> None:
     """The request ends at its worker's next step, and the command says after how much."""
     process = start("submit", "Hi")
-    claim = own_worker.queue.take()
-    assert claim is not None
-    own_worker.adopt(claim)
+    claim = own_worker.take_next()
     own_worker.send(claim, "ab")
     read_until(process, "ab")
     process.send_signal(signal.SIGINT)
@@ -55,9 +53,7 @@ def test_ctrl_c_in_watch_leaves_the_request_alone(
 def test_a_reader_that_goes_away_cancels(start: Start, own_worker: HandWorker) -> None:
     """`promptq submit ... | head` leaves no request behind that nobody reads."""
     process = start("submit", "Hi")
-    claim = own_worker.queue.take()
-    assert claim is not None
-    own_worker.adopt(claim)
+    claim = own_worker.take_next()
     own_worker.send(claim, "ab")
     read_until(process, "ab")
     assert process.stdout is not None

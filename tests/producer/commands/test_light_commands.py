@@ -20,6 +20,7 @@ print()
 print(json.dumps(sorted(sys.modules)))
 """
 CLI, WORKER = "promptq.producer.cli", "promptq.worker"
+FLEET = "promptq.producer.commands.local_fleet"
 CALL_READER = "promptq.producer.apis.call_reader_process"
 HTTP = {"fastapi", "starlette", "uvicorn", "promptq.producer.http"}
 OTHERS = {  # of other commands, or of none
@@ -29,6 +30,7 @@ OTHERS = {  # of other commands, or of none
     *("promptq.producer.gateway.server", "promptq.producer.commands.local_fleet.autoscaler"),
     *(f"promptq.producer.admin.{it}" for it in ("autoscaling", "queue_views", "timeline")),
 }
+HEAVY = {"fastapi", "httpx", "numpy", "rq", "torch", "transformers"}
 BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
 
 
@@ -46,7 +48,12 @@ BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
         ),
         (CALL_READER, ["info", "text"], {"promptq.producer.apis.responses.read"}, HTTP),
         (CLI, ["worker"], {"typer"}, {*OTHERS, "pydantic_settings", "redis"}),
-        (CLI, ["--help"], {"promptq.producer.gateway.server"}, {"fastapi", "httpx", "rq", "torch"}),
+        (CLI, ["--help"], {"promptq.producer.gateway.server"}, HEAVY),
+        (CLI, ["submit", "--help"], {"typer"}, HEAVY),
+        *(
+            (f"promptq.producer.commands.local_fleet.{it}", [], set(), HEAVY)
+            for it in ("demo", "up")
+        ),
         (
             WORKER,
             ["--model", "model-free", "--redis", "unix:///nowhere"],

@@ -112,23 +112,6 @@ def test_drain_one_of_two(run: Run, start: Start, redis_url: str) -> None:
         assert client.generate("Hi", seed=1, max_tokens=3).text == text_of(1, 3)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "pause",
-        "resume",
-        "drain",
-        "reprioritise",
-        "dead list",
-        "dead show",
-        "dead requeue",
-        "dead purge",
-    ],
-)
-def test_help_shows_examples(run: Run, command: str) -> None:
-    assert re.search(rf"Examples:\s+promptq {command}", run(*command.split(), "--help").stdout)
-
-
 def test_each_client_has_the_same_calls(any_client: Any, redis_url: str) -> None:
     bury(redis_url, "one", "two")
     assert any_client.dead_ids() == ["two", "one"]

@@ -26,9 +26,7 @@ from tests.support.servers import OwnServer
 def test_submit_prints_the_text(start: Start, own_worker: HandWorker) -> None:
     """Tokens come as they are made, and a newline ends them; nothing else is printed."""
     process = start("submit", "Hi")
-    claim = own_worker.queue.take()
-    assert claim is not None
-    own_worker.adopt(claim)
+    claim = own_worker.take_next()
     own_worker.send(claim, "ab")
     assert read_until(process, "ab") == "ab"
     own_worker.finish(claim, "c")
@@ -180,9 +178,7 @@ def test_says_at_a_terminal_that_the_server_is_away(tmp_path: Path) -> None:
         worker.queue.run(heartbeat(WorkerStats(worker_id="by-hand"), 600_000))
         command = [*PROMPTQ, "submit", "Hi", "--redis", server.url]
         with closing(Terminal(*command)) as terminal:
-            claim = worker.queue.take()
-            assert claim is not None
-            worker.adopt(claim)
+            claim = worker.take_next()
             worker.send(claim, "ab")
             terminal.read_until("ab")
             connection.hset(KEYS.config, "paused", 1)
@@ -265,9 +261,7 @@ def test_fork_prints_the_text(start: Start, run: Run, own_worker: HandWorker) ->
     run("submit", "Hi", "--detach", "--id", "mine", "--param", given)
     own_worker.take()
     process = start("fork", "mine", "--append", " no")
-    claim = own_worker.queue.take()
-    assert claim is not None
+    claim = own_worker.take_next()
     assert own_worker.payload(claim.request_id)["output_prefix"] == {"text": "Oh no"}
-    own_worker.adopt(claim)
     own_worker.finish(claim, "abc")
     assert process.communicate() == ("abc\n", "")

@@ -120,9 +120,7 @@ def begun(client: Anthropic, worker: HandWorker, **fields: Any) -> Iterator[tupl
     """A stream whose worker has sent some text, and the claim of its request."""
     with ThreadPoolExecutor() as beside:
         asking = beside.submit(lambda: client.messages.create(**{**FIELDS, **fields}, stream=True))
-        claim = worker.queue.take()
-        assert claim is not None
-        worker.adopt(claim)
+        claim = worker.take_next()
         worker.send(claim, "Half")
         stream = asking.result()
     with closing(stream):
@@ -198,9 +196,7 @@ def opened(
         path = path or ("/v1/chat/completions" if "messages" in body else "/v1/completions")
         asked = http.build_request("POST", path, json=body, headers=headers)
         asking = beside.submit(lambda: http.send(asked, stream=True))
-        claim = worker.queue.take()
-        assert claim is not None
-        worker.adopt(claim)
+        claim = worker.take_next()
         worker.send(claim, text)
         response = asking.result()
     with closing(response):

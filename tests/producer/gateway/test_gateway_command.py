@@ -81,9 +81,7 @@ def test_streams_go_on_at_the_next_gateway(
     """However the first ends, it cancels nothing, and a client misses nothing."""
 
     def take() -> Claim:
-        claim = own_worker.queue.take()
-        assert claim is not None
-        own_worker.adopt(claim)
+        claim = own_worker.take_next()
         own_worker.send(claim, "a")
         return claim
 

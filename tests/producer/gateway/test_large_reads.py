@@ -44,9 +44,7 @@ async def answered_by(
     The log-probabilities of the prompt are in one event, which is also the last.
     """
     call = asyncio.ensure_future(calling)
-    claim = await asyncio.to_thread(worker.queue.take)
-    assert claim is not None
-    worker.adopt(claim)
+    claim = await asyncio.to_thread(worker.take_next)
     if of_prompt:
         worker.send(claim, "x", FinishReason.LENGTH, **of_prompt)
     else:

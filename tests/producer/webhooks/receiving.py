@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from promptq.shared.queue.request_queue import RequestQueue
+from tests.producer.playing import HandWorker
 from tests.support.requests import put
 
 MASTER = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode()
@@ -110,3 +111,9 @@ def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
 def ask(queue: RequestQueue, request_id: str, url: str, **fields: Any) -> None:
     """Put in a request whose end is told to that URL."""
     put(queue, request_id, webhook_url=url, **{"max_tokens": 5, **fields})
+
+
+def ask_and_answer(worker: HandWorker, request_id: str, url: str, **fields: Any) -> None:
+    """Puts in such a request, and ends it."""
+    ask(worker.queue, request_id, url, **fields)
+    worker.finish(worker.take(), "hi")

@@ -33,7 +33,14 @@ from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.settings.common import read_settings_of
 from tests.producer.playing import KEYS, HandWorker, Run
-from tests.producer.webhooks.receiving import MASTER, Receiver, ask, is_signed, receiver
+from tests.producer.webhooks.receiving import (
+    MASTER,
+    Receiver,
+    ask,
+    ask_and_answer,
+    is_signed,
+    receiver,
+)
 from tests.support.roles import as_role
 from tests.support.servers import Server, make_certificates
 from tests.support.spoilt import SPOILT, TYPES, make_of_type
@@ -155,8 +162,7 @@ def test_it_is_sent_again_until_it_is_taken(
     jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
     """Under the same id, newly signed, the first time after 5 s."""
-    ask(own_worker.queue, "r", receiving.url("/status/500"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "r", receiving.url("/status/500"))
     jobs.work()
     assert jobs.waiting()["r"].due - jobs.now == BACKOFF_SECONDS[0]
     jobs.work()
@@ -171,8 +177,7 @@ def test_it_is_sent_again_until_it_is_taken(
 
 def test_after_a_day_it_is_dead(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
     assert 0.9 * 86_400 < sum(BACKOFF_SECONDS) < 86_400
-    ask(own_worker.queue, "r", receiving.url("/status/503"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "r", receiving.url("/status/503"))
     jobs.work()
     for attempt, seconds in enumerate(BACKOFF_SECONDS, 1):
         assert len(receiving.calls) == attempt
@@ -194,10 +199,8 @@ def test_receivers_that_misbehave(jobs: Jobs, own_worker: HandWorker, receiving:
         unused.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}/"
         for path in ("/never", "/status/302", "/status/410"):
-            ask(own_worker.queue, path[1:], receiving.url(path))
-            own_worker.finish(own_worker.take(), "hi")
-        ask(own_worker.queue, "nobody", nobody)
-        own_worker.finish(own_worker.take(), "hi")
+            ask_and_answer(own_worker, path[1:], receiving.url(path))
+        ask_and_answer(own_worker, "nobody", nobody)
         jobs.work()
     called = sorted(at for at, _, _ in receiving.calls)
     assert called == ["/never", "/status/302", "/status/410"]
@@ -225,8 +228,7 @@ def test_a_webhook_over_tls(
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
     with receiver(tls) as receiving:
-        ask(own_worker.queue, "r", receiving.url("/huge"))
-        own_worker.finish(own_worker.take(), "hi")
+        ask_and_answer(own_worker, "r", receiving.url("/huge"))
         jobs.work()
         assert receiving.calls == [], "nobody vouches for it"
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.crt"))
@@ -245,8 +247,7 @@ def test_private_addresses_are_refused(
 ) -> None:
     """Unless a setting allows them; and nothing is tried again."""
     jobs.settings.webhook_allow_private = False
-    ask(own_worker.queue, "r", receiving.url("/ok"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "r", receiving.url("/ok"))
     jobs.work()
     jobs.pass_time()
     jobs.work()
@@ -259,8 +260,7 @@ def test_private_addresses_are_refused(
 
 def test_a_record_that_is_gone(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
     """However it went: who waits for the webhook finds it among the dead."""
-    ask(own_worker.queue, "r", receiving.url("/status/500"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "r", receiving.url("/status/500"))
     jobs.work()
     own_worker.redis.delete(KEYS.request("r"))
     jobs.pass_time()
@@ -321,8 +321,7 @@ def test_a_spoilt_record_keeps_no_other_webhook(
     for number, value in enumerate(SPOILT.values()):
         server.hset(KEYS.request(f"odd-{number}"), mapping={**asking, field: value})
         server.zadd(KEYS.webhooks, {f"odd-{number}": number})
-    ask(own_worker.queue, "sound", receiving.url("/ok"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "sound", receiving.url("/ok"))
     jobs.work()
     assert "/ok" in [at for at, _, _ in receiving.calls]
     for _, _, body in receiving.calls:
@@ -336,15 +335,13 @@ def test_a_list_that_is_spoilt_while_it_is_worked_on_is_begun_anew(
 ) -> None:
     """That of dead webhooks and that of those that wait: what comes later is called."""
     server = own_worker.redis
-    ask(own_worker.queue, "dies", receiving.url("/gone"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "dies", receiving.url("/gone"))
     jobs.deliveries.go_on()
     for key in (KEYS.webhooks_waiting, KEYS.webhooks_dead):
         make_of_type(server, key, kind)
     jobs.work()
     jobs.dead()
-    ask(own_worker.queue, "later", receiving.url("/ok"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "later", receiving.url("/ok"))
     jobs.work()
     assert "/ok" in [at for at, _, _ in receiving.calls]
     assert server.type(KEYS.webhooks_waiting) in (b"none", b"hash")
@@ -353,8 +350,7 @@ def test_a_list_that_is_spoilt_while_it_is_worked_on_is_begun_anew(
 def test_a_server_that_refuses_strikes_nothing_off(
     jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
-    ask(own_worker.queue, "r", receiving.url("/ok"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "r", receiving.url("/ok"))
     own_worker.redis.config_set("maxmemory", 1)
     try:
         with pytest.raises(redis.ResponseError, match="maxmemory"):
@@ -383,8 +379,7 @@ def test_what_strangers_wrote_of_what_waits(
         server.hset(KEYS.request(ended), "payload", json.dumps(asking))
         spoilt[ended] = json.dumps({"attempts": attempts, "due": 0})
     server.hset(KEYS.webhooks_waiting, mapping=spoilt)
-    ask(own_worker.queue, "r", receiving.url("/status/500"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "r", receiving.url("/status/500"))
     jobs.work()
     assert set(jobs.waiting()) == {"r"}
     server.delete(KEYS.webhooks_waiting)
@@ -402,10 +397,8 @@ def test_what_a_tenant_may_pile_up(
     """Webhooks beyond the limit are dead at once; another tenant's wait as before."""
     jobs.settings.webhook_max_waiting = 3
     for number in range(5):
-        ask(own_worker.queue, f"a{number}", receiving.url("/status/500"), tenant="a")
-        own_worker.finish(own_worker.take(), "hi")
-    ask(own_worker.queue, "b", receiving.url("/ok"), tenant="b")
-    own_worker.finish(own_worker.take(), "hi")
+        ask_and_answer(own_worker, f"a{number}", receiving.url("/status/500"), tenant="a")
+    ask_and_answer(own_worker, "b", receiving.url("/ok"), tenant="b")
     jobs.work()
     assert set(jobs.waiting()) == {"a0", "a1", "a2"}
     listed = json.loads(run("webhooks", "dead", "--json").stdout)
@@ -422,14 +415,12 @@ def test_it_is_sent_again_by_hand(jobs: Jobs, own_worker: HandWorker, receiving:
     """docs/jobs.md has the commands. They also send a dead webhook again; one that was taken off
     the list is not sent.
     """
-    ask(own_worker.queue, "r", receiving.url("/ok"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "r", receiving.url("/ok"))
     jobs.work()
     own_worker.redis.zadd(KEYS.webhooks, {"r": 0})
     jobs.work()
     assert len(receiving.calls) == 2
-    ask(own_worker.queue, "off", receiving.url("/status/500"))
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "off", receiving.url("/status/500"))
     jobs.work()
     own_worker.redis.hdel(KEYS.webhooks_waiting, "off")
     jobs.now += 10**6
@@ -446,8 +437,7 @@ def test_what_an_earlier_release_handed_to_rq(
 
     server = own_worker.redis
     for request_id in ("first", "next"):
-        ask(own_worker.queue, request_id, receiving.url(f"/{request_id}"))
-        own_worker.finish(own_worker.take(), "hi")
+        ask_and_answer(own_worker, request_id, receiving.url(f"/{request_id}"))
     server.delete(KEYS.webhooks)
     first, later, unknown, bomb, text, large = (f"msg_{digit * 32}" for digit in "012345")
     for name, request_id in {first: "first", later: "next", unknown: "unknown"}.items():
@@ -499,8 +489,7 @@ def test_a_rotation(
     other = WebhookSecrets(settings).of("b")
     [new] = run("webhooks", "rotate", "--tenant", "a", **env).stdout.split()
     assert run("webhooks", "secret", "--tenant", "a", **env).stdout.split() == [new, old]
-    ask(own_worker.queue, "r", receiving.url("/ok"), tenant="a")
-    own_worker.finish(own_worker.take(), "hi")
+    ask_and_answer(own_worker, "r", receiving.url("/ok"), tenant="a")
     jobs.work()
     [(_, headers, body)] = receiving.calls
     assert is_signed(headers, body, new)
@@ -528,8 +517,7 @@ def test_the_secret_of_earlier_releases(
     assert WebhookSecrets(settings).has_shared
     jobs = Jobs(settings)
     with closing(jobs.redis), closing(jobs):
-        ask(own_worker.queue, "r", receiving.url("/ok"))
-        own_worker.finish(own_worker.take(), "hi")
+        ask_and_answer(own_worker, "r", receiving.url("/ok"))
         jobs.work()
     [(_, headers, body)] = receiving.calls
     assert is_signed(headers, body, earlier)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -269,11 +270,12 @@ def walk(
     num_steps: int,
     texts: Mapping[str, str] | None = None,
     shortens: bool = True,
-) -> None:
+) -> Counter[str]:
     """Walk through the world at random, and check all invariants at every step.
 
-    Raises ViolationError, with the shortest walk to the violation that Hypothesis finds if
-    `shortens`, and with the blob that repeats the walk.
+    Returns how often each kind of move changed something. Raises ViolationError, with the shortest
+    walk to the violation that Hypothesis finds if `shortens`, and with the blob that repeats the
+    walk.
     """
     server = StatesServer(port, texts)
     options = settings(
@@ -284,13 +286,17 @@ def walk(
         report_multiple_bugs=False,
         phases=[phase for phase in Phase if shortens or phase is Phase.generate],
     )
+    changes: Counter[str] = Counter()
     try:
-        run_state_machine_as_test(_walker(world, server), settings=options)
+        run_state_machine_as_test(_walker(world, server, changes), settings=options)
     finally:
         server.close()
+    return changes
 
 
-def _walker(world: World, server: StatesServer) -> type[RuleBasedStateMachine]:
+def _walker(
+    world: World, server: StatesServer, changes: Counter[str]
+) -> type[RuleBasedStateMachine]:
     class Walk(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
@@ -319,6 +325,7 @@ def _walker(world: World, server: StatesServer) -> type[RuleBasedStateMachine]:
             self._trace.append(move.text)
             outcome = server.step(self._view.snapshot, move)
             has_changed = outcome.after != self._view.snapshot
+            changes[move.kind] += has_changed
             after = View(outcome.after) if has_changed else self._view
             problems = [
                 (invariant.__name__, problem)

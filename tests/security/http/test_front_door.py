@@ -10,6 +10,7 @@ import select
 import socket
 import tracemalloc
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -53,8 +54,8 @@ def is_served(gateway: LiveGateway, secret: str) -> bool:
     return answer.status_code == 400 and "n:" in answer.text
 
 
-def wait_until_closed(connection: socket.socket, piece: bytes, num_read: int = 65536) -> None:
-    """Send one piece after the other, slowly, until the gateway hangs up."""
+def assert_hangs_up(connection: socket.socket, piece: bytes, num_read: int = 65536) -> None:
+    """Sends one piece after the other, slowly, until the gateway hangs up."""
     connection.settimeout(0.02)
     for _ in range(1000):
         try:
@@ -138,7 +139,7 @@ def test_one_byte_now_and_then_keeps_no_connection(
                 patch.setattr(connection_limits, name, 0.3)
             connection = stack.enter_context(connected(gateway))
             connection.sendall(sent)
-            wait_until_closed(connection, piece)
+            assert_hangs_up(connection, piece)
         assert is_served(gateway, secret)
 
 
@@ -151,7 +152,7 @@ def test_who_was_refused_may_not_send_for_ever(
     with live_gateway(redis_url) as gateway, connected(gateway) as connection:
         connection.sendall(head("/v1/completions", "", 100 * MIB))
         assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
-        wait_until_closed(connection, b"x")
+        assert_hangs_up(connection, b"x")
 
 
 def test_an_answer_that_nobody_reads_keeps_no_connection(
@@ -163,14 +164,14 @@ def test_an_answer_that_nobody_reads_keeps_no_connection(
         form = {"files": {"file": b"x" * 20 * MIB}, "data": {"purpose": "batch"}}
         file_id = httpx2.post(f"{gateway.url}/v1/files", **form, timeout=30).json()["id"]
         connection.sendall(GET % f"/v1/files/{file_id}/content".encode())
-        wait_until_closed(connection, b"\r\n", num_read=0)
+        assert_hangs_up(connection, b"\r\n", num_read=0)
 
 
 def test_requests_sent_far_ahead_end_the_connection(redis_url: str) -> None:
     """Each that waits behind another takes memory, whoever sent it."""
     with live_gateway(redis_url) as gateway, connected(gateway) as connection:
         ahead = GET % b"/openapi.json" * 1000
-        wait_until_closed(connection, ahead, num_read=1)
+        assert_hangs_up(connection, ahead, num_read=1)
 
 
 CHAT, FILES = "/v1/chat/completions", "/v1/files"
@@ -187,7 +188,7 @@ def test_a_body_in_tiny_pieces_ends_the_connection(redis_url: str, has_key: bool
     )
     with live_gateway(redis_url) as gateway, connected(gateway) as connection:
         connection.sendall(chunked.encode())
-        wait_until_closed(connection, b"1\r\nx\r\n" * 100)
+        assert_hangs_up(connection, b"1\r\nx\r\n" * 100)
         assert is_served(gateway, make_key(redis_url, "other"))
 
 
@@ -296,6 +297,13 @@ def test_what_a_call_becomes_counts_too(redis_url: str) -> None:
             assert let_in.json()["error"]["code"] == "no_worker"
 
 
+WAITING = Keys().pending_of("web")
+
+
+def is_waiting_or_answered(server: Redis, number: int, connection: socket.socket) -> bool:
+    return server.zcard(WAITING) == number or bool(select.select([connection], [], [], 0)[0])
+
+
 def test_a_call_that_waits_in_the_queue_holds_no_bytes(redis_url: str) -> None:
     """Each call needs more than half of its tenant's bytes, until it is in the queue."""
     secret = make_key(redis_url, "web")
@@ -309,7 +317,8 @@ def test_a_call_that_waits_in_the_queue_holds_no_bytes(redis_url: str) -> None:
         for number in (1, 2):
             connection = stack.enter_context(connected(gateway))
             connection.sendall(head(CHAT, secret, len(body)) + body)
-            until(lambda number=number: server.zcard(Keys().pending_of("web")) == number)
+            until(partial(is_waiting_or_answered, server, number, connection))
+            assert server.zcard(WAITING) == number
 
 
 def test_connections_are_bounded_and_probes_still_answered(redis_url: str) -> None:

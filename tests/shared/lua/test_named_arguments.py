@@ -137,10 +137,8 @@ def outcome(server: StatesServer, before: bytes, script: str, args: Values) -> O
     return made._replace(answers=answers)
 
 
-def test_names_and_positions_do_the_same(states_server: StatesServer) -> None:
+def test_names_and_positions_do_the_same(states_server: StatesServer, seed: int) -> None:
     """From each state that random calls lead to: the reply, all keys and all messages."""
-    seed = random.randrange(10**6)
-    print(f"{seed=}")
     rng = random.Random(seed)
     state, changed = b"[]", dict.fromkeys(SCRIPTS, 0)
     for _ in range(NUM_CALLS):

@@ -21,9 +21,7 @@ def value(draw: random.Random, depth: int = 0) -> Any:
     return (None, True, draw.randrange(-(10**20), 10**20), draw.random(), 'a "b], c\\')[kind]
 
 
-def test_objects_are_read_and_written_as_by_the_library() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def test_objects_are_read_and_written_as_by_the_library(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(100):
         fields = {f"f{n}": value(draw) for n in range(draw.randrange(5))}

@@ -24,7 +24,7 @@ from tests.support.roles import as_role
 from tests.support.servers import (
     NO_TLS,
     OwnServer,
-    check_that_answers_are_ones_own,
+    assert_no_answer_to_another_call,
     free_port,
     make_certificates,
     tls_settings,
@@ -72,7 +72,7 @@ def test_an_interrupted_call_leaves_no_reply_for_the_next(guarded: Guarded) -> N
 
 
 async def test_nobody_gets_an_answer_to_somebody_else(guarded: Guarded) -> None:
-    await check_that_answers_are_ones_own(guarded.url)
+    await assert_no_answer_to_another_call(guarded.url)
 
 
 async def test_a_change_of_the_master_interrupts_no_call(guarded: Guarded) -> None:

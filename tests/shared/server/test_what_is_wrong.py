@@ -53,7 +53,7 @@ def guarded(folder: Path) -> Iterator[Guarded]:
         yield server
 
 
-async def check(url: str, kind: type[Exception], *said: str) -> None:
+async def assert_refused(url: str, kind: type[Exception], *said: str) -> None:
     """Both kinds of client say it, and only of a server that is away that one should be started."""
     with pytest.raises(kind) as raised:
         Client(url)
@@ -61,6 +61,7 @@ async def check(url: str, kind: type[Exception], *said: str) -> None:
         await open_async_redis(url)
     for error in (raised, raised_too):
         assert error.type is kind
+        assert "secret" not in str(error.value)
         assert all(part in str(error.value) for part in said), str(error.value)
     assert ("promptq up" in str(raised.value)) == (kind is RedisUnavailableError)
 
@@ -82,7 +83,7 @@ async def test_tls(
     folder: Path, guarded: Guarded, options: str, kind: type[Exception], said: list[str]
 ) -> None:
     url = f"rediss://127.0.0.1:{guarded.tls}/0{options.format(folder=folder)}"
-    await check(url, kind, *said)
+    await assert_refused(url, kind, *said)
     Client(f"rediss://127.0.0.1:{guarded.tls}/0?ssl_ca_certs={folder / 'ca.crt'}").close()
 
 
@@ -106,22 +107,26 @@ async def test_a_certificate_that_is_not_right(
     make_certificates(tmp_path)
     with Guarded(tmp_path, tmp_path / "it.crt") as server:
         url = f"rediss://127.0.0.1:{server.tls}/0?ssl_ca_certs={tmp_path / 'it.crt'}"
-        await check(url, RedisProtocolError, "certificate", said)
+        await assert_refused(url, RedisProtocolError, "certificate", said)
 
 
 async def test_tls_and_none_are_mixed_up(guarded: Guarded) -> None:
     url = f"rediss://127.0.0.1:{guarded.port}?socket_timeout=0.3&socket_connect_timeout=0.3"
-    await check(url, RedisUnavailableError, "a server without TLS does not answer rediss://")
+    await assert_refused(
+        url, RedisUnavailableError, "a server without TLS does not answer rediss://"
+    )
     url = f"redis://127.0.0.1:{guarded.tls}"
-    await check(url, RedisUnavailableError, "a server with TLS needs rediss://")
+    await assert_refused(url, RedisUnavailableError, "a server with TLS needs rediss://")
 
 
 async def test_a_port_that_speaks_http() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as served:
         threading.Thread(target=served.serve_forever, daemon=True).start()
         place = f"127.0.0.1:{served.server_port}"
-        await check(f"redis://{place}", RedisProtocolError, "not as a Redis server does")
-        await check(f"rediss://{place}", RedisProtocolError, "give redis:// instead of rediss://")
+        await assert_refused(f"redis://{place}", RedisProtocolError, "not as a Redis server does")
+        await assert_refused(
+            f"rediss://{place}", RedisProtocolError, "give redis:// instead of rediss://"
+        )
         served.shutdown()
 
 
@@ -142,7 +147,7 @@ async def test_without_info_it_goes_on(tmp_path: Path, how: str) -> None:
 async def test_a_renamed_hello_is_no_sign_of_age_alone(tmp_path: Path) -> None:
     with OwnServer(tmp_path, "--rename-command", "HELLO", "", connect={"protocol": 2}) as server:
         for url in (server.url, f"{server.url}?protocol=3"):
-            await check(url, RedisTooOldError, "or the command was renamed", "protocol=2")
+            await assert_refused(url, RedisTooOldError, "or the command was renamed", "protocol=2")
         with Client(f"{server.url}?protocol=2") as client:
             client.enqueue("Hi")
             assert client.stats().waiting == 1
@@ -154,7 +159,12 @@ async def test_credentials(tmp_path: Path, login: str) -> None:
         by_hand.execute_command("ACL", "SETUSER", "off", "off", "nopass")
         by_hand.execute_command("ACL", "SETUSER", "default", "resetpass", ">secret")
         said = "refused the credentials" if login else "wants a user and a password"
-        await check(f"redis://{login}127.0.0.1:{server.port}/0", RedisAuthError, said)
+        await assert_refused(f"redis://{login}127.0.0.1:{server.port}/0", RedisAuthError, said)
+
+
+async def test_a_server_that_is_not_there() -> None:
+    url = f"redis://me:secret@127.0.0.1:{free_port()}/0"
+    await assert_refused(url, RedisUnavailableError, "no Redis server answers")
 
 
 @pytest.mark.parametrize("kind", ["absent", "file", "folder"])
@@ -162,4 +172,4 @@ async def test_a_unix_socket_that_is_none(tmp_path: Path, kind: str) -> None:
     place: Any = tmp_path if kind == "folder" else tmp_path / "it.sock"
     if kind == "file":
         place.write_text("")
-    await check(f"unix://{place}", RedisUnavailableError, f"at unix://{place}")
+    await assert_refused(f"unix://{place}", RedisUnavailableError, f"at unix://{place}")

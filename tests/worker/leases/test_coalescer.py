@@ -124,10 +124,8 @@ def test_log_probabilities_stay_with_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("_round", range(5))
-def test_nothing_is_lost_or_late_and_events_are_few(_round: int) -> None:
+def test_nothing_is_lost_or_late_and_events_are_few(_round: int, seed: int) -> None:
     """Random streams, steps and ends."""
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
     draw, clock = random.Random(seed), Clock()
     coalescer = Coalescer(RATE, clock)
     made: dict[int, list[int]] = defaultdict(list)

@@ -305,7 +305,6 @@ def check(world: World, everything: list[Lease]) -> None:
 def test_a_random_walk_keeps_all_in_agreement_and_tells_each_outcome_once() -> None:
     """Answers come late and in any order, as calls are under way at the same time."""
     chance = random.Random(SEED)
-    print(f"seed {SEED}")
     world, server = World(), Server()
     everything: list[Lease] = []
     told: Counter[Lease] = Counter()

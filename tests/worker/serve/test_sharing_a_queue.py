@@ -159,6 +159,7 @@ async def test_a_worker_listens_on_a_server_that_has_no_command_acl(
                 await client.publish(f"promptq:{{default}}:{channel}", "drain")
                 await asyncio.sleep(0.01)
             await worker.stop()
+        assert serving.exception() is None, "it ended because it heard of the drain"
     finally:
         server.kill()
 

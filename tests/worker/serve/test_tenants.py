@@ -27,7 +27,7 @@ async def flood(
     return [await async_put(queue, seed=seed, tenant=tenant, **fields) for seed in range(num)]
 
 
-async def check_goes_first(queue: AsyncRequestQueue, before: list[str], **fields: Any) -> None:
+async def assert_goes_first(queue: AsyncRequestQueue, before: list[str], **fields: Any) -> None:
     """A request of one token is answered before any of these ends."""
     request_id = await async_put(queue, seed=1, max_tokens=1, **fields)
     assert (await finished(queue, request_id))["text"] == text_of(1, 1)
@@ -35,7 +35,7 @@ async def check_goes_first(queue: AsyncRequestQueue, before: list[str], **fields
     assert states <= {RequestState.WAITING, RequestState.ACTIVE}
 
 
-async def check_undisturbed(queue: AsyncRequestQueue, ids: list[str]) -> int:
+async def assert_undisturbed(queue: AsyncRequestQueue, ids: list[str]) -> int:
     """Each has the tokens that it would have alone. Returns how often they made room."""
     results = [await finished(queue, request_id) for request_id in ids]
     assert [it["text"] for it in results] == [text_of(n, NUM_TOKENS) for n in range(len(ids))]
@@ -50,9 +50,9 @@ async def test_one_token_does_not_wait_for_the_end_of_another_tenants_long_reque
     ids = await flood(queue, 100, many)
     async with running_worker(redis_url, served) as worker:
         await async_until(lambda: worker.engine.stats.num_running == 64)
-        await check_goes_first(queue, ids, tenant=few)
-        await check_goes_first(queue, ids, tenant=few)
-        assert 1 <= await check_undisturbed(queue, ids) <= 2
+        await assert_goes_first(queue, ids, tenant=few)
+        await assert_goes_first(queue, ids, tenant=few)
+        assert 1 <= await assert_undisturbed(queue, ids) <= 2
 
 
 async def test_it_does_not_wait_for_kv_memory_either(
@@ -62,8 +62,8 @@ async def test_it_does_not_wait_for_kv_memory_either(
     ids = await flood(queue, 20)
     async with running_worker(redis_url, served) as worker:
         await async_until(lambda: worker.engine.stats.num_used_blocks >= 40)
-        await check_goes_first(queue, ids, tenant="few", prompt="x" * 200)
-        await check_undisturbed(queue, ids)
+        await assert_goes_first(queue, ids, tenant="few", prompt="x" * 200)
+        await assert_undisturbed(queue, ids)
 
 
 async def test_it_does_not_wait_where_all_workers_are_full(
@@ -77,7 +77,7 @@ async def test_it_does_not_wait_where_all_workers_are_full(
             workers.append(await stack.enter_async_context(worker))
         ids = await flood(queue, 20, max_tokens=900)
         await async_until(lambda: all(it.engine.stats.num_running == 4 for it in workers))
-        await check_goes_first(queue, ids, tenant="few")
+        await assert_goes_first(queue, ids, tenant="few")
 
 
 async def test_a_limit_of_running_requests_leaves_slots_free(
@@ -89,7 +89,7 @@ async def test_a_limit_of_running_requests_leaves_slots_free(
         ids = await flood(queue, 5)
         for request_id in ids[:2]:
             await until_tokens(queue, request_id, 1)
-        await check_goes_first(queue, ids, tenant="few")
+        await assert_goes_first(queue, ids, tenant="few")
         states = [await queue.state(request_id) for request_id in ids]
         assert states == [RequestState.ACTIVE] * 2 + [RequestState.WAITING] * 3
-        assert await check_undisturbed(queue, ids) == 0
+        assert await assert_undisturbed(queue, ids) == 0

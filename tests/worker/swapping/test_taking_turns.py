@@ -70,7 +70,7 @@ def num_open(queue: RequestQueue) -> int:
     return queue.run(lookups.count(queue.keys)) + queue.redis.zcard(queue.keys.leases)
 
 
-def check(queue: RequestQueue, request_id: str, seed: int, length: int) -> None:
+def assert_whole(queue: RequestQueue, request_id: str, seed: int, length: int) -> None:
     """Checks that the stream has all its tokens, once each."""
     until(lambda: is_complete(queue, request_id))
     check_log(queue, request_id, text_of(seed, length))
@@ -82,7 +82,7 @@ def test_each_queue_gets_its_model_when_it_has_work(
     with started(tmp_path, redis_url, *BOTH) as worker:
         assert [len(it) for it in models_of(queues)] == [1, 0], "the first one is loaded at once"
         for n, at in enumerate((1, 0, 1)):
-            check(queues[at], put(queues[at], seed=n, max_tokens=20), n, 20)
+            assert_whole(queues[at], put(queues[at], seed=n, max_tokens=20), n, 20)
             until_alone(queues, at)
         swaps = worker.logged("another model")
         assert [it["loads"] for it in swaps] == [
@@ -131,7 +131,7 @@ def test_under_load_nothing_is_lost_and_nothing_comes_twice(
             wanted += [(queue, put(queue, seed=seed, max_tokens=LONG), seed) for queue in queues]
             until(lambda: sum(map(num_open, queues)) < 10)
         for queue, request_id, seed in wanted:
-            check(queue, request_id, seed, LONG)
+            assert_whole(queue, request_id, seed, LONG)
         worker.terminate()
         assert worker.wait() == 0
 
@@ -141,7 +141,7 @@ def test_without_work_none_is_loaded_until_work_comes(
 ) -> None:
     with started(tmp_path, redis_url, *BOTH, "--swap-idle-seconds", "0.1") as worker:
         until(lambda: models_of(queues) == [[], []])
-        check(queues[1], put(queues[1], seed=1, max_tokens=9), 1, 9)
+        assert_whole(queues[1], put(queues[1], seed=1, max_tokens=9), 1, 9)
         assert worker.logged("another model")[0]["loads"] == "none"
 
 
@@ -154,7 +154,7 @@ def test_a_model_whose_process_is_killed_goes_on(
         until(lambda: num_tokens(queues[0], request_id))
         [[serving], _] = models_of(queues)
         os.kill(serving.pid, signal.SIGKILL)
-        check(queues[0], request_id, 7, LONG)
+        assert_whole(queues[0], request_id, 7, LONG)
         [told] = worker.logged("a model's process ended")
         assert told["error"] == "exit code -9"
 
@@ -164,7 +164,7 @@ def test_a_delayed_request_gets_its_model_when_it_is_due(
 ) -> None:
     with started(tmp_path, redis_url, *BOTH, "--lease-ms", "1000"):
         [request_id] = queues[1].enqueue([new(delay_ms=300, seed=5, max_tokens=9)])
-        check(queues[1], request_id, 5, 9)
+        assert_whole(queues[1], request_id, 5, 9)
 
 
 def test_what_a_killed_process_held_gets_its_model_back(
@@ -178,10 +178,10 @@ def test_what_a_killed_process_held_gets_its_model_back(
         [_, [serving]] = models_of(queues)
         os.kill(serving.pid, signal.SIGKILL)
         other = put(queues[0], seed=8, max_tokens=20)
-        check(queues[0], other, 8, 20)
+        assert_whole(queues[0], other, 8, 20)
         changes = [change["loads"] for change in worker.logged("another model")]
         assert "model-free (queue a)" in changes
-        check(queues[1], request_id, 7, LONG)
+        assert_whole(queues[1], request_id, 7, LONG)
 
 
 def test_the_processes_end_with_their_owner(redis_url: str, queues: Queues, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_the_processes_end_with_their_owner(redis_url: str, queues: Queues, tmp_
         until(lambda: num_tokens(queues[0], request_id))
         worker.process.kill()
         worker.wait()
-        check(queues[0], request_id, 7, LONG)
+        assert_whole(queues[0], request_id, 7, LONG)
         until(lambda: not any(map(lives, family)))
 
 

@@ -222,7 +222,6 @@ def certain_pieces(decode: Decode, tokens: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_wrong_bytes_hold_back_no_more_than_they_must(kind: Kind, seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     tokens: list[int] = []
     for _ in range(8):

@@ -97,10 +97,9 @@ def test_a_message_is_read_back_as_the_template_renders_it(format: Format) -> No
 
 
 @BY_NAME
-def test_any_text_and_value_in_arguments_is_read_back(format: Format) -> None:
+def test_any_text_and_value_in_arguments_is_read_back(format: Format, seed: int) -> None:
     """Marks of the format among them. The mark right behind a text ends it, which none can hold."""
-    rng = random.Random(seed := random.randrange(10**6))
-    print(f"seed {seed}")
+    rng = random.Random(seed)
     style = format.style
     texts = [*TEXTS, *format.marks, *style.call_marks[:2], "".join(style.reasoning_marks)]
     ends = {style.value_after.strip(), style.quote} - {""}
@@ -160,9 +159,10 @@ def test_a_setting_names_the_family() -> None:
 
 @pytest.mark.parametrize("expected", [EXPECTED, FORCED], ids=["free", "forced"])
 @BY_NAME
-def test_any_cut_of_any_text_gives_the_same(format: Format, expected: ExpectedOutput) -> None:
-    rng = random.Random(seed := random.randrange(10**6))
-    print(f"seed {seed}")
+def test_any_cut_of_any_text_gives_the_same(
+    format: Format, expected: ExpectedOutput, seed: int
+) -> None:
+    rng = random.Random(seed)
     style = format.style
     parts = [*style.call_marks, *style.reasoning_marks, "get_weather", "name", "{}", '"', "\n"]
     parts += [" ", "abc", "{", "}", "[", "]", "(", ")", "=", ":", ",", "'", "\\", "None", "1.5"]

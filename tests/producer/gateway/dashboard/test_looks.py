@@ -57,7 +57,7 @@ async def test_every_page_fits_its_window_and_is_kept_as_a_picture(
             ("dead", "#/dead", "Purge all"),
             ("playground", "#/playground", "Nothing has run yet"),
         ]
-        await expect_running(client, 8)
+        await until_running(client, 8)
         for viewport, size in LOOKS:
             page = await open_page("", viewport=size)
             for name, place, text in pages:
@@ -83,7 +83,7 @@ async def test_the_apis_description_fits_its_window(open_page: Open) -> None:
         await expect(page.get_by_text("/v1/batches").first).to_be_visible()
 
 
-async def expect_running(client: AsyncClient, num: int) -> None:
+async def until_running(client: AsyncClient, num: int) -> None:
     while (await client.overview()).running < num:
         pass
 

@@ -137,9 +137,7 @@ def test_a_client_that_sends_no_more(
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     with connected(gateway) as waiting, connected(gateway) as silent:
         waiting.sendall(post % len(asked) + asked)
-        claim = own_worker.queue.take()
-        assert claim is not None
-        own_worker.adopt(claim)
+        claim = own_worker.take_next()
         silent.sendall(sent)
         all_of(silent)
         own_worker.finish(claim, "a")
@@ -169,9 +167,7 @@ def test_a_client_that_leaves_with_a_request_behind_its_stream(
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     with connected(gateway) as connection:
         connection.sendall(head % len(asked) + asked + LINE + b"\r\n")
-        claim = own_worker.queue.take()
-        assert claim is not None
-        own_worker.adopt(claim)
+        claim = own_worker.take_next()
         own_worker.send(claim, "a")
         assert connection.recv(100)
     while own_worker.queue.state(claim.request_id) is RequestState.ACTIVE:

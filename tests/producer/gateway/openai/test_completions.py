@@ -198,9 +198,7 @@ def test_logprobs_of_a_completion(letters: OpenAI) -> None:
 
 def sent(own_worker: HandWorker) -> dict[str, Any]:
     """The payload of the request that waits, which is then answered."""
-    claim = own_worker.queue.take()
-    assert claim is not None
-    own_worker.adopt(claim)
+    claim = own_worker.take_next()
     own_worker.finish(claim, "x")
     payload: dict[str, Any] = json.loads(claim.payload)
     return payload

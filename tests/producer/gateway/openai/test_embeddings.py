@@ -132,9 +132,7 @@ def test_a_record_that_is_no_vector_is_named_as_such(
     with ThreadPoolExecutor() as beside:
         body = {"input": "a", "encoding_format": encoding}
         asking = beside.submit(lambda: http.post("/v1/embeddings", json=body))
-        claim = own_worker.queue.take()
-        assert claim is not None
-        own_worker.adopt(claim)
+        claim = own_worker.take_next()
         own_worker.send(claim, "", FinishReason.STOP, embedding=VECTORS[kind])
         assert error_of(asking.result()) == (409, "spoilt_record")
 
@@ -162,9 +160,7 @@ def test_an_input_that_fails_cancels_the_others(
     error = ErrorInfo(type="internal_error", message="it failed")
     with ThreadPoolExecutor() as beside:
         asking = beside.submit(lambda: http.post("/v1/embeddings", json={"input": TEXTS}))
-        claim = own_worker.queue.take()
-        assert claim is not None
-        own_worker.adopt(claim)
+        claim = own_worker.take_next()
         own_worker.send(claim, "", FinishReason.ERROR, error=error)
         assert asking.result().status_code == 500
     until(own_worker.queue.is_empty)

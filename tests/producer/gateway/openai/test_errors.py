@@ -22,7 +22,6 @@ from promptq.producer.apis.messages import read as messages
 from promptq.producer.apis.responses import read as responses
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.calls.errors import in_api_names
-from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue import lookups
@@ -50,17 +49,9 @@ def beside(action: Callable[[], Any]) -> Iterator[None]:
     done.result()
 
 
-def claimed(worker: HandWorker) -> Claim:
-    """The next request, once it waits."""
-    claim = worker.queue.take()
-    assert claim is not None
-    worker.adopt(claim)
-    return claim
-
-
 def failing(worker: HandWorker, error: ErrorInfo) -> Any:
     """The next request ends with this error."""
-    return beside(lambda: worker.send(claimed(worker), "", FinishReason.ERROR, error=error))
+    return beside(lambda: worker.send(worker.take_next(), "", FinishReason.ERROR, error=error))
 
 
 def reap_one(worker: HandWorker) -> None:
@@ -404,7 +395,7 @@ def test_an_error_in_a_stream_that_has_begun(openai_client: OpenAI, own_worker: 
         asking = pool.submit(
             lambda: openai_client.completions.create(model="", prompt="Hi", stream=True)
         )
-        claim = claimed(own_worker)
+        claim = own_worker.take_next()
         own_worker.send(claim, "a")
         stream = asking.result()
     error = ErrorInfo(type="internal_error", message="it failed")

@@ -138,9 +138,7 @@ def test_a_client_in_the_foreground_that_leaves(
     own_worker.finish(claim)
     with openai_of(gateway) as client, ThreadPoolExecutor() as beside:
         asking = beside.submit(lambda: client.responses.create(model="", input="Go", stream=True))
-        taken = own_worker.queue.take()
-        assert taken is not None
-        own_worker.adopt(taken)
+        taken = own_worker.take_next()
         own_worker.send(taken, "a")
         asking.result().close()
         until(lambda: is_cancelled(own_worker, taken.request_id))

@@ -61,9 +61,7 @@ def test_openai_clients_pass_over_comments_in_mid_stream(
     gateway = start_gateway(http_header_seconds=0.05, http_keepalive_seconds=0.05)
     with ThreadPoolExecutor() as beside, httpx2.Client(base_url=gateway.url, timeout=None) as http:
         reading = beside.submit(read, gateway.base_url)
-        claim = own_worker.queue.take()
-        assert claim is not None
-        own_worker.adopt(claim)
+        claim = own_worker.take_next()
         own_worker.send(claim, "a")
         with http.stream("GET", f"/v1/streams/{claim.request_id}") as beside_it:
             lines = beside_it.iter_lines()

@@ -61,9 +61,8 @@ def test_a_chat_of_several_answers_begins_with_their_roles(
     with ThreadPoolExecutor() as beside:
         asked = http.build_request("POST", "/v1/chat/completions", json=body)
         asking = beside.submit(lambda: http.send(asked, stream=True))
-        first, second = (it for _ in range(2) if (it := own_worker.queue.take()) is not None)
+        first, second = own_worker.take_next(), own_worker.take_next()
         for claim, texts in ((second, "xy"), (first, "ab")):
-            own_worker.adopt(claim)
             for text in texts:
                 own_worker.send(claim, text)
             own_worker.finish(claim)
@@ -102,9 +101,7 @@ def test_openai_client_gathers_several_answers_to_a_chat(
 
     with ThreadPoolExecutor() as beside:
         reading = beside.submit(read)
-        first, second = (it for _ in range(2) if (it := own_worker.queue.take()) is not None)
-        own_worker.adopt(first)
-        own_worker.adopt(second)
+        first, second = own_worker.take_next(), own_worker.take_next()
         own_worker.send(second, "x")
         until(lambda: has_begun.is_set() or reading.done())
         own_worker.finish(first, "ab")
@@ -162,9 +159,7 @@ def test_one_of_several_answers_fails(
     with ThreadPoolExecutor() as beside:
         asked = http.build_request("POST", "/v1/completions", json={**PROMPT, "n": 2})
         asking = beside.submit(lambda: http.send(asked, stream=True))
-        claims = [it for _ in range(2) if (it := own_worker.queue.take()) is not None]
-        for claim in claims:
-            own_worker.adopt(claim)
+        claims = [own_worker.take_next() for _ in range(2)]
         if has_begun:
             own_worker.send(claims[1], "a")
             asking.result()

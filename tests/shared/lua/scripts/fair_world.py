@@ -135,19 +135,19 @@ class World:
         self.service[job.tenant] += service / self.weights.get(job.tenant, 1)
 
 
-class BoundCheck:
-    """Holds what any two tenants get, while both have something waiting, to `bound`.
+class FairBound:
+    """Holds what any two tenants get, while both have something waiting, to `most`.
 
     The difference of their service since any moment of such a time may not exceed it.
     """
 
-    def __init__(self, world: World, bound: float) -> None:
+    def __init__(self, world: World, most: float) -> None:
         self.world = world
-        self.bound = bound
+        self.most = most
         self.worst = 0.0
         self._range: dict[tuple[str, str], tuple[float, float]] = {}
 
-    def __call__(self) -> None:
+    def assert_holds(self) -> None:
         for pair in combinations(sorted(self.world.waiting), 2):
             one, other = pair
             if not (self.world.waiting[one] and self.world.waiting[other]):
@@ -158,4 +158,4 @@ class BoundCheck:
             low, high = min(low, difference), max(high, difference)
             self._range[pair] = (low, high)
             self.worst = max(self.worst, high - low)
-            assert high - low <= self.bound, f"{one!r} against {other!r}: {high - low}"
+            assert high - low <= self.most, f"{one!r} against {other!r}: {high - low}"

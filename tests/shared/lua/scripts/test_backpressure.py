@@ -170,11 +170,9 @@ def test_a_paused_queue_takes_in_up_to_its_limits(client: Any, queue: RequestQue
 
 
 def test_what_is_counted_is_what_waits(
-    client: Any, queue: RequestQueue, pytestconfig: pytest.Config
+    client: Any, queue: RequestQueue, pytestconfig: pytest.Config, seed: int
 ) -> None:
     """After any mix of what moves requests, by whomever, the counts are those of the ids there."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     rng = random.Random(seed)
     requests: dict[str, NewRequest] = {}
     claims: list[Claim] = []

@@ -20,9 +20,9 @@ from promptq.shared.queue.request_queue import RequestQueue
 from tests.support.requests import ROOM, held, ids, new, put, put_plainly, row
 
 
-def test_hands_out_by_priority_and_first_in_first_out_within_one(queue: RequestQueue) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def test_hands_out_by_priority_and_first_in_first_out_within_one(
+    queue: RequestQueue, seed: int
+) -> None:
     rng = random.Random(seed)
     put_in = [(rng.choice([-1000, -5, 0, 3, 1000]), n) for n in range(60)]
     for priority, n in put_in:

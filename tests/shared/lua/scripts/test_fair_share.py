@@ -24,7 +24,7 @@ from promptq.shared.protocol.request import FinishReason, NewRequest, Request, R
 from promptq.shared.protocol.rows import Row
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.shared.lua.scripts.fair_world import OUTPUT_WEIGHT, PROMPT_WEIGHT, BoundCheck, World
+from tests.shared.lua.scripts.fair_world import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairBound, World
 from tests.support.requests import put
 from tests.support.roles import QueueClient, as_role
 from tests.support.servers import Server
@@ -66,7 +66,7 @@ def test_no_tenant_is_served_beyond_the_bound(
     world.priority = priority
     for tenant, weight in zip(tenants, weights, strict=True):
         world.set_weight(tenant, weight)
-    check = BoundCheck(world, bound_of(weights))
+    bound = FairBound(world, bound_of(weights))
     is_active = dict.fromkeys(tenants, True)
     for step in range(1500):
         for tenant in tenants:
@@ -75,15 +75,15 @@ def test_no_tenant_is_served_beyond_the_bound(
             while is_active[tenant] and world.waiting[tenant] < 12:
                 length, output = rng.randint(*prompts[tenant]), rng.randint(*outputs[tenant])
                 world.put(tenant, length, output, plainly=tenant in ("", "plain"))
-        check()
+        bound.assert_holds()
         world.claim()
-        check()
+        bound.assert_holds()
         world.step()
-        check()
+        bound.assert_holds()
         if step % 50 == 7:
             world.hand_back()
-            check()
-    print(f"worst {check.worst:.0f} of {check.bound:.0f}, {dict(world.service)}")
+            bound.assert_holds()
+    print(f"worst {bound.worst:.0f} of {bound.most:.0f}, {dict(world.service)}")
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1, 1], [1, 2, 1, 5]], ids=["equal", "weighted"])
@@ -289,15 +289,15 @@ def test_nothing_is_saved_up_nor_held_against_anyone(world: World) -> None:
         world.claim()
         world.step()
     assert world.service["alone"] > 3 * bound_of([1])
-    check = BoundCheck(world, bound_of([1]))
+    bound = FairBound(world, bound_of([1]))
     for _ in range(100):
         for tenant in ("alone", "back", "new"):
             while world.waiting[tenant] < 6:
                 world.put(tenant, 5, 20)
-        check()
+        bound.assert_holds()
         world.claim()
         world.step()
-    assert check.worst > 0
+    assert bound.worst > 0
 
 
 def test_who_served_alone_is_not_punished_when_others_come(world: World) -> None:

@@ -140,9 +140,7 @@ def test_a_key_of_another_type_stops_nothing(client: Any, queue: RequestQueue) -
     assert queue.is_empty()
 
 
-def test_at_random_times_no_tenant_has_more_than_its_limit(client: Any) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def test_at_random_times_no_tenant_has_more_than_its_limit(client: Any, seed: int) -> None:
     rng = random.Random(seed)
     queue = RequestQueue(client, lease_ms=3_600_000, max_crashes=9)
     limits = {"": 3, "a": 1, "b": 2, "c": 0}

@@ -140,7 +140,6 @@ def asked_of(scoring: Scoring) -> frozenset[str]:
 @pytest.mark.parametrize("step", STEPS)
 @on_every_backend
 def test_equals_plain_attention(backend: AttentionBackend, step: str, pattern: Pattern) -> None:
-    print(f"seed {SEED}")
     for shape in SHAPES:
         for softcap, with_sinks in ((None, False), (2.0, False), (None, True), (1.0, True)):
             case = Case(STEPS[step], shape, torch.float32)

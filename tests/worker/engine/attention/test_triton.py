@@ -56,7 +56,9 @@ STEPS = {
 }
 
 
-def check(step: str, shape: Shape, pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
+def assert_is_attention(
+    step: str, shape: Shape, pattern: Pattern, dtype: torch.dtype, seed: int
+) -> None:
     """With and without softcap and sinks, in a cache and into memory that are poisoned."""
     for softcap, with_sinks in ((None, False), (1.5, True)):
         case = Case(STEPS[step], shape, dtype=dtype, device=DEVICE, seed=seed)
@@ -72,14 +74,14 @@ def check(step: str, shape: Shape, pattern: Pattern, dtype: torch.dtype, seed: i
 @pytest.mark.parametrize("step", STEPS)
 def test_equals_plain_attention(step: str, pattern: Pattern, seed: int) -> None:
     for shape in SHAPES[1:]:
-        check(step, shape, pattern, torch.float32, seed)
+        assert_is_attention(step, shape, pattern, torch.float32, seed)
 
 
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("step", STEPS)
 def test_low_precision(step: str, dtype: torch.dtype, seed: int) -> None:
-    check(step, SHAPES[1], Pattern("sliding", 40), dtype, seed)
+    assert_is_attention(step, SHAPES[1], Pattern("sliding", 40), dtype, seed)
 
 
 @pytest.mark.matrix(2)
@@ -100,7 +102,7 @@ def test_keys_and_values_in_fp8(step: str, seed: int) -> None:
 
 
 def test_heads_without_groups(seed: int) -> None:
-    check("all at once", SHAPES[0], Pattern("sliding", 1), torch.float32, seed)
+    assert_is_attention("all at once", SHAPES[0], Pattern("sliding", 1), torch.float32, seed)
 
 
 def test_padding_rows(seed: int) -> None:
@@ -313,7 +315,8 @@ def test_families_pass_the_check_at_load(family: str) -> None:
     """Packed steps on these kernels give what the library's own attention gives."""
     model = make_model(family)
     model.requires_grad_(False).to(DEVICE)
-    check_model(LoadedModel(family, model, frozenset()), [TritonPaged()], 128)
+    backend = TritonPaged()
+    assert check_model(LoadedModel(family, model, frozenset()), [backend], 128).backend is backend
 
 
 def registers_of(launch: dict[str, Any], threads: int) -> int:

@@ -112,7 +112,6 @@ def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
 )
 def test_experts_keep_their_bits(family: str, kinds: dict[str, str], tmp_path: Path) -> None:
     """Wide and quantized, in the library's code and in ours, they have the numbers of the file."""
-    print(f"seed {SEED}")
     file = tmp_path / "experts.gguf"
     wanted = save_gguf(file, family, kinds)
     generator = torch.Generator().manual_seed(SEED)

@@ -107,14 +107,15 @@ def test_tensors_that_nobody_takes_are_named(tmp_path: Path) -> None:
 def test_other_files_of_a_folder_may_be_damaged_too(tmp_path: Path) -> None:
     folder = copied("gptq", tmp_path)
     (folder / "generation_config.json").write_text("{")
-    refusal(folder)
+    assert "generation_config.json' is not a valid JSON file" in refusal(folder)
     (folder / "generation_config.json").unlink()
     (folder / "model.safetensors.index.json").write_text("{")
-    refusal(folder)
+    assert "model.safetensors.index.json does not say which files there are" in refusal(folder)
     index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"model.norm.weight": torch.ones(3)}, folder / "consolidated.safetensors")
-    load_model(str(folder), device=CPU)
+    norm = load_model(str(folder), device=CPU).model.get_parameter("model.norm.weight")
+    assert norm.shape != (3,), "a file that the index does not name is not read"
 
 
 def test_parts_that_do_not_belong_together_are_named(tmp_path: Path) -> None:

@@ -247,7 +247,6 @@ def test_one_that_fits_behind_one_that_waits_for_a_prefix_is_let_in() -> None:
 
 def test_under_load_almost_every_step_is_ahead_that_neither_admits_nor_preempts() -> None:
     """Memory for about half of the slots, requests that always wait, and penalties in some."""
-    print(f"seed {SEED}")
     rng = random.Random(SEED)
     engine, runner = make_engine(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=512)
     for number in range(150):
@@ -334,7 +333,6 @@ def test_a_step_that_fails_takes_the_one_behind_it_along() -> None:
 
 def test_a_model_gives_the_same_tokens_and_logprobs(tmp_path: Path) -> None:
     """Greedy and seeded, with stops and with penalties, which count tokens on the device."""
-    print(f"seed {SEED}")
     directory = save_model(tmp_path, "qwen3", SEED)
     kinds = [
         SamplingParams(temperature=0.0, logprobs=2),

@@ -160,10 +160,8 @@ def test_the_step_ahead_leaves_room_for_a_newcomer() -> None:
 
 @pytest.mark.parametrize("num_blocks", [(12, 30), (500, 500)], ids=["short", "ample"])
 def test_at_random_all_come_to_their_end_and_no_tenant_waits_beside_one_with_more(
-    num_blocks: tuple[int, int],
+    num_blocks: tuple[int, int], seed: int
 ) -> None:
-    seed = Random().randrange(2**32)
-    print(f"seed {seed}")
     random = Random(seed)
     for _ in range(8):
         scheduler = make_scheduler(
@@ -171,10 +169,10 @@ def test_at_random_all_come_to_their_end_and_no_tenant_waits_beside_one_with_mor
             num_blocks=random.randint(*num_blocks),
             max_num_batched_tokens=random.choice([16, 64]),
         )
-        run_at_random(scheduler, random, is_ample=num_blocks[0] == 500)
+        assert_all_end(scheduler, random, is_ample=num_blocks[0] == 500)
 
 
-def run_at_random(scheduler: Scheduler, random: Random, *, is_ample: bool) -> None:
+def assert_all_end(scheduler: Scheduler, random: Random, *, is_ample: bool) -> None:
     weights = {name: random.choice([1.0, 1.0, 2.0, 5.0]) for name in "abcd"}
     lengths = {}
     for _ in range(40):
@@ -194,13 +192,13 @@ def run_at_random(scheduler: Scheduler, random: Random, *, is_ample: bool) -> No
         assert num_steps < 5 * num_tokens, "it does not come to an end"
         assert step(scheduler), "a step without work"
         if is_ample and not was_empty:
-            check_shares(scheduler, weights, urgent)
+            assert_shares(scheduler, weights, urgent)
         for sequence in [it for it in scheduler.running if it.num_tokens >= lengths[it]]:
             scheduler.remove(sequence)
     print(f"{num_steps} steps for {num_tokens} tokens, {scheduler.num_preemptions} preemptions")
 
 
-def check_shares(scheduler: Scheduler, weights: dict[str, float], urgent: int) -> None:
+def assert_shares(scheduler: Scheduler, weights: dict[str, float], urgent: int) -> None:
     """No tenant waits as long as one that makes room for it would still have as much as it.
 
     `urgent` is the priority of the most urgent ones that waited before the step.

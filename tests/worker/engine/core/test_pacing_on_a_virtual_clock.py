@@ -100,7 +100,6 @@ def test_a_burst_at_a_cold_start_is_not_computed_in_small_steps() -> None:
 
 
 def test_prompts_that_keep_coming_do_not_pile_up() -> None:
-    print(f"seed {SEED}")
     rng, at, prompts = random.Random(SEED), 0.0, []
     for _ in range(60):
         at += rng.expovariate(3)

@@ -55,7 +55,6 @@ def load(directory: Path, **options: Any) -> ModelRunner:
 def outputs_of(runner: ModelRunner, num_requests: int = 6) -> list[list[int]]:
     """Greedy tokens of random prompts that share steps, in chunks of at most 9."""
     engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk=9)
-    print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
     outputs: dict[int, list[int]] = {}
     for index in range(num_requests):
@@ -177,7 +176,6 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     runner = load(directory, dtype=dtype, quantization=quantization, max_num_seqs=8)
     assert runner.why_no_own_code == ""
     assert runner.is_row_invariant
-    print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
     lengths = torch.randint(1, 80, (6,), generator=generator).tolist()
     prompts = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
@@ -280,7 +278,6 @@ def test_products(products: str, rows: int, inputs: int, columns: int, with_bias
     if in_tiles and not load_native().has_tile_registers():
         pytest.skip("this processor has no tile registers")
     dtype = torch.float32 if products == "fp32" else torch.bfloat16
-    print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
     x, weight = draw(generator, dtype, rows, inputs), draw(generator, dtype, columns, inputs)
     bias = draw(generator, dtype, columns) if with_bias else None
@@ -326,7 +323,6 @@ def test_products_with_quantized_weights(
     dtype: torch.dtype,
 ) -> None:
     """They are exact but for the rounding of inputs and of the result; a row is as it is alone."""
-    print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
     x, weight = draw(generator, dtype, rows, inputs), draw(generator, dtype, columns, inputs)
     x[:, 0] *= 50  # one number sets the scale of its chunk

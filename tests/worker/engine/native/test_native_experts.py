@@ -35,7 +35,6 @@ def mixture_of(model: Any) -> Any:
 
 
 def rows(count: int, dtype: torch.dtype = torch.float32, size: int = SIZE) -> torch.Tensor:
-    print(f"seed {SEED}")
     return torch.randn(count, size, generator=torch.Generator().manual_seed(SEED)).to(dtype)
 
 

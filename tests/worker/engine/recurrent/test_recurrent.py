@@ -270,7 +270,6 @@ def test_a_resume_in_bf16_has_the_same_bits(
 ) -> None:
     """Tokens and log-probabilities of an attempt that continues from tokens in chunks, from a kept
     state, after preemptions, and with drafts are those of a run alone without any."""
-    print(f"seed {seed}")
     rng = random.Random(seed)
     runner = load(directory_of(family), dtype="bfloat16")
     assert runner.abilities.exact_resume

@@ -168,7 +168,6 @@ class Faulty:
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
-    print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
     return [
         torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths
@@ -255,7 +254,6 @@ def test_drafts_change_no_token_in_bf16(family: str, tmp_path: Path) -> None:
 )
 def test_a_head_of_any_quality_changes_no_token(family: str, native: bool, tmp_path: Path) -> None:
     """Alone, in company, in chunks, and preempted. The drafts of a random head are wrong."""
-    print(f"seed {SEED}")
     directory = save_with_head(tmp_path, family)
     generator = torch.Generator().manual_seed(SEED)
     lengths = (1, 13, 30, 6, 21, 2)
@@ -335,7 +333,6 @@ def drafts_of_library(directory: Path, token_ids: list[int], count: int) -> list
 )
 def test_drafts_are_those_of_the_library(family: str, native: bool, tmp_path: Path) -> None:
     """Prompts come in chunks, and requests beside each other. One prefix is cached."""
-    print(f"seed {SEED}")
     directory = save_with_head(tmp_path, family)
     generator = torch.Generator().manual_seed(SEED)
     prompts = [
@@ -357,7 +354,6 @@ def test_drafts_are_those_of_the_library(family: str, native: bool, tmp_path: Pa
 def test_drafts_of_recurrent_models(family: str, tmp_path: Path) -> None:
     """Drafts are those of the library, also after accepted ones, whose states the next step
     computes again. They change no token."""
-    print(f"seed {SEED}")
     directory = save_with_head(tmp_path, family, agrees=True)
     generator = torch.Generator().manual_seed(SEED)
     prompts = [

@@ -44,7 +44,6 @@ class Told:
 @cache
 def prompts() -> list[list[int]]:
     """Of many lengths; those of 10 tokens and more begin with the same ones."""
-    print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
     prefix = torch.randint(3, VOCAB_SIZE, (10,), generator=generator).tolist()
     own = [torch.randint(3, VOCAB_SIZE, (it,), generator=generator).tolist() for it in LENGTHS]

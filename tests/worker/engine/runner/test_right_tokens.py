@@ -54,7 +54,6 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
 
     def make(name: str) -> Family:
         if name not in made:
-            print(f"seed {SEED}")
             directory = save_model(tmp_path_factory.mktemp(name), name, SEED)
             prompts = make_prompts()
             model = make_model(name, SEED)

@@ -92,7 +92,6 @@ def token_ids(logits: torch.Tensor, sequences: list[Sequence], native: bool) -> 
 def random_logits(
     rows: int, vocab_size: int, seed: int = SEED, spread: float = 3.0
 ) -> torch.Tensor:
-    print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, vocab_size, generator=generator) * spread
 
@@ -290,7 +289,6 @@ def test_penalties_and_constraints_change_just_what_they_should() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_penalties_count_tokens_that_only_the_device_knows(seed: int) -> None:
     """The host learns a row's tokens at once or a step late, in turns."""
-    print(f"seed {seed}")
     vocab_size, rows = 80, 30
     random = np.random.default_rng(seed)
     sequences = random_sequences(rows, vocab_size, seed)
@@ -457,7 +455,6 @@ def test_bad_words_count_in_the_output_alone(native: bool) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_bad_words_of_all_lengths(native: bool, seed: int) -> None:
     """That begin and end alike, so that many nearly match."""
-    print(f"seed {seed}")
     random = np.random.default_rng(seed)
     rows = []
     for _ in range(20):

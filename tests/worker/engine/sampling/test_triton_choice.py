@@ -40,7 +40,7 @@ def choose(
     return found.tolist(), expected.tolist()
 
 
-def check(logits: torch.Tensor, **others: float) -> int:
+def assert_chooses_as_torch(logits: torch.Tensor, **others: float) -> int:
     """In ascending order, the first token that stays is that of the sorted way, for each top_p.
     Gives how many tokens stay at most."""
     ascending = logits.sort(dim=1).values
@@ -54,7 +54,7 @@ def check(logits: torch.Tensor, **others: float) -> int:
 @pytest.mark.parametrize("spread", [0.3, 30.0])
 def test_the_sorted_way_keeps_the_same_tokens(vocab_size: int, spread: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    num_kept = check(torch.randn(1, vocab_size, generator=generator) * spread)
+    num_kept = assert_chooses_as_torch(torch.randn(1, vocab_size, generator=generator) * spread)
     if vocab_size > TILE and spread < 1:
         assert num_kept > FIRST_CANDIDATES  # so that the sorted way looked further
 
@@ -62,26 +62,26 @@ def test_the_sorted_way_keeps_the_same_tokens(vocab_size: int, spread: float, se
 def test_filters_together(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, 700, generator=generator) * 3
-    check(logits, min_p=0.01)
-    check(logits, top_k=40)
-    check(logits, top_k=3, min_p=0.2, temperature=1.5)
-    check(logits.bfloat16(), top_k=5)
-    check(logits.half(), top_k=5)
+    assert_chooses_as_torch(logits, min_p=0.01)
+    assert_chooses_as_torch(logits, top_k=40)
+    assert_chooses_as_torch(logits, top_k=3, min_p=0.2, temperature=1.5)
+    assert_chooses_as_torch(logits.bfloat16(), top_k=5)
+    assert_chooses_as_torch(logits.half(), top_k=5)
 
 
 def test_equal_logits_stay_or_go_together(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(0, 6, (1, 500), generator=generator).float()
-    check(logits)
-    check(logits, top_k=7)
+    assert_chooses_as_torch(logits)
+    assert_chooses_as_torch(logits, top_k=7)
 
 
 def test_banned_tokens_are_never_chosen(seed: int) -> None:
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(seed))
     logits[:, ::3] = float("-inf")
     logits[:, -1] = float("-inf")
-    check(logits)
-    check(logits, top_k=250)
+    assert_chooses_as_torch(logits)
+    assert_chooses_as_torch(logits, top_k=250)
 
 
 VALUES: dict[str, list[Any]] = {"min_p": [0.02, 0.5], "top_k": [1, 9, 80], "top_p": [0.2, 0.9]}

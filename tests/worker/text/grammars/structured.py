@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from promptq.shared.protocol.claims import Claim, ModelIdentity
@@ -32,6 +33,11 @@ def closed(**properties: Any) -> dict[str, Any]:
         "required": [*properties],
         "additionalProperties": False,
     }
+
+
+def assert_valid(value: Any, schema: Any) -> None:
+    """Asserts that the value matches the JSON schema."""
+    assert [*jsonschema.Draft202012Validator(schema).iter_errors(value)] == []
 
 
 # Bounded, since a model with random weights never ends a string by itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from functools import cache
 from typing import Any
 
@@ -211,9 +210,9 @@ SCHEMAS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 @BY_NAME
-def test_what_a_grammar_allows_is_read_as_what_the_schema_allows(format: Format, name: str) -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+def test_what_a_grammar_allows_is_read_as_what_the_schema_allows(
+    format: Format, name: str, seed: int
+) -> None:
     schema = SCHEMAS[name]
     for each in range(2):
         called, arguments = read_forced(format, forced(format, tool("f", schema)), seed + each)

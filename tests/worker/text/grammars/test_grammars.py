@@ -10,7 +10,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -30,7 +29,7 @@ from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.grammars.schema_masks import Grammars, _refused
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.text.families import FAMILIES, byte_fallback
-from tests.worker.text.grammars.structured import SCHEMAS, closed, compilations
+from tests.worker.text.grammars.structured import SCHEMAS, assert_valid, closed, compilations
 
 END = 2
 VOCAB_SIZE = 2048
@@ -76,7 +75,7 @@ def test_whatever_is_allowed_leads_to_what_matches(kind: str, name: str, seed: i
     compiled = grammars(tokenizer, size)
     tokens = walk(compiled.start(JsonOutput(SCHEMAS[name], True), frozenset({END})), seed, size)
     decode = HuggingFaceTokenizer(tokenizer) if tokenizer else compiled._tokenizer
-    jsonschema.validate(json.loads(decode.decode(tokens)), SCHEMAS[name])
+    assert_valid(json.loads(decode.decode(tokens)), SCHEMAS[name])
 
 
 @pytest.mark.parametrize("seed", range(5))

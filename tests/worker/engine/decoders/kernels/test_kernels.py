@@ -55,7 +55,7 @@ def normed(norm: Norm, x: torch.Tensor) -> torch.Tensor:
     return norm.formula(x, norm.weight, norm.bias, norm.epsilon)
 
 
-def check_close(found: torch.Tensor, expected: torch.Tensor, times: float = 4) -> None:
+def assert_rounded_alike(found: torch.Tensor, expected: torch.Tensor, times: float = 4) -> None:
     """Rounded in the same places, so that a sum in another order changes few numbers' last bit.
 
     The interpreter cuts bf16 numbers off where a card rounds them.
@@ -88,8 +88,8 @@ def test_norm_of_a_sum(dtype: torch.dtype, seed: int) -> None:
             added = update if after is None else normed(after, update)
             expected = expected + (added if scale == 1.0 else added * scale)
         # The mean of the second norm is itself a sum in another order.
-        check_close(hidden, expected, times=4 if after is None else 8)
-        check_close(found, normed(norm, hidden))
+        assert_rounded_alike(hidden, expected, times=4 if after is None else 8)
+        assert_rounded_alike(found, normed(norm, hidden))
         for row in range(5):
             alone = None if update is None else update[row : row + 1]
             one = add_norm(hidden_before[row : row + 1].clone(), alone, norm, after, scale)
@@ -101,9 +101,9 @@ def test_a_sum_without_a_norm(seed: int) -> None:
     hidden, update = numbers(3, 20), numbers(3, 20)
     expected = hidden + 0.5 * update
     assert add_norm(hidden, update, None, None, 0.5) is hidden
-    check_close(hidden, expected)
+    assert_rounded_alike(hidden, expected)
     assert add_norm(hidden, None, None) is hidden
-    check_close(hidden, expected)
+    assert_rounded_alike(hidden, expected)
 
 
 def test_norm_of_some_columns(seed: int) -> None:
@@ -112,7 +112,7 @@ def test_norm_of_some_columns(seed: int) -> None:
     expected = rows.clone()
     expected[:, 8:32] = normed(norm, rows[:, 8:32])
     norm_columns(rows[:, 8:32], norm)
-    check_close(rows, expected)
+    assert_rounded_alike(rows, expected)
 
 
 @pytest.mark.matrix(4)
@@ -131,8 +131,8 @@ def test_activations(name: str, dtype: torch.dtype, seed: int) -> None:
         if is_interleaved:
             gate, up = inputs[:, ::2], inputs[:, 1::2]
         times = 40 if name.startswith("gelu") else 4  # of far negative numbers little is left
-        check_close(found, ACTIVATIONS[name](gate.float()).to(dtype) * up, times)
-        check_close(alone, ACTIVATIONS[name](inputs.float()).to(dtype), times)
+        assert_rounded_alike(found, ACTIVATIONS[name](gate.float()).to(dtype) * up, times)
+        assert_rounded_alike(alone, ACTIVATIONS[name](inputs.float()).to(dtype), times)
         one = Activation(name, is_interleaved=is_interleaved)(inputs[1:2])
         assert torch.equal(one[0], found[1])
 
@@ -142,7 +142,7 @@ def test_limited_gates(dtype: torch.dtype, seed: int) -> None:
     inputs, limits = 3 * Numbers(dtype, seed)(3, 40), Limits(1.7, 2.5)
     found = Activation("silu", is_interleaved=True, limits=limits)(inputs)
     wide = inputs.float()
-    check_close(found, limits.gated(wide[:, ::2], wide[:, 1::2]).to(dtype))
+    assert_rounded_alike(found, limits.gated(wide[:, ::2], wide[:, 1::2]).to(dtype))
 
 
 class Heads:
@@ -234,10 +234,10 @@ def test_heads_are_normed_rotated_and_written(
     """To their places in the cache and nowhere else, a padding row's nowhere at all."""
     heads = Heads(dtype, seed, formula)
     (query, cache), (expected, expected_cache) = heads.place(), heads.expected()
-    check_close(query, expected)
+    assert_rounded_alike(query, expected)
     for found, wanted in ((cache.key, expected_cache.key), (cache.value, expected_cache.value)):
         assert torch.equal(found.isnan(), wanted.isnan())
-        check_close(found.nan_to_num(0.0), wanted.nan_to_num(0.0))
+        assert_rounded_alike(found.nan_to_num(0.0), wanted.nan_to_num(0.0))
     for row in range(heads.rows):
         alone, _ = heads.place(slice(row, row + 1))
         assert torch.equal(alone[0], query[row])

@@ -76,7 +76,6 @@ class FusedMixer(Mixer):
 @torch.inference_mode()
 def test_any_cut_gives_the_librarys_output(family: str, seed: int) -> None:
     """Chunks have several pieces, and steps fail."""
-    print(f"seed {seed}")
     torch.manual_seed(seed)
     mixer = mixers_of(make_model(family, seed).to(DEVICE))[-1]
     inputs = [torch.randn(length, 32).to(DEVICE) for length in LENGTHS]
@@ -115,7 +114,6 @@ def step(
 @torch.inference_mode()
 def test_states_do_not_include_drafted_tokens(family: str, num_drafted: int, seed: int) -> None:
     """Outputs do, though there are more drafted rows than a piece has."""
-    print(f"seed {seed}")
     mixer = mixers_of(make_model(family, seed).to(DEVICE))[-1]
     first, rest = random_inputs(mixer, (5, 23), seed)
     with_draft = torch.cat([rest[:2], rest[3:]])[: 2 + num_drafted]
@@ -139,7 +137,6 @@ def test_a_row_has_the_same_bits_in_any_company(
 ) -> None:
     """If the products have: here each row is multiplied by itself. In bf16, outputs are as near to
     the exact ones as those of torch."""
-    print(f"seed {seed}")
     plain = torch.nn.functional.linear
 
     def row_by_row(rows: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -201,7 +198,6 @@ def test_a_runner_makes_the_librarys_tokens(
     family: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks, after a shared prefix, and with drafts. The CPU is in the place of a card."""
-    print(f"seed {seed}")
     monkeypatch.setattr(load_runner, "backends_on", lambda *_: [TritonPaged()])
     monkeypatch.setattr(load_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
     rng = random.Random(seed)
