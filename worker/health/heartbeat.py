@@ -122,29 +122,29 @@ class Heartbeat:
 
 
 def _slot_of(lease: Lease, sequence: SequenceSnapshot) -> SlotStats:
-    held = lease.prepared
+    prepared = lease.prepared
     timing = sequence.timing
     return SlotStats(
         slot=sequence.slot,
-        request_id=held.request_id,
-        tenant=held.request.tenant,
-        priority=held.priority,
-        attempt=held.claim.attempt,
+        request_id=prepared.request_id,
+        tenant=prepared.request.tenant,
+        priority=prepared.priority,
+        attempt=prepared.claim.attempt,
         state=_state_of(sequence),
-        prompt_tokens=held.num_prompt_tokens,
-        emitted_tokens=sequence.num_tokens - held.num_prompt_tokens,
-        max_tokens=held.engine_request.max_tokens,
+        prompt_tokens=prepared.num_prompt_tokens,
+        emitted_tokens=sequence.num_tokens - prepared.num_prompt_tokens,
+        max_tokens=prepared.engine_request.max_tokens,
         computed_tokens=sequence.num_computed_tokens,
         cached_tokens=timing.cached_tokens,
         recomputed_tokens=timing.recomputed_tokens,
         preemptions=timing.preemptions,
         kv_blocks=sequence.num_blocks,
         kv_shared_blocks=sequence.num_shared_blocks,
-        claimed_at=held.claim.claimed_at_ms,
-        prefill_at=_server_ms(held, timing.scheduled_at),
-        first_token_at=_server_ms(held, timing.first_token_at),
-        preempted_at=[*map(held.claim.server_ms, timing.preempted_at)],
-        resumed_at=[*map(held.claim.server_ms, timing.resumed_at)],
+        claimed_at=prepared.claim.claimed_at_ms,
+        prefill_at=_server_ms(prepared, timing.scheduled_at),
+        first_token_at=_server_ms(prepared, timing.first_token_at),
+        preempted_at=[*map(prepared.claim.server_ms, timing.preempted_at)],
+        resumed_at=[*map(prepared.claim.server_ms, timing.resumed_at)],
     )
 
 
@@ -155,5 +155,5 @@ def _state_of(sequence: SequenceSnapshot) -> SlotState:
     return SlotState.DECODE if is_decoding else SlotState.PREFILL
 
 
-def _server_ms(held: PreparedRequest, at: float | None) -> int | None:
-    return None if at is None else held.claim.server_ms(at)
+def _server_ms(prepared: PreparedRequest, at: float | None) -> int | None:
+    return None if at is None else prepared.claim.server_ms(at)

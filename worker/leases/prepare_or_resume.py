@@ -1,6 +1,6 @@
 """Turns a claim into a prepared request: parses, checks, renders, tokenises and compiles.
 
-The request may come from a stranger, so the size of each part is checked before work is done on it.
+The request may come from a stranger, so each part's size is checked before the part is processed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from promptq.shared.protocol.rows import Row
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
 from promptq.worker.leases.rows import PreparedRequest
-from promptq.worker.text.grammars.schema_masks import Grammars, NewGrammarError
+from promptq.worker.text.grammars.schema_masks import Grammars, TakesLongError
 from promptq.worker.text.output_marks import OutputMarks
 from promptq.worker.text.tokenizer import Tokenizer
 
@@ -42,8 +42,8 @@ _sequence_ids = itertools.count(1)
 
 
 class UnservedFieldError(InvalidRequestError):
-    """A request needs a field that this engine cannot serve, and perhaps another one can. `ability`
-    is the field's name in `EngineAbilities.refused`."""
+    """Raised if a request has a field that this worker's engine cannot serve. Another worker's may.
+    `ability` is the field's name in `EngineAbilities.refused`."""
 
     def __init__(self, field: str, ability: str | None = None) -> None:
         super().__init__(
@@ -53,17 +53,13 @@ class UnservedFieldError(InvalidRequestError):
 
 
 class Capacity(Protocol):
-    """An engine's limits, and its abilities, which may change."""
+    """An engine's limits and abilities. The abilities may change."""
 
     @property
     def limits(self) -> EngineLimits: ...
 
     @property
     def abilities(self) -> EngineAbilities: ...
-
-
-class TakesLongError(Exception):
-    """Raised if a preparation may take so long that other requests should not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,7 @@ class Preparation:
         return self.engine.abilities
 
     def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
-        """Parse, tokenise and check a request, and restore the state that earlier attempts reached.
+        """Parse, check and tokenise a request, and restore the state that earlier attempts reached.
 
         Raises InvalidRequestError, which names the wrong field. With `only_quick`, raises
         TakesLongError before any work that may take long.
@@ -123,7 +119,7 @@ class Preparation:
         min_tokens = len(prefix) + request.min_tokens
         style = self.model.output_style or OutputStyle()
         marks = OutputMarks(self.tokenizer, style, request, prompt)
-        if not claim.events:  # earlier releases have begun such requests
+        if not claim.events:  # an earlier release, without this check, may have begun the request
             marks.check_stop_strings()
         text, begun = marks.text_stream(prefix, claim.events, min_tokens)
         unsent = []
@@ -164,8 +160,8 @@ class Preparation:
         )
 
     def _stop_tokens(self, request: Request) -> dict[int, str]:
-        """Returns the stop strings that are one token, by token id. Special tokens have no text, so
-        they cannot be found in the output's text."""
+        """Returns the stop strings that are one added token, by token id. The output's text does
+        not show special tokens, so these stop strings cannot be found in the text."""
         return {
             token_id: stop
             for stop in request.stop_strings
@@ -174,9 +170,9 @@ class Preparation:
         }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
-        """Returns the tokens of the output prefix; an empty list if the request has no prefix.
+        """Returns the tokens of the request's output prefix; an empty list if there is none.
 
-        An end token at the end is left out, because the output continues in its place.
+        Leaves out an end token at the end of the prefix, because the output continues there.
         """
         if (wanted := request.output_prefix) is None:
             return []
@@ -223,7 +219,8 @@ class Preparation:
         lowest = self.abilities.lowest_temperature
         if 0.0 < request.temperature < lowest:
             raise _unsupported("temperature", f"takes 0, or {lowest} and more")
-        # Whether the random numbers begin anew does not matter here: there were none before.
+        # With a temperature, only new random numbers make a continuation inexact. Here they do not
+        # matter, because no token was drawn at random before.
         uncounted = [
             name for name in self.abilities.inexact_fields(request) if name != "temperature"
         ]
@@ -233,8 +230,7 @@ class Preparation:
             raise _unsupported(uncounted[0], "would not count all tokens of a watched stream")
 
     def _pooling(self, embed: Embed | None) -> Pooling | None:
-        """Returns the pooling that makes the prompt a vector; None if the request wants no
-        vector."""
+        """Returns how to pool the prompt into a vector; None if the request wants no vector."""
         if embed is None:
             return None
         size = self.limits.embedding_size
@@ -317,13 +313,20 @@ class Preparation:
     ) -> Grammar | None:
         """Returns the grammar after the tokens `emitted`; None if the request has no grammar.
         `is_prefix`: the tokens are the output prefix."""
-        wanted = request.wanted_output
+        wanted, grammars = request.wanted_output, self.grammars
         if wanted is None:
             return None
-        if self.grammars is None or not self.abilities.grammars:
+        if grammars is None or not self.abilities.grammars:
             raise UnservedFieldError(wanted.field, "response_format")
+
+        def after_emitted(output: Output) -> Grammar:
+            grammar = grammars.start(output, ends, only_known=only_quick)
+            for token_id in emitted:
+                grammar.accept(token_id)
+            return grammar
+
         try:
-            return self._begun(self.grammars, wanted, ends, emitted, only_quick)
+            return after_emitted(wanted)
         except GrammarError as error:
             if is_prefix:
                 raise InvalidRequestError(
@@ -331,36 +334,17 @@ class Preparation:
                 ) from error
             if isinstance(wanted, ToolCallOutput):
                 with suppress(GrammarError):
-                    earlier = replace(wanted, is_begun=True)
-                    return self._begun(self.grammars, earlier, ends, emitted, only_quick)
+                    return after_emitted(replace(wanted, is_begun=True))
             raise InvalidRequestError(
                 f"{wanted.field}: what was emitted before does not fit: {error}",
                 field=wanted.field,
                 error_type="internal_error",
             ) from error
 
-    @staticmethod
-    def _begun(
-        grammars: Grammars,
-        wanted: Output,
-        ends: frozenset[int],
-        emitted: list[int],
-        only_quick: bool,
-    ) -> Grammar:
-        """Returns the grammar after the tokens `emitted`. Raises GrammarError if they do not
-        fit."""
-        try:
-            grammar = grammars.start(wanted, ends, only_known=only_quick)
-        except NewGrammarError as error:
-            raise TakesLongError from error
-        for token_id in emitted:
-            grammar.accept(token_id)
-        return grammar
-
     def _bad_token_sequences(
         self, request: Request, max_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Returns the token sequences of bad words. Leaves out those longer than `max_tokens`."""
+        """Returns the token sequences of bad words, without those longer than `max_tokens`."""
         spellings = map(tuple, self.tokenizer.encode_words(request.bad_words or ()))
         return tuple(sorted({tokens for tokens in spellings if len(tokens) <= max_tokens}))
 
@@ -376,8 +360,7 @@ def _unsupported(field: str, why: str) -> InvalidRequestError:
 def _num_values(payload: bytes) -> int:
     """Returns an upper bound of the number of JSON values: the number of separators outside of
     strings."""
-    # After this, each `"` begins or ends a string.
-    text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")
+    text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")  # so each `"` begins or ends a string
     characters = np.frombuffer(text, dtype=np.uint8)
     is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0
     return int(np.count_nonzero(np.isin(characters, list(b"".join(_SEPARATORS))) & is_outside))

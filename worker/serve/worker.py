@@ -34,8 +34,8 @@ from promptq.worker.health.systemd import notify, watchdog_seconds
 from promptq.worker.health.watchdogs import EngineWatchdog, renew_leases
 from promptq.worker.leases.coalescer import Coalescer, default_rate
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.exit_log import Departures
-from promptq.worker.leases.held_and_lost_leases import Departure, Leases
+from promptq.worker.leases.exit_log import ExitLog
+from promptq.worker.leases.held_and_lost_leases import Exit, Leases
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
@@ -82,12 +82,12 @@ class Worker:
         self.engine = engine if isinstance(engine, EnginePort) else EngineThread(engine)
         self.leases = Leases(self.engine)
         self.meter = Meter()
-        self._departures = Departures(
+        self._exit_log = ExitLog(
             self.meter, tracing, settings.queue, served.identity.name, self.worker_id
         )
         about = self._about(start_up_seconds or {})
         self._heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, about)
-        self._exchange = Exchange(self._queue, self.leases, self._departures)
+        self._exchange = Exchange(self._queue, self.leases, self._exit_log)
         self._publisher = Publisher(
             self._queue,
             self.leases,
@@ -226,7 +226,7 @@ class Worker:
         seconds = leases_end_at - time.monotonic()  # after that, the leases have expired
         await self._survive_redis(lambda: self._exchange.give_back(seconds))
         for lease in self.leases:
-            self._departures.note(lease, Departure.of(lease))
+            self._exit_log.note(lease, Exit.of(lease))
         await self.engine.stop(patience=self._settings.stuck_seconds)
         if self.served.grammars is not None and not self.intake.is_preparing:
             await asyncio.to_thread(self.served.grammars.close)

@@ -67,8 +67,8 @@ memory."""
 _MAX_THREADS = 4
 
 
-class NewGrammarError(Exception):
-    """Raised if a grammar is not compiled yet and compiling it may take long."""
+class TakesLongError(Exception):
+    """Raised before work that may take so long that other requests should not wait for it."""
 
 
 class Grammars:
@@ -107,11 +107,11 @@ class Grammars:
         `end_token_ids`.
 
         Raises InvalidRequestError, with the reason, if llguidance refuses the schema or if the
-        schema exceeds a limit. With `only_known`, raises NewGrammarError instead of compiling a
+        schema exceeds a limit. With `only_known`, raises TakesLongError instead of compiling a
         grammar.
         """
         if only_known and self._masker is None:
-            raise NewGrammarError
+            raise TakesLongError
         masker = self._set_up(wanted.field)
         matcher, text = self._compile(wanted, masker, only_known)
         is_same = _ends_by_itself(wanted) or end_token_ids == {self._tokenizer.end_token_id}
@@ -186,7 +186,7 @@ class Grammars:
             if (refused := self._refused.get(key)) is not None:
                 raise _error(wanted.field, refused)
         if only_known:
-            raise NewGrammarError
+            raise TakesLongError
         wanted = _simplified(wanted)
         text = self._text(wanted)
         try:
