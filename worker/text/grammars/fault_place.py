@@ -27,8 +27,8 @@ def place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]],
     """Returns the keys that lead to the deepest schema, or keyword, that causes the refusal.
 
     `reason_of` returns why llguidance refuses a schema. Each trial removes a part of the schema. If
-    the rest is accepted, or refused for another reason, the removed part contains the cause. The
-    number and the time of trials are limited, so in a large schema the result may be less deep.
+    llguidance accepts the rest, or refuses it for another reason, the removed part has the cause.
+    The number and the time of trials are limited, so in a large schema the place may be less exact.
     """
     ends_at = time.monotonic() + _MAX_SECONDS
     reason = reason_of(schema)

@@ -1,4 +1,5 @@
-"""Turns the output format of a request into masks over the vocabulary, with the library llguidance.
+"""Turns the output format of a request into masks (the tokens that may come next), with the library
+llguidance.
 
 The first request with an output format imports the library and passes the vocabulary to it.
 """
@@ -40,6 +41,7 @@ from promptq.worker.text.grammars.llguidance_calls import (
     compile_grammar,
     lark_of,
     reason_of,
+    schema_grammar,
 )
 from promptq.worker.text.grammars.plain_schemas import plain
 from promptq.worker.text.grammars.schema_patterns import (
@@ -55,10 +57,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-WHITESPACE = "[ ]"
-"""White space between the tokens of JSON: at most one space. Indentation wastes tokens, and without
-a limit a weak model may write white space for ever."""
-
 _MAX_COMPILED = 256
 _MAX_REFUSED = 1024
 _MAX_CACHED_CHARS = 2**21
@@ -72,12 +70,11 @@ class TakesLongError(Exception):
 
 
 class Grammars:
-    """Compiles the grammars that requests demand for their outputs. Thread-safe.
+    """Compiles grammars for the output formats of requests. Thread-safe.
 
     The 256 grammars that were used last stay compiled, or fewer if they are large. With `vets`, a
-    new grammar is first compiled in a process that can be killed. Without `vets`, all grammars are
-    trusted. `style` is the style of a forced call; by default it comes from the tokenizer's
-    template.
+    new grammar is first compiled in a process with limits. `style` is the form of forced tool
+    calls; by default, the tokenizer's chat templates determine it.
     """
 
     def __init__(
@@ -96,9 +93,9 @@ class Grammars:
         self._vets = vets
         self._masker: LLMasker | None = None
         self._vetter: Vetter | None = None
-        self._known: OrderedDict[bytes, tuple[LLMatcher, str]] = OrderedDict()  # with its text
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()  # for all of these
+        self._known: OrderedDict[bytes, tuple[LLMatcher, str]] = OrderedDict()  # (matcher, text)
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # error messages
+        self._lock = threading.Lock()  # guards the fields from `_masker` on
 
     def start(
         self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
@@ -160,13 +157,13 @@ class Grammars:
         from llguidance import LLMatcher
 
         if isinstance(wanted, JsonOutput):
-            return _schema_grammar(wanted.schema, wanted.strict)
+            return schema_grammar(wanted.schema, wanted.strict)
         if isinstance(wanted, GrammarOutput):
             return LLMatcher.grammar_from_lark(wanted.grammar)
         ours = self._tokenizer
         if isinstance(wanted, RegexOutput):
-            # llguidance drops a backslash that escapes nothing.
             if (len(wanted.regex) - len(wanted.regex.rstrip("\\"))) % 2:
+                # llguidance would drop this backslash.
                 raise ValueError("it ends with a backslash, which escapes nothing")
             return LLMatcher.grammar_from_regex(wanted.regex)
         if isinstance(wanted, ChoiceOutput):
@@ -174,8 +171,7 @@ class Grammars:
             return LLMatcher.grammar_from_lark(grammar)
         style = self._style or style_of(ours)
         calls = CallGrammar(style, ours.added_tokens, self._end_token_ids)
-        text = calls.text(wanted.tools, options_of, is_begun=wanted.is_begun)
-        return LLMatcher.grammar_from_lark(text)
+        return LLMatcher.grammar_from_lark(calls.text(wanted.tools, is_begun=wanted.is_begun))
 
     def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> tuple[LLMatcher, str]:
         key = sha256(repr(wanted).encode("utf-8", "surrogatepass")).digest()
@@ -214,8 +210,8 @@ class Grammars:
         raise _error(wanted.field, message)
 
     def _reason_against(self, masker: LLMasker, text: str) -> str:
-        """Returns the reason why llguidance refuses a grammar; empty if it accepts the grammar, or
-        takes too long."""
+        """Returns the reason why llguidance refuses a grammar; empty if llguidance accepts the
+        grammar or takes too long."""
         if self._vetter is None:
             return reason_of(masker.compile(text))
         try:
@@ -266,8 +262,8 @@ class LLMasker:
 
 
 class LLGrammar:
-    """Implements `Grammar` with llguidance. Also has `rollback` and `validate_tokens`, for
-    drafts."""
+    """Implements `Grammar` with llguidance. `text` is the grammar's text if an inference server may
+    use it."""
 
     __slots__ = ("_all_ends", "_ends_to_allow", "_ends_to_ban", "_text", "masker", "matcher")
 
@@ -305,8 +301,7 @@ class LLGrammar:
             raise GrammarError(reason_of(self.matcher))
 
     def correct_ends(self, mask: npt.NDArray[np.int32]) -> None:
-        """Change a mask so that it allows the end tokens of the request instead of those of the
-        model."""
+        """Change a mask so that it allows the request's end tokens instead of the model's."""
         if not (self._ends_to_allow or self._ends_to_ban):
             return
         may_end = self.matcher.is_accepting()
@@ -319,8 +314,8 @@ class LLGrammar:
 
 
 def _ends_by_itself(wanted: Output) -> bool:
-    """Whether no output matches of which another one is a continuation, as with objects. Then it
-    does not matter which token an engine takes for the end."""
+    """Whether nothing can follow a complete output, as with a JSON object. Then the output ends
+    without an end token."""
     if isinstance(wanted, JsonOutput):
         return wanted.schema.get("type") in ("object", "array")
     return isinstance(wanted, ToolCallOutput)
@@ -329,8 +324,8 @@ def _ends_by_itself(wanted: Output) -> bool:
 def _choice(
     wanted: ChoiceOutput, added_tokens: Mapping[str, int], special_tokens: Mapping[str, int]
 ) -> str:
-    """Returns a Lark grammar that accepts one of the texts. A single terminal has all texts without
-    added tokens, because a rule for each text would make masks slow.
+    """Returns a Lark grammar that accepts one of the texts. One terminal has all texts that contain
+    no added token, because a rule for each text would make masks slow.
 
     Raises ValueError if a text contains a special token, because outputs never show these tokens.
     """
@@ -354,7 +349,7 @@ def _choice(
 
 
 def _simplified(wanted: Output) -> Output:
-    """Returns the output format with schemas that llguidance supports.
+    """Returns the output format with its schemas changed for llguidance; see `plain` and `closed`.
 
     Raises InvalidRequestError if a schema or grammar is too long.
     """
@@ -371,7 +366,7 @@ def _simplified(wanted: Output) -> Output:
 
 
 def _placed_schemas(wanted: Output) -> list[tuple[str, dict[str, Any], bool]]:
-    """Returns (path, schema, whether it is strict) for each schema in an output format."""
+    """Returns (path, schema, is_strict) for each schema in an output format."""
     if isinstance(wanted, JsonOutput):
         return [(f"{wanted.field}.json_schema.schema", wanted.schema, wanted.strict)]
     if isinstance(wanted, ToolCallOutput):
@@ -388,8 +383,8 @@ def _check_length(num_chars: int, field: str) -> None:
 
 
 def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) -> str:
-    """Returns the error message for an output format that llguidance refuses. The message names the
-    place of the fault in a schema."""
+    """Returns the error message for an output format that llguidance refuses for this reason. The
+    message names the place of the fault in a schema."""
     if isinstance(wanted, GrammarOutput):
         if listed := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
             reason = f"line {listed[1]}: {_reworded(listed[2])}"
@@ -403,7 +398,7 @@ def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) 
 
         def reason_of_schema(schema: dict[str, Any], strict: bool = strict) -> str:
             try:
-                return reason_against(_schema_grammar(schema, strict))
+                return reason_against(schema_grammar(schema, strict))
             except ValueError as error:
                 return str(error)
 
@@ -436,17 +431,6 @@ def _reworded(reason: str) -> str:
     if reason.startswith("Resource "):
         return "this refers to another document; only references inside the schema are followed"
     return reason
-
-
-def _schema_grammar(schema: dict[str, Any], strict: bool) -> str:
-    from llguidance import LLMatcher
-
-    options = cast("Any", options_of(strict))
-    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
-
-
-def options_of(strict: bool) -> dict[str, Any]:
-    return {"lenient": not strict, "whitespace_pattern": WHITESPACE}
 
 
 def _error(field: str, message: str) -> InvalidRequestError:

@@ -232,6 +232,13 @@ def test_a_call_is_an_object_if_the_form_cannot_hold_its_schema(format: Format) 
 
 
 @OF_PAIRS
+def test_a_malformed_schema_is_refused_with_the_reason(format: Format) -> None:
+    malformed = tool("f", {"type": "object", "required": [{}]})
+    with pytest.raises(InvalidRequestError, match="Expected string for 'required'"):
+        grammar_of(format, forced(format, malformed))
+
+
+@OF_PAIRS
 def test_no_text_is_read_as_a_value_that_the_schema_refuses(format: Format) -> None:
     """Without a mark that says so, 5 between tags may be a number and a text."""
     mixed = {"type": ["string", "integer"], "minimum": 10}

@@ -223,6 +223,11 @@ def test_one_schema_is_compiled_once_and_its_states_are_apart(
         ({"type": "string", "minLength": 3, "maxLength": 2}, "no value matches it"),
         ({"enum": []}, "no value matches it"),
         ({"type": "number", "minimum": float("inf")}, ""),
+        ({"properties": {"a": {}}, "required": 5}, "Expected array for 'required'"),
+        (
+            {"oneOf": [{"properties": 5}], "discriminator": {"propertyName": "a"}},
+            "properties must be an object",
+        ),
     ],
 )
 def test_a_refused_schema_is_an_error_with_the_reason(schema: dict[str, Any], reason: str) -> None:
