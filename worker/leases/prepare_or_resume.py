@@ -90,7 +90,7 @@ class Preparation:
         TakesLongError before any work that may take long.
         """
         if claim.is_spoilt:
-            raise InvalidRequestError("tokens: an entry of the log is not an event", field="tokens")
+            raise _invalid("tokens", "an entry of the log is not an event")
         if only_quick and (len(claim.payload) > _QUICK_BYTES or claim.num_logged > _QUICK_TOKENS):
             raise TakesLongError
         self._check_values(claim.payload)
@@ -183,11 +183,11 @@ class Preparation:
             prefix += self.tokenizer.encode_output(wanted.text)
         longest = self.limits.max_model_len - 1 - num_prompt
         if len(prefix) > longest:
-            raise InvalidRequestError(
-                f"output_prefix: this model's maximum context length is {self.limits.max_model_len}"
-                f" tokens, and after the prompt's {num_prompt} the prefix may have {longest} at"
-                f" most; it has {len(prefix)}",
-                field="output_prefix",
+            raise _invalid(
+                "output_prefix",
+                f"this model's maximum context length is {self.limits.max_model_len} tokens, and"
+                f" after the prompt's {num_prompt} the prefix may have {longest} at most; it has"
+                f" {len(prefix)}",
                 code="context_length_exceeded",
             )
         return prefix
@@ -199,17 +199,13 @@ class Preparation:
         if len(payload) > most and sum(map(payload.count, _SEPARATORS)) > most < _num_values(
             payload
         ):
-            raise InvalidRequestError(
-                f"payload: holds more than {most} JSON values, the most that this worker takes",
-                field="payload",
+            raise _invalid(
+                "payload", f"holds more than {most} JSON values, the most that this worker takes"
             )
 
     def _check_served(self, request: Request) -> None:
         if request.model is not None and self.model.name and request.model != self.model.name:
-            raise InvalidRequestError(
-                f"model: this queue serves {self.model.name!r}, not {request.model!r}",
-                field="model",
-            )
+            raise _invalid("model", f"this queue serves {self.model.name!r}, not {request.model!r}")
         unheeded = self.abilities.unheeded
         if not self.abilities.logprobs:
             unheeded |= {"logprobs"}
@@ -235,27 +231,27 @@ class Preparation:
             return None
         size = self.limits.embedding_size
         if embed.dimensions is not None and embed.dimensions > size:
-            raise InvalidRequestError(
-                f"embed: dimensions: {embed.dimensions} is more than the {size} that the vectors of"
-                " this model have",
-                field="embed",
+            raise _invalid(
+                "embed",
+                f"dimensions: {embed.dimensions} is more than the {size} that the vectors of this"
+                " model have",
             )
         pooling = embed.pooling or self.pooling
         if pooling is None:
-            raise InvalidRequestError(
-                "embed: pooling: the model's files name a pooling that this worker does not"
-                " support; choose `last` or `mean`",
-                field="embed",
+            raise _invalid(
+                "embed",
+                "pooling: the model's files name a pooling that this worker does not support;"
+                " choose `last` or `mean`",
             )
         return pooling
 
     def _cannot_resume(self, request: Request) -> InvalidRequestError:
         fields = self.abilities.inexact_fields(request)
         why = "with it," if fields else "in its number format,"
-        return InvalidRequestError(
-            f"{fields[0] if fields else 'resume'}: {why} this worker's engine cannot continue an"
-            " interrupted stream exactly, and the request requires `exact_only`",
-            field=fields[0] if fields else "resume",
+        return _invalid(
+            fields[0] if fields else "resume",
+            f"{why} this worker's engine cannot continue an interrupted stream exactly, and the"
+            " request requires `exact_only`",
             error_type="cannot_resume",
         )
 
@@ -265,27 +261,25 @@ class Preparation:
             why = "holds no tokens"
             if request.prompt == "":
                 why = "is empty, and this model's tokenizer puts no token in front of a text"
-            raise InvalidRequestError(
-                f"{field_name}: {why}, so there is nothing to continue", field=field_name
-            )
+            raise _invalid(field_name, f"{why}, so there is nothing to continue")
         longest = self.limits.max_model_len - 1
         if len(prompt) > longest:
-            raise InvalidRequestError(
-                f"{field_name}: the prompt is too long: this model's maximum context length is"
+            raise _invalid(
+                field_name,
+                "the prompt is too long: this model's maximum context length is"
                 f" {self.limits.max_model_len} tokens, of which at most {longest} can be the"
                 f" prompt; this one has {len(prompt)}",
-                field=field_name,
                 code="context_length_exceeded",
             )
         if request.prompt_logprobs is not None:
             num_logprobs = len(prompt) * (request.prompt_logprobs + 1)
             if num_logprobs > MAX_PROMPT_LOGPROBS:
-                raise InvalidRequestError(
-                    f"prompt_logprobs: {request.prompt_logprobs} likeliest tokens and the prompt's"
-                    f" token at each of {len(prompt)} positions are {num_logprobs}"
-                    f" log-probabilities, more than the {MAX_PROMPT_LOGPROBS} that a request may"
-                    " have; request fewer, or send a shorter prompt",
-                    field="prompt_logprobs",
+                raise _invalid(
+                    "prompt_logprobs",
+                    f"{request.prompt_logprobs} likeliest tokens and the prompt's token at each of"
+                    f" {len(prompt)} positions are {num_logprobs} log-probabilities, more than the"
+                    f" {MAX_PROMPT_LOGPROBS} that a request may have; request fewer, or send a"
+                    " shorter prompt",
                 )
         named: list[tuple[str, list[int]]] = [(field_name, prompt)]
         if request.stop_token_ids:
@@ -297,11 +291,8 @@ class Preparation:
         for name, token_ids in named:
             worst = max(token_ids)
             if worst >= self.limits.vocab_size:
-                raise InvalidRequestError(
-                    f"{name}: token id {worst} is outside the vocabulary of"
-                    f" {self.limits.vocab_size} tokens",
-                    field=name,
-                )
+                why = f"is outside the vocabulary of {self.limits.vocab_size} tokens"
+                raise _invalid(name, f"token id {worst} {why}")
 
     def _grammar(
         self,
@@ -329,17 +320,13 @@ class Preparation:
             return after_emitted(wanted)
         except GrammarError as error:
             if is_prefix:
-                raise InvalidRequestError(
-                    f"output_prefix: does not fit {wanted.field}: {error}", field="output_prefix"
-                ) from error
+                why = f"does not fit {wanted.field}: {error}"
+                raise _invalid("output_prefix", why) from error
             if isinstance(wanted, ToolCallOutput):
                 with suppress(GrammarError):
                     return after_emitted(replace(wanted, is_begun=True))
-            raise InvalidRequestError(
-                f"{wanted.field}: what was emitted before does not fit: {error}",
-                field=wanted.field,
-                error_type="internal_error",
-            ) from error
+            why = f"the output of earlier attempts does not fit: {error}"
+            raise _invalid(wanted.field, why, error_type="internal_error") from error
 
     def _bad_token_sequences(
         self, request: Request, max_tokens: int
@@ -349,12 +336,12 @@ class Preparation:
         return tuple(sorted({tokens for tokens in spellings if len(tokens) <= max_tokens}))
 
 
+def _invalid(field: str, why: str, **more: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {why}", field, **more)
+
+
 def _unsupported(field: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{field}: this worker's engine {why}",
-        field=field,
-        error_type="unsupported",
-    )
+    return _invalid(field, f"this worker's engine {why}", error_type="unsupported")
 
 
 def _num_values(payload: bytes) -> int:

@@ -14,7 +14,7 @@ from promptq.worker.engine.checkpoints.location import (
     library_arguments,
 )
 from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
-from promptq.worker.text.chat_template import style_of
+from promptq.worker.text.output_styles import style_of
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 MODEL_FREE = "model-free"

@@ -3,27 +3,20 @@ tokens are bytes."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from promptq.shared.errors import InvalidRequestError, ModelNotFoundError, PromptqError
-from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
+from promptq.shared.protocol.request import Request
 from promptq.worker.engine.checkpoints.location import library_arguments
 from promptq.worker.engine.checkpoints.safe_files import check_files, check_tokenizer_config
-from promptq.worker.text.content_form import Message, Tools, in_form, reads_parts
+from promptq.worker.text.chat_rendering import MAX_REASON, ChatRenderer
 from promptq.worker.text.detokenizer import Decode
-from promptq.worker.text.template_fields import with_fields_of
-from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
+from promptq.worker.text.template_time_limit import CpuTimeLimitError
 
-RENDER_SECONDS = 1.0
-"""CPU seconds that the model's chat template may take for one request. The messages that it loops
-over may come from a stranger."""
-
-_MOST_REASON = 300
 _ANY_LENGTH = 10**30
 
 
@@ -119,11 +112,10 @@ class HuggingFaceTokenizer:
         if max_prompt_tokens is not None:  # a token's name has no fewer characters than the token
             longest = max(map(len, tokenizer.get_vocab()), default=1)
             self._max_prompt_chars = max_prompt_tokens * longest
+        self.chats = ChatRenderer(tokenizer)
         self.decode = self._decoder(None)
         self._decoders: dict[frozenset[str], Decode] = {frozenset(): self.decode}
         self._token_texts: dict[int, str] = {}
-        self._reads_parts: dict[tuple[str, bool], dict[str, bool]] = {}
-        """Results of `reads_parts`, by template and whether the chat has tools."""
 
     @classmethod
     def load(
@@ -174,7 +166,7 @@ class HuggingFaceTokenizer:
         is_chat = request.prompt is None
         field, text = ("messages" if is_chat else "prompt"), request.prompt or ""
         if is_chat:
-            text = self._render(request)
+            text = self.chats.render(request)
         self._check_length(field, text)
         with _failing_alone(field):  # a chat template writes the special tokens itself
             return self.encode_text(text, add_special_tokens=not is_chat)
@@ -194,71 +186,6 @@ class HuggingFaceTokenizer:
     def _adds_space(self) -> bool:
         """Whether the tokenizer adds a space in front of each text, like SentencePiece."""
         return self.decode(self.encode_text("a") * 2) != "aa"
-
-    def _render(self, request: Request) -> str:
-        """Returns the messages as text, rendered by the model's chat template."""
-        arguments = request.chat_template_kwargs or {}
-        if arguments and (names := self._call_arguments.intersection(arguments)):
-            name = min(names)
-            raise InvalidRequestError(
-                f"chat_template_kwargs: {name!r} is no variable of the chat template, but an"
-                " argument of the call that renders it, which a request may not set",
-                field="chat_template_kwargs",
-            )
-        tools = None if request.tool_choice == "none" else request.tools or None
-        template = self.chat_template(with_tools=tools is not None)
-        if not template:
-            only = " without tools" if self.chat_template(with_tools=True) else ""
-            raise InvalidRequestError(
-                f"messages: the model has no chat template for chats{only}; send"
-                f" {'tools, or ' * bool(only)}a prompt",
-                field="messages",
-            )
-        try:
-            from promptq.worker.text import template_size_limit  # and jinja2 with it
-
-            with (
-                template_size_limit.size_limit(),
-                cpu_time_limit(RENDER_SECONDS, template_size_limit.__file__),
-            ):
-                write = partial(self._written, template)
-                key = template, tools is not None
-                if key not in self._reads_parts:
-                    self._reads_parts[key] = reads_parts(write, with_tools=tools is not None)
-                messages = with_fields_of(template, request.messages or ())
-                messages = in_form(messages, self._reads_parts[key])
-                text = write(messages, tools, **arguments)
-        except CpuTimeLimitError as error:
-            raise InvalidRequestError(
-                "messages: take too long to render: the model's chat template needs more than"
-                f" {RENDER_SECONDS:g} s",
-                field="messages",
-            ) from error
-        except Exception as error:  # the template is the model's code and may raise anything
-            raise InvalidRequestError(
-                f"messages: the model's chat template refuses them: {str(error)[:_MOST_REASON]}",
-                field="messages",
-            ) from error
-        return text
-
-    def _written(
-        self, template: str, messages: list[Message], tools: Tools | None, /, **arguments: Any
-    ) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **arguments,
-        )
-        return text
-
-    @cached_property
-    def _call_arguments(self) -> frozenset[str]:
-        """The arguments of `apply_chat_template` that are not variables of the template."""
-        call = inspect.signature(self._tokenizer.apply_chat_template)
-        return TEMPLATE_CALL_ARGUMENTS.union(call.parameters, self._tokenizer.special_tokens_map)
 
     def _check_length(self, field: str, text: str) -> None:
         if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
@@ -315,23 +242,6 @@ class HuggingFaceTokenizer:
         """The tokenizer's largest token id plus 1. A model's padded vocabulary may have more
         ids."""
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
-
-    def chat_template(self, *, with_tools: bool) -> str:
-        """Returns the template of chats with tools, or of chats without tools; empty if there is
-        none.
-
-        Chooses among a model's named templates as transformers and llama.cpp do.
-        """
-        templates = self._tokenizer.chat_template or ""
-        if not isinstance(templates, dict):
-            return str(templates)
-        default = templates.get("default", "")
-        return str(templates.get("tool_use", default) if with_tools else default)
-
-    @property
-    def response_template(self) -> Any:
-        """The `response_template` of the model's files, in the form of `transformers`, or None."""
-        return getattr(self._tokenizer, "response_template", None)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -403,6 +313,6 @@ def _failing_alone(field: str) -> Iterator[None]:
         if isinstance(error, CpuTimeLimitError | KeyboardInterrupt | SystemExit | MemoryError):
             raise
         raise InvalidRequestError(
-            f"{field}: the model's tokenizer fails at this text: {str(error)[:_MOST_REASON]}",
+            f"{field}: the model's tokenizer fails at this text: {str(error)[:MAX_REASON]}",
             field=field,
         ) from error

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from reprlib import repr as shown
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import (
-    IF_NOT_STRICT,
     ChoiceOutput,
     GrammarOutput,
     JsonOutput,
@@ -32,10 +29,8 @@ from promptq.shared.protocol.output_format import (
 )
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
-from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.grammars.call_grammar import CallGrammar
 from promptq.worker.text.grammars.closed_schemas import closed
-from promptq.worker.text.grammars.fault_place import path, place_of_fault
 from promptq.worker.text.grammars.llguidance_calls import (
     Vocabulary,
     compile_grammar,
@@ -44,13 +39,15 @@ from promptq.worker.text.grammars.llguidance_calls import (
     schema_grammar,
 )
 from promptq.worker.text.grammars.plain_schemas import plain
+from promptq.worker.text.grammars.refusals import placed_schemas, refusal_message
 from promptq.worker.text.grammars.schema_patterns import (
     MAX_COMBINED_PATTERNS,
     num_combined_patterns,
     num_patterns_of_lark,
 )
-from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, any_of, terms
+from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, choice_grammar
 from promptq.worker.text.grammars.vetting import NotVettedError, Vetter
+from promptq.worker.text.output_styles import style_of
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
@@ -139,7 +136,7 @@ class Grammars:
             counts = [num_patterns_of_lark(wanted.grammar)]
         else:
             what = "schema that combines others (allOf, ...)"
-            counts = [num_combined_patterns(schema) for _, schema, _ in _placed_schemas(wanted)]
+            counts = [num_combined_patterns(schema) for _, schema, _ in placed_schemas(wanted)]
         if (count := max(counts, default=0)) > MAX_COMBINED_PATTERNS:
             raise _error(
                 wanted.field,
@@ -149,7 +146,7 @@ class Grammars:
         try:
             text = self._grammar_text(wanted)
         except ValueError as error:
-            raise _error(wanted.field, _refused(wanted, str(error), lambda _: "")) from error
+            raise _error(wanted.field, refusal_message(wanted, str(error), lambda _: "")) from error
         _check_length(len(text), wanted.field)
         return text
 
@@ -167,7 +164,7 @@ class Grammars:
                 raise ValueError("it ends with a backslash, which escapes nothing")
             return LLMatcher.grammar_from_regex(wanted.regex)
         if isinstance(wanted, ChoiceOutput):
-            grammar = _choice(wanted, ours.added_tokens, ours.special_tokens)
+            grammar = choice_grammar(wanted.texts, ours.added_tokens, ours.special_tokens)
             return LLMatcher.grammar_from_lark(grammar)
         style = self._style or style_of(ours)
         calls = CallGrammar(style, ours.added_tokens, self._end_token_ids)
@@ -202,7 +199,7 @@ class Grammars:
             if not reason:
                 self._remember(key, matcher, text)
                 return matcher, text
-            message = _refused(wanted, reason, partial(self._reason_against, masker))
+            message = refusal_message(wanted, reason, partial(self._reason_against, masker))
         with self._lock:
             self._refused[key] = message
             if len(self._refused) > _MAX_REFUSED:
@@ -321,33 +318,6 @@ def _ends_by_itself(wanted: Output) -> bool:
     return isinstance(wanted, ToolCallOutput)
 
 
-def _choice(
-    wanted: ChoiceOutput, added_tokens: Mapping[str, int], special_tokens: Mapping[str, int]
-) -> str:
-    """Returns a Lark grammar that accepts one of the texts. One terminal has all texts that contain
-    no added token, because a rule for each text would make masks slow.
-
-    Raises ValueError if a text contains a special token, because outputs never show these tokens.
-    """
-    added = any_of(tuple(added_tokens))
-    letters: list[str] = []
-    others: list[str] = []
-    for text in dict.fromkeys(wanted.texts):
-        if not (held := added.findall(text)):
-            letters.append(json.dumps(text))
-            continue
-        for name in held:
-            if name in special_tokens:
-                raise ValueError(
-                    f"{shown(text)} holds {name}, a special token, which is never in a text"
-                )
-        others.append(terms(text, added_tokens))
-    if not letters:
-        return f"%llguidance {{}}\nstart: {' | '.join(others)}"
-    start = " | ".join(["TEXT", *others])
-    return f"%llguidance {{}}\nstart: {start}\nTEXT: {' | '.join(letters)}"
-
-
 def _simplified(wanted: Output) -> Output:
     """Returns the output format with its schemas changed for llguidance; see `plain` and `closed`.
 
@@ -355,7 +325,7 @@ def _simplified(wanted: Output) -> Output:
     """
     if isinstance(wanted, GrammarOutput):
         _check_length(len(wanted.grammar), wanted.field)
-    for _, schema, _ in _placed_schemas(wanted):
+    for _, schema, _ in placed_schemas(wanted):
         _check_length(len(json.dumps(schema)), wanted.field)  # before more work is done on it
     if isinstance(wanted, JsonOutput):
         return replace(wanted, schema=closed(plain(wanted.schema)))
@@ -365,72 +335,12 @@ def _simplified(wanted: Output) -> Output:
     return wanted
 
 
-def _placed_schemas(wanted: Output) -> list[tuple[str, dict[str, Any], bool]]:
-    """Returns (path, schema, is_strict) for each schema in an output format."""
-    if isinstance(wanted, JsonOutput):
-        return [(f"{wanted.field}.json_schema.schema", wanted.schema, wanted.strict)]
-    if isinstance(wanted, ToolCallOutput):
-        return [(tool.place, tool.parameters, tool.strict) for tool in wanted.tools]
-    return []
-
-
 def _check_length(num_chars: int, field: str) -> None:
     if num_chars > MAX_GRAMMAR_CHARS:
         raise _error(
             field,
             f"{field}: {num_chars} characters are more than the {MAX_GRAMMAR_CHARS} allowed",
         )
-
-
-def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) -> str:
-    """Returns the error message for an output format that llguidance refuses for this reason. The
-    message names the place of the fault in a schema."""
-    if isinstance(wanted, GrammarOutput):
-        if listed := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
-            reason = f"line {listed[1]}: {_reworded(listed[2])}"
-        elif reason.startswith("NoExtension"):
-            reason = "no text matches it"
-        return f"{wanted.field}: the grammar is refused: {reason}"
-    if isinstance(wanted, RegexOutput | ChoiceOutput):
-        kind = "regex" if isinstance(wanted, RegexOutput) else "choice"
-        return f"{wanted.field}: the {kind} is refused: {reason}"
-    for place, schema, strict in _placed_schemas(wanted):
-
-        def reason_of_schema(schema: dict[str, Any], strict: bool = strict) -> str:
-            try:
-                return reason_against(schema_grammar(schema, strict))
-            except ValueError as error:
-                return str(error)
-
-        if fault := reason_of_schema(schema):
-            place += path(place_of_fault(schema, reason_of_schema))
-            return f"{place}: {_reworded(fault)}"
-    return f"{wanted.field}: the schema is refused: {_reworded(reason)}"
-
-
-_NOT_ENFORCED = f"cannot be enforced; leave it out{IF_NOT_STRICT}"
-
-
-def _reworded(reason: str) -> str:
-    """Returns llguidance's reason in the words of JSON schema."""
-    reason = reason.split("failed to compile JSON schema: ")[-1]
-    if match := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
-        return f"{match[1].replace(chr(34), '')} {_NOT_ENFORCED}"
-    if match := re.fullmatch(r"Unknown format: ?(.*)", reason):
-        return f"the format {shown(match[1])} {_NOT_ENFORCED}"
-    if reason.startswith("oneOf constraints are not supported"):
-        return "one value may match two of these schemas; use anyOf, or let them exclude each other"
-    if reason.startswith("regex parse error") and "look-around" in reason:
-        return "a pattern that looks ahead or behind cannot be enforced; write it without (?...)"
-    if reason.startswith(("NoExtension", "no text matches")):
-        return "no value matches it"
-    if reason.startswith("Unsatisfiable schema: "):
-        return reason.replace("Unsatisfiable schema", "no value matches it", 1)
-    if reason.startswith(("lexer error: too many", "Parser Error: ")):
-        return "it is too complex"
-    if reason.startswith("Resource "):
-        return "this refers to another document; only references inside the schema are followed"
-    return reason
 
 
 def _error(field: str, message: str) -> InvalidRequestError:

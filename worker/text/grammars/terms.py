@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from reprlib import repr as shown
 
 MAX_GRAMMAR_CHARS = 2**18
 """The most characters that a grammar may have."""
@@ -28,3 +29,30 @@ def terms(text: str, added_tokens: Mapping[str, int]) -> str:
         for piece in pieces
         if piece
     )
+
+
+def choice_grammar(
+    texts: Sequence[str], added_tokens: Mapping[str, int], special_tokens: Collection[str]
+) -> str:
+    """Returns a Lark grammar that accepts one of the texts. One terminal has all texts that contain
+    no added token, because a rule for each text would make masks slow.
+
+    Raises ValueError if a text contains a special token, because outputs never show these tokens.
+    """
+    added = any_of(tuple(added_tokens))
+    letters: list[str] = []
+    others: list[str] = []
+    for text in dict.fromkeys(texts):
+        if not (held := added.findall(text)):
+            letters.append(json.dumps(text))
+            continue
+        for name in held:
+            if name in special_tokens:
+                raise ValueError(
+                    f"{shown(text)} holds {name}, a special token, which is never in a text"
+                )
+        others.append(terms(text, added_tokens))
+    if not letters:
+        return f"%llguidance {{}}\nstart: {' | '.join(others)}"
+    start = " | ".join(["TEXT", *others])
+    return f"%llguidance {{}}\nstart: {start}\nTEXT: {' | '.join(letters)}"

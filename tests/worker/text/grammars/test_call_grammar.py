@@ -363,7 +363,7 @@ def test_a_call_that_an_earlier_release_began_goes_on_in_its_form(name: str, beg
         assert not grammar.is_complete
         grammar.accept(token_id)
     assert grammar.is_complete
-    with pytest.raises(InvalidRequestError, match="what was emitted before does not fit"):
+    with pytest.raises(InvalidRequestError, match="the output of earlier attempts does not fit"):
         grammar_behind([*tokens, tokens[0]])
 
 

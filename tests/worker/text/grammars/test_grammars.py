@@ -27,7 +27,8 @@ from promptq.shared.protocol.output_format import (
 )
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.grammars.schema_masks import Grammars, _refused
+from promptq.worker.text.grammars.refusals import refusal_message
+from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.text.families import FAMILIES, byte_fallback
 from tests.worker.text.grammars.structured import SCHEMAS, closed, compilations
@@ -157,7 +158,9 @@ def test_a_refused_grammar_is_an_error_with_the_line(grammar: str, reason: str) 
 
 
 def test_a_grammar_without_an_end_is_refused_in_words() -> None:
-    said = _refused(GrammarOutput("start: start"), "NoExtensionBias", str)  # the vetter's word
+    said = refusal_message(
+        GrammarOutput("start: start"), "NoExtensionBias", str
+    )  # the vetter's word
     assert said == "response_format: the grammar is refused: no text matches it"
 
 

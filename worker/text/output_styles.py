@@ -211,8 +211,9 @@ def style_of(tokenizer: HuggingFaceTokenizer, name: str = AUTO) -> OutputStyle:
 
     If `name` is the name of a family, calls have the form of that family.
     """
+    chats = tokenizer.chats
     with_tools, without = (
-        output_style(tokenizer.chat_template(with_tools=shown), tokenizer.response_template, name)
+        output_style(chats.template(with_tools=shown), chats.response_template, name)
         for shown in (True, False)
     )
     if without.reasoning_marks == with_tools.reasoning_marks:
