@@ -22,7 +22,7 @@ from promptq.shared.settings.model_queues import queues_of_models
 from promptq.shared.settings.secrets import forget_secrets
 from promptq.shared.settings.worker import WorkerSettings, read_worker_settings
 from promptq.worker.engine.checkpoints.location import is_gguf
-from promptq.worker.serve.build import NATIVE
+from promptq.worker.serve.model_identity import NATIVE
 from promptq.worker.serve.process import serve_until_stopped
 from promptq.worker.swapping.taking_turns import take_turns
 
@@ -56,14 +56,13 @@ at once.
 
 
 def _place_compute_threads() -> None:
-    """Set OpenMP's variables for compute threads, which torch reads when it is loaded.
-
-    A variable that the user has set does not change.
+    """Set OpenMP's variables for compute threads, which torch reads when it is loaded. Variables
+    that the user has set do not change.
 
     Compute threads sleep while they wait for each other, because other threads of this process need
     a core. Spinning cost a third of the tokens on two cores. If there are as many compute threads
-    as cores, each is bound to its own core. Threads that are not bound may share a core for tens of
-    milliseconds, which cost a tenth of the tokens.
+    as cores, each thread is bound to one core. Threads that are not bound may share a core for tens
+    of milliseconds, which cost a tenth of the tokens.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if "OMP_NUM_THREADS" not in os.environ:
@@ -157,8 +156,8 @@ def _settings_of_each(
 
 
 class _WorkerCommand(click.Command):
-    """A command that keeps the words after `--` for the inference server. Other words are
-    errors."""
+    """A command that passes the words after `--` to the inference server. Other words that are no
+    options are errors."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)

@@ -1,11 +1,11 @@
 """Starts `python -m MODULE` by forking a process that has already imported the libraries.
 
 An interpreter needs half a second of CPU time to import the libraries of a command, and three
-seconds for those of a worker. The tests start hundreds of both. A test whose subject is the start
-of a process, its command line or its first environment uses `subprocess` itself. The interpreter of
-an earlier release runs this file too, so it imports nothing of ours.
+seconds for those of a worker. The tests start hundreds of both. A test of the start of a process,
+of its command line or of its environment uses `subprocess` instead. The interpreter of an earlier
+release runs this file too, so this file imports nothing of promptq.
 
-xdist's processes are forks too, and share the servers of the process that started them.
+xdist's processes are forks too, and share the fork servers of the process that started them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ TESTS = (
     "torch._dynamo",
     "triton.runtime.interpreter",
 )
-"""Libraries whose import takes long, of all tests."""
+"""Libraries of all tests whose import takes long."""
 
 _SHARED = "TESTS_FORK_SERVERS"
-"""The environment variable with the folder of the servers that a run's processes share."""
+"""The environment variable with the folder of the fork servers that a run's processes share."""
 
 _MAX_MESSAGE_BYTES = 1 << 18
 _STREAMS = (0, 1, 2)
@@ -65,12 +65,12 @@ FORKED = (
     "promptq.worker",
     "tests.faults.worker.faulty_worker",
 )
-"""Modules that the tests' processes run."""
+"""Modules that tests start as forked processes."""
 
 
 class ForkedProcess(subprocess.Popen[Any]):
-    """A Popen of `[PYTHON, "-m", MODULE, ...]` or of `-c`, with the same methods. PYTHON and its
-    libraries belong to `server`, by default a server of this checkout."""
+    """A Popen of `[PYTHON, "-m", MODULE, ...]` or `[PYTHON, "-c", CODE]` that forks. PYTHON must be
+    the interpreter of `server`, which by default is a fork server of this checkout."""
 
     def __init__(
         self, command: Sequence[str], *, server: ForkServer | None = None, **options: Any
@@ -126,8 +126,8 @@ class ForkedProcess(subprocess.Popen[Any]):
 
 
 class ForkServer:
-    """A handle of a process that forks. The process ends with the handle that started it; all other
-    handles connect to `path`."""
+    """A handle of a process that forks. If a fork server listens at `path`, the handle connects to
+    it. Otherwise it starts one, which ends with this process."""
 
     def __init__(
         self,
@@ -149,8 +149,8 @@ class ForkServer:
                 listening.bind(str(path))
                 listening.listen()
                 sockets.append(listening.fileno())
-            # Another release has no such module. With -P, modules beside it do not hide libraries
-            # of the same names.
+            # An earlier release has no such module, so it runs this file. With -P, modules in this
+            # folder do not hide libraries of the same names.
             program = ["-P", __file__] if "PYTHONPATH" in environment else ["-m", __name__]
             command = [python, *program, ",".join(map(str, sockets)), *libraries]
             kept = {
@@ -165,12 +165,12 @@ class ForkServer:
         with self._lock:  # a reply belongs to the task before it
             socket.send_fds(self._socket, [json.dumps(task).encode()], descriptors)
             if not (reply := self._socket.recv(16)):
-                raise RuntimeError("the process that forks has ended; its own error is above")
+                raise RuntimeError("the fork server has ended; its error is above")
             return int(reply)
 
 
 _owned: list[ForkServer] = []
-"""The servers that this process shares."""
+"""The fork servers that this process started for others."""
 
 
 def _new_socket() -> socket.socket:
@@ -181,14 +181,16 @@ def _new_socket() -> socket.socket:
 def fork_server(
     libraries: tuple[str, ...], python: str = sys.executable, **environment: str
 ) -> ForkServer:
-    """Returns the only server with these libraries; `environment` is added to this process'."""
+    """Returns the fork server with these libraries, interpreter and further environment variables.
+    A process has one for each such choice."""
     path = None if environment else _shared_path(libraries)
     is_shared = path is not None and path.exists()
     return ForkServer(libraries, python, environment, path if is_shared else None)
 
 
 def share_fork_servers(folder: Path) -> None:
-    """Start servers for the processes that this one starts. They import nothing before a fork."""
+    """Start fork servers for the processes that this one starts. They import their libraries at the
+    first fork."""
     os.environ[_SHARED] = str(folder)
     shared = (COMMAND, WORKER)
     _owned.extend(ForkServer(it, sys.executable, {}, _shared_path(it)) for it in shared)
@@ -215,7 +217,7 @@ class _Forking:
         wake, woken = os.pipe2(os.O_NONBLOCK)
         signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGINT, signal.SIGTERM):  # the owner's, not this process's
+        for number in (signal.SIGINT, signal.SIGTERM):  # they are meant for the owner
             signal.signal(number, signal.SIG_IGN)
         while True:
             sockets = [self.owner, *self.listening, *self.clients]
@@ -250,7 +252,7 @@ class _Forking:
     def _import_libraries(self) -> None:
         if self.libraries:
             for name in self.libraries:
-                with suppress(ImportError):  # a fork that needs the library names it
+                with suppress(ImportError):  # a fork that needs the library reports the error
                     _import(name)
             self.libraries = ()
             gc.collect()
@@ -262,13 +264,13 @@ class _Forking:
             if not pid:
                 return
             descriptor = self.statuses.pop(pid)
-            with suppress(BrokenPipeError):  # nobody waits for it
+            with suppress(BrokenPipeError):  # nobody waits for the status
                 os.write(descriptor, status.to_bytes(4, "little"))
             os.close(descriptor)
 
 
 def _become(task: dict[str, Any], streams: Sequence[int]) -> tuple[str, list[str]]:
-    """Give this process the state of a new one. Returns the option and its arguments."""
+    """Give this fork the state of a new process. Returns the option (`-m`, `-c`) and arguments."""
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -308,7 +310,7 @@ def main() -> None:
             exec(name, {"__name__": "__main__"})  # noqa: S102
         else:
             sys.argv = [name, *arguments]
-            sys.modules.pop(name, None)  # what it imports stays, itself it begins anew
+            sys.modules.pop(name, None)  # the module runs anew, but its imports stay loaded
             runpy.run_module(name, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         _end(ended.code)
@@ -316,7 +318,7 @@ def main() -> None:
 
 
 def _end(code: str | int | None) -> NoReturn:
-    """End like the interpreter, but without freeing each object, which takes 0.3 s of CPU time."""
+    """End like the interpreter, but without freeing all objects, which takes 0.3 s of CPU time."""
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
@@ -326,7 +328,7 @@ def _end(code: str | int | None) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             if not stream.closed:
                 stream.flush()
-    except OSError:  # nobody reads it: the interpreter says so
+    except OSError:  # nobody reads the output; the interpreter reports this
         sys.exit(code)
     os._exit(code or 0)
 

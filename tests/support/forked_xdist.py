@@ -25,8 +25,11 @@ class _ForkedIO(gateway_io.Popen2IOMaster):
 
 
 def install(config: pytest.Config) -> None:
-    """Call it before xdist starts its processes, which then share the servers of this one. They are
-    forks in a run of all tests, since a folder's tests need few of the libraries."""
+    """Let xdist's processes share the fork servers of this one. Call it before xdist starts them.
+
+    In a run of all tests, xdist's processes are forks. The tests of a single folder need few of the
+    libraries.
+    """
     folder = tempfile.TemporaryDirectory(prefix="fork-servers-")
     config.add_cleanup(folder.cleanup)
     share_fork_servers(Path(folder.name))

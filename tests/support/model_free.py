@@ -1,7 +1,7 @@
 """The model-free engine with checks of the cache that attention would read.
 
-In place of K and V it keeps, for each position, a fingerprint of all tokens up to it. So a wrong
-block table, and a block that is shared too early or freed twice, show up as errors.
+In place of K and V, its cache has for each position a fingerprint of all tokens up to there. So it
+finds a wrong block table, and a block that is shared too early or freed twice.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = [
 ]
 
 _Pending = dict[int, int]
-"""The token of each sequence id in the step before, if that is not collected yet."""
+"""By sequence id: the token of the step before, if that step is not collected yet."""
 
 
 def tokens_of(seed: int, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens that a request with this seed gets."""
+    """Returns the first `num_tokens` tokens that a request with this seed gets."""
     return [token_at(seed, position) for position in range(num_tokens)]
 
 
@@ -81,8 +81,8 @@ class ModelFreeRunner(model_free.ModelFreeRunner):
         return super().collect(launched)
 
     def _write(self, batch: Batch, pending: _Pending) -> None:
-        # All reads come before all writes: results of other sequences in the same step are not
-        # there yet.
+        # All reads come before all writes, because a sequence must not read results of others in
+        # the same step.
         before = [self._fingerprint_before(share) for share in batch.scheduled]
         written: set[int] = set()
         for share, fingerprint in zip(batch.scheduled, before, strict=True):
@@ -100,8 +100,8 @@ class ModelFreeRunner(model_free.ModelFreeRunner):
         fingerprint = self._cache[self._cell(share.sequence, share.start - 1)]
         if fingerprint is None:
             raise RuntimeError(
-                f"sequence {share.sequence.sequence_id} goes on at position {share.start}, "
-                "and nothing is cached before it"
+                f"sequence {share.sequence.sequence_id} continues at position {share.start}, "
+                "but nothing is cached before it"
             )
         return fingerprint
 
@@ -113,8 +113,8 @@ class ModelFreeRunner(model_free.ModelFreeRunner):
             fingerprint = hash((fingerprint, token_id))
             if self._cache[self._cell(sequence, position)] != fingerprint:
                 raise RuntimeError(
-                    f"sequence {sequence.sequence_id} reads something else than its own "
-                    f"position {position} through its block table"
+                    f"sequence {sequence.sequence_id} reads other data than its position "
+                    f"{position} through its block table"
                 )
 
     def _cell(self, sequence: Sequence, position: int) -> int:
@@ -123,7 +123,8 @@ class ModelFreeRunner(model_free.ModelFreeRunner):
 
 
 def _token_ids(share: ScheduledSequence, pending: _Pending) -> list[int]:
-    """Returns the tokens of a share's rows; for one planned ahead, the token of the step before."""
+    """Returns the tokens of a sequence's share of a step. If the share was planned ahead, this is
+    the token of the step before."""
     return share.token_ids or [pending[share.sequence.sequence_id]]
 
 
@@ -136,7 +137,7 @@ def _check_batch(batch: Batch, pending: _Pending, before: Batch) -> None:
         sequence, end = share.sequence, share.start + share.num_tokens
         num_computed = under_way.get(sequence, sequence.num_computed_tokens)
         if share.start != num_computed or share.num_tokens < 1:
-            raise RuntimeError(f"sequence {sequence.sequence_id} has a share that does not follow")
+            raise RuntimeError(f"sequence {sequence.sequence_id} does not continue where it was")
         num_tokens = sequence.num_tokens + (sequence.sequence_id in pending)
         if end > num_tokens or share.samples != (end == num_tokens):
             raise RuntimeError(f"sequence {sequence.sequence_id} samples at {end} tokens")
@@ -145,7 +146,7 @@ def _check_batch(batch: Batch, pending: _Pending, before: Batch) -> None:
 
 
 def _tokens_by_sequence(step: ModelFreeStep) -> _Pending:
-    """Returns the token that a step without drafts gave each sequence."""
+    """Returns the token of each sequence in a step without drafts, by sequence id."""
     shares = zip(step.batch.sampling, step.sampled, strict=True)
     return {share.sequence.sequence_id: tokens[0].token_id for share, tokens in shares}
 
@@ -159,7 +160,7 @@ def build_model_free_engine(
     step_seconds: float = 0.0,
     **options: Any,
 ) -> LLMEngine:
-    """An engine around a `ModelFreeRunner`; `options` are further ones of the engine."""
+    """Returns an engine with a `ModelFreeRunner`. `options` are further options of the engine."""
     return LLMEngine(
         ModelFreeRunner(num_blocks, block_size, step_seconds=step_seconds),
         max_num_seqs=max_num_seqs,
@@ -173,7 +174,7 @@ BY_ITSELF = {"max_events_per_second": math.inf}
 
 
 def served_model_free(*, name: str = "model-free", **options: Any) -> Served:
-    """Returns the model-free engine with checks of its cache, to be served under this name."""
+    """Returns the model-free engine with checks of its cache, for a worker. `name` is the model."""
     return Served(
         engine=build_model_free_engine(**options),
         tokenizer=ByteTokenizer(),
@@ -193,8 +194,8 @@ def text_of(seed: int, num_tokens: int) -> str:
 async def running_worker(
     url: str, served: Served | None = None, *, tracing: Tracing | None = None, **settings: Any
 ) -> AsyncIterator[Worker]:
-    """Runs a worker in this event loop with its role, by default on the model-free engine. It is
-    drained at the end, and must then hold nothing."""
+    """Runs a worker in this event loop with its role, by default with the model-free engine. Drains
+    the worker at the end. It must then hold no request and no KV block."""
     async with redis.asyncio.Redis.from_url(as_role("worker", url)) as client:
         engine = served or served_model_free()
         worker = Worker(WorkerSettings(**settings), engine, client, tracing=tracing)
@@ -211,7 +212,7 @@ async def running_worker(
             await worker.stop()
     assert len(worker.leases) == 0
     assert worker.leases.num_running == 0
-    if hasattr(worker.served.engine, "check_integrity"):  # an engine that is not elsewhere
+    if hasattr(worker.served.engine, "check_integrity"):  # an engine in this process
         worker.served.engine.check_integrity()
     assert worker.served.engine.stats.num_used_blocks == 0
 

@@ -18,8 +18,8 @@ _CHUNK = 65536
 
 
 class Network:
-    """A TCP proxy to a server. It can cut, hold, slow down and lose traffic, or swallow a reply. A
-    separate thread passes data on, so a test may block meanwhile."""
+    """A TCP proxy to a server. It can cut, hold, slow down and lose traffic, or swallow a reply. It
+    runs in a separate thread, so a test may block meanwhile."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -31,7 +31,7 @@ class Network:
         self._delay_seconds = 0.0
         self._swallow: Callable[[bytes], bool] | None = None
         self.num_swallowed = 0
-        """Number of swallowed replies: only connections that send a command get one."""
+        """Number of swallowed replies."""
         self.num_accepted = 0
         self.num_turned_away = 0
         starting = asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -50,10 +50,12 @@ class Network:
         _do(lambda: self._cut(self._links))
 
     def cut_some(self, share: float, rng: random.Random) -> int:
-        """Drop about this share of the connections. Returns their number. New ones are accepted."""
+        """Drop about this part of the connections, from 0 to 1. Returns their number. Accepts new
+        ones."""
         return _do(lambda: self._cut({link for link in self._links if rng.random() < share}))
 
     def mend(self) -> None:
+        """End all faults."""
         self._is_up = True
         self._loses = False
         self._delay_seconds = 0.0
@@ -64,7 +66,7 @@ class Network:
         _do(self._flows.clear)
 
     def let_flow(self) -> None:
-        """End only `hold`."""
+        """End `hold`, but no other fault."""
         _do(self._flows.set)
 
     def slow(self, seconds: float) -> None:
@@ -79,11 +81,12 @@ class Network:
         self._loses = True
 
     def swallow_reply_to(self, command: Callable[[bytes], bool]) -> None:
-        """Drop the next connection that sends this command, once the server has carried it out."""
+        """Drop the next connection that sends this command, after the server has executed it."""
         self._swallow = command
 
     def swallow_some(self, share: float, rng: random.Random) -> None:
-        """Drop this share of the connections, each once the server has done its next command."""
+        """Drop about this part of the connections, from 0 to 1, each after the server has executed
+        its next command."""
 
         def arm() -> None:
             for link in self._links:
@@ -105,7 +108,7 @@ class Network:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             opened = await asyncio.open_connection("127.0.0.1", self._target)
-        except OSError:  # the server is down, and so the client finds it
+        except OSError:  # the server is down, so the client must find it down
             self.num_turned_away += 1
             writer.close()
             return
@@ -158,7 +161,7 @@ class Network:
 
 
 class _Link:
-    """A client's connection, and the connection to the server that belongs to it."""
+    """A client's connection to the proxy, and the proxy's connection to the server for it."""
 
     def __init__(self, writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]) -> None:
         self._writers = writers
@@ -168,7 +171,7 @@ class _Link:
         self.is_lost = False
 
     def close(self) -> None:
-        """Close the link. Both ends still get the data that is on its way to them."""
+        """Close the link. Both ends still get the data that was sent before."""
         for writer in self._writers:
             writer.close()
 

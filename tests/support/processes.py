@@ -27,8 +27,8 @@ from tests.support.roles import as_role
 def hear_signals() -> None:
     """Handle signals that this process inherited as ignored.
 
-    A shell makes background processes ignore interrupts. Children inherit this, so a child that a
-    test interrupts would continue. Call it in the main thread.
+    A shell makes background processes ignore interrupts. Children inherit this, so a test could not
+    interrupt them. Call it in the main thread.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,8 +39,8 @@ def hear_signals() -> None:
 def start(*command: str | Path, is_new: bool = False, **options: Any) -> subprocess.Popen[Any]:
     """Start a process that handles signals; `options` are Popen's.
 
-    It is forked if importing its libraries takes long. With `is_new` it is not, so that /proc shows
-    its own memory, command line and environment.
+    If importing its libraries takes long, a fork server starts it. With `is_new`, it is a new
+    process, so that /proc shows its own memory, command line and environment.
     """
     hear_signals()
     if is_new:
@@ -60,7 +60,7 @@ def run(*command: str | Path, stdin: str = "", **options: Any) -> subprocess.Com
 
 @contextmanager
 def running(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Starts a process like `start`. Kills it at the end of the block if it still runs."""
+    """Starts a process like `start`. At the end of the context, kills it if it still runs."""
     with start(*command, **options) as process:
         try:
             yield process
@@ -69,7 +69,8 @@ def running(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[A
 
 
 class StartedWorker:
-    """`python -m promptq.worker`, or the one with faults, in its role; its output goes to files."""
+    """A process of `python -m promptq.worker`, or of the `module` with faults, in its role. Its log
+    goes to a file."""
 
     def __init__(
         self,
@@ -99,10 +100,12 @@ class StartedWorker:
 
     @property
     def said(self) -> str:
+        """The log so far."""
         return self._errors.read_text()
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        """Returns lines of the log whose event has these words. The last line may be incomplete."""
+        """Returns the entries of the log whose event contains this text."""
+        # The last line may be incomplete.
         whole, _, _ = self.said.rpartition("\n")
         lines = [line for line in whole.splitlines() if line.startswith("{")]
         return [entry for entry in map(json.loads, lines) if event in entry["event"]]
@@ -127,7 +130,7 @@ def started(
 
 
 class Terminal:
-    """A process with a separate terminal for these streams. `shown` is the output read so far."""
+    """A process whose `streams` are a separate terminal. `shown` is the output read so far."""
 
     def __init__(
         self,
@@ -152,10 +155,10 @@ class Terminal:
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.shown)
 
     def read(self) -> bool:
-        """Read the next output, or wait for it. Returns False if nobody writes any longer."""
+        """Wait for the next output and read it. Returns False if no process writes any longer."""
         try:
             piece = os.read(self._fd, 65536)
-        except OSError:  # how a terminal says that nobody is at the other end
+        except OSError:  # no process has the other end of the terminal open
             return False
         self.shown += self._decoder.decode(piece)
         return bool(piece)

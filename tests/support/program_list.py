@@ -23,7 +23,7 @@ class Program:
     """Replaces the docstring's first sentence on the page."""
 
     def first_sentence(self) -> str:
-        """Reads the docstring without importing the module, since some import torch."""
+        """Returns the sentence for the page. Imports no module, because some import torch."""
         if self.sentence:
             return self.sentence
         text = ast.get_docstring(ast.parse(self._path().read_text())) or ""
@@ -31,7 +31,7 @@ class Program:
         return paragraph.split(". ")[0].rstrip(".") + "."
 
     def start(self, arguments: list[str]) -> None:
-        """Replaces this process, so that the program is its own main module."""
+        """Replaces this process by the program."""
         source = self._path().read_text()
         if {"-h", "--help"} & set(arguments) and "argparse" not in source:
             print(ast.get_docstring(ast.parse(source)))

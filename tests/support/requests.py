@@ -49,7 +49,7 @@ async def async_put(queue: AsyncRequestQueue, request_id: str = "", **fields: An
 def put_plainly(
     client: Any, queue: RequestQueue, request_id: str, score: float, payload: str
 ) -> None:
-    """Enqueue a request with the protocol's plain commands alone."""
+    """Enqueue a request only with the protocol's plain commands."""
     client.hset(queue.keys.request(request_id), "payload", payload)
     client.zadd(queue.keys.pending, {request_id: score})
     client.publish(queue.keys.control, "pending")
@@ -75,7 +75,7 @@ def held(claim: Claim) -> Held:
 def entries_of(
     client: Any, queue: RequestQueue, request_id: str
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the entries of a request's log: their ids and events."""
+    """Returns (id, event) of each entry of a request's log."""
     entries = client.xrange(queue.keys.tokens(request_id))
     return [(at.decode(), json.loads(fields[b"event"])) for at, fields in entries]
 
@@ -100,7 +100,7 @@ async def async_num_tokens(queue: AsyncRequestQueue, request_id: str) -> int:
 
 
 async def until_tokens(queue: AsyncRequestQueue, request_id: str, count: int) -> None:
-    """Waits until `count` tokens of a request were published."""
+    """Waits until at least `count` tokens of a request are published."""
     while await async_num_tokens(queue, request_id) < count:
         await asyncio.sleep(0.002)
 
@@ -127,7 +127,8 @@ def result_of(queue: RequestQueue, request_id: str) -> dict[str, Any]:
 
 
 def check_log(queue: RequestQueue, request_id: str, text: str) -> list[dict[str, Any]]:
-    """Checks a finished request's log: no gap, no repeat, one last event, the text. Returns it."""
+    """Checks that a finished request's log has no gap, no repeated token, one last event and this
+    text. Returns the log."""
     log = log_of(queue, request_id)
     ends = [event["index"] + len(event["token_ids"]) for event in log]
     assert [event["index"] for event in log] == [0, *ends[:-1]]
@@ -147,16 +148,16 @@ def read_in(
     kind: str,
     url: str,
     request_id: str,
-    told: Callable[[TokenEvent], Any] = lambda event: None,
+    on_event: Callable[[TokenEvent], Any] = lambda event: None,
     **options: Any,
 ) -> str:
-    """Returns a stream's text; `told` gets each event as it comes. `options` are the client's."""
+    """Returns a stream's text. Calls `on_event` with each event. `options` are the client's."""
 
     async def read() -> str:
         async with AsyncClient(url, **options) as client:
             text = ""
             async for event in client.stream(request_id):
-                told(event)
+                on_event(event)
                 text += event.text
             return text
 
@@ -165,7 +166,7 @@ def read_in(
     with Client(url, **options) as client:
         text = ""
         for event in client.stream(request_id):
-            told(event)
+            on_event(event)
             text += event.text
         return text
 

@@ -1,12 +1,12 @@
 """The roles of `promptq acl` on the servers that tests start, for all queues.
 
-Tested code connects in its role. A test's own reads and changes use the server's default user, who
-may do anything; deploy/redis.acl turns that user off.
+Tested code connects in its role. The reads and changes of a test itself use the server's default
+user, who may do anything. deploy/redis.acl turns that user off.
 
-Some servers have no roles: fakeredis does not support them; `promptq up`, `demo` and `server` start
-theirs for one user of one machine; some tests stop their server, or set its password or its users;
-the exploration of states writes and reads whole states. In a cluster, scripts are called without a
-role, because these tests are about slots; its worker and client have roles.
+Some servers have no roles: fakeredis, which does not support them; the servers of `promptq up`,
+`demo` and `server`, which are for one user of one machine; servers that a test stops, or whose
+password or users it sets; the server of the exploration of states. In a cluster, tests call scripts
+without a role, because these tests are about slots. The worker and the client there have roles.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ROLE_OF_SCRIPT = {
     "hold_lease": "jobs",
     "store_response": "gateway",
 }
-"""The role that calls each script; the worker calls `cancel` too."""
+"""The role that calls each script. Workers call `cancel`, too."""
 
 
 def as_role(role: str, url: str) -> str:
@@ -56,7 +56,7 @@ def as_role(role: str, url: str) -> str:
 
 
 def acl_file_for_tests(folder: Path) -> Path:
-    """Writes users for a server's `aclfile`, in which the default user stays on."""
+    """Writes a server's `aclfile` with the roles, in which the default user stays on."""
     copy = folder / "redis.acl"
     copy.write_text(acl_file("*", {role: password_of(role) for role in ROLES}))
     return copy
@@ -83,10 +83,10 @@ def drop_password(url: str) -> None:
 
 
 def refusals(url: str) -> list[str]:
-    """Returns the commands that the server refused to any role since `forget_refusals`, also in
-    scripts.
+    """Returns the commands, also those of scripts, that the server refused to any role since
+    `forget_refusals`.
 
-    It leaves out the request's hash, which a subscriber's stream tries to read once.
+    Leaves out reads of a request's hash by subscribers, which streams try once.
     """
     with redis.Redis.from_url(as_role("", url)) as client:
         entries: Any = client.acl_log()
@@ -104,8 +104,8 @@ def forget_refusals(url: str) -> None:
 
 
 class QueueClient(redis.Redis):
-    """A client for a `RequestQueue`: each script runs in the role that calls it, all other commands
-    as the default user."""
+    """A client for a `RequestQueue`. It calls each script in the role that calls it in production,
+    and sends all other commands as the default user."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -35,10 +35,10 @@ NO_TLS = "redis-server is not installed, and the embedded server has no TLS"
 
 @dataclass
 class Server:
-    """A server to connect to: `url` is empty for fakeredis, which is in this process.
+    """A server to connect to. `url` is empty for fakeredis, which runs in this process.
 
-    Both methods accept a role and the number of a database, by default 0. Without a role the client
-    is for a `RequestQueue` and for the test, see `roles`.
+    Both functions accept a role and a database's number, by default 0. Without a role, they return
+    a client for a `RequestQueue` and for the test; see `QueueClient`.
     """
 
     url: str
@@ -47,10 +47,10 @@ class Server:
 
 
 def free_port() -> int:
-    """Returns a port of this machine on which nobody listens.
+    """Returns a port of this machine on which no process listens.
 
-    It is outside of the range from which the system takes ports for connections and for port 0,
-    because such a port may be taken before the test's server has started.
+    The port is outside of the range from which the system takes ports for connections and for port
+    0. A port of that range could be taken before the test's server has started.
     """
     [port] = free_ports(1)
     return port
@@ -72,7 +72,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def answers(client: Any) -> bool:
-    """Whether the client's server answers. A server that starts or loads does not yet."""
+    """Whether the client's server answers. A server that starts or loads data does not."""
     try:
         return bool(client.ping())
     except redis.RedisError:
@@ -110,8 +110,8 @@ PROGRAMS = ["embedded", "redis-server"]
 
 
 def server_program(kind: str = "") -> str:
-    """Returns the program of a kind; without a kind redis-server if it is installed, else Valkey.
-    Skips the test if it is not installed."""
+    """Returns the program of a kind in PROGRAMS. Without a kind, it is redis-server if installed,
+    otherwise Valkey. Skips the test if the program is not installed."""
     installed = shutil.which("redis-server")
     if kind == "redis-server" and installed is None:
         pytest.skip(NO_REDIS_SERVER)
@@ -119,10 +119,10 @@ def server_program(kind: str = "") -> str:
 
 
 class OwnServer:
-    """A server with append-only persistence that a test may kill and start again.
+    """A server with append-only persistence and with the roles, which a test may kill and restart.
 
-    It has the roles. `url` is a producer's, and `client` is for the test's own commands. `within`
-    is a command that runs the server, `kind` one of PROGRAMS.
+    `url` is for producers, and `client` for the test itself. `within` is a command that runs the
+    server's command, `kind` one of PROGRAMS.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ def make_certificates(folder: Path) -> None:
 
 
 def tls_settings(folder: Path, port: int, asks_clients: bool = False) -> dict[str, str]:
-    """Returns a Redis server's settings for TLS at this port with these certificates."""
+    """Returns a Redis server's settings for TLS, with the certificates in `folder`."""
     return {
         "tls-port": str(port),
         "tls-auth-clients": "yes" if asks_clients else "no",
@@ -232,8 +232,8 @@ async def assert_no_answer_to_another_call(url: str) -> None:
 
 @contextmanager
 def counted_round_trips() -> Iterator[list[Any]]:
-    """Counts the round trips of this thread: one item for each wait for an answer. A gateway that
-    lasts over many tests sends in a separate thread."""
+    """Counts the round trips of this thread: yields a list with one item for each wait for an
+    answer. A gateway that several tests share runs in a separate thread, so it does not count."""
     sent: list[Any] = []
     own = threading.get_ident()
     send = redis.connection.AbstractConnection.send_packed_command

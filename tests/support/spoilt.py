@@ -1,4 +1,4 @@
-"""Spoilt records, by other programs or by accident: values and keys of many wrong types."""
+"""Records that other programs or accidents have spoilt: values and keys of many wrong types."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SPOILT: dict[str, bytes] = {
 
 
 def make_of_type(client: Any, key: str, kind: str) -> None:
-    """Replace a key by a key of this type with a spoilt value."""
+    """Replace a key's value by a spoilt value of this type."""
     client.delete(key)
     match kind:
         case "string":
@@ -91,7 +91,7 @@ TYPES = ("string", "list", "set", "zset", "hash", "stream")
 
 
 def spoil_queue(client: Any, queue: RequestQueue, value: bytes) -> None:
-    """Write the value into every place that a role of the queue may write, beside valid ones."""
+    """Write the value into every key and field that a role may write, next to valid values."""
     keys, name = queue.keys, value[:300]
     fields = ("history", "last_event", "result", "state", "attempt", "priority", "enqueued_at")
     spoilt = {"payload": '{"prompt":"a"}', **dict.fromkeys(fields, value)}

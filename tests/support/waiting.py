@@ -1,4 +1,4 @@
-"""Waits for conditions, however long that takes; and a clock that a test sets."""
+"""Waits for conditions without a time limit, and has a clock that a test sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 
 def _pause(began: float) -> float:
-    """Seconds until the next look. Starts of processes take long, and each look takes CPU."""
+    """Returns the seconds until the next check. They grow, because each check takes CPU time, and
+    some conditions wait for the start of a process."""
     return min(0.01, max(0.002, (time.monotonic() - began) / 50))
 
 

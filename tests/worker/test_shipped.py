@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from promptq.shared.settings.worker import WorkerSettings
-from promptq.worker.serve.build import identify
+from promptq.worker.serve.model_identity import identify
 from promptq.worker.shipped import MODEL_DIR
 from training.corpus import batches, document
 from training.draft_head import FILE, HeadPlan, train_head

@@ -1,10 +1,10 @@
-"""Publishes a worker's totals, its batch, and its part of the queue's statistics, once a second."""
+"""Publishes a worker's statistics and its batch, and adds its work to the queue's statistics, once
+a second."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 from dataclasses import fields
 
 from promptq.shared.protocol.worker_stats import RECORD_MS, SlotState, SlotStats, WorkerStats
@@ -20,13 +20,12 @@ from promptq.worker.leases.rows import PreparedRequest
 INTERVAL_SECONDS = 1.0
 _ENGINE_FIELDS = {each.name for each in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
-"""Seconds that a heartbeat waits for a snapshot, which the engine takes after the running step. If
-the step takes longer, a later heartbeat publishes the snapshot."""
+"""Seconds that a heartbeat waits for a snapshot. The engine takes it after the running step. If the
+step takes longer, a later heartbeat publishes the snapshot."""
 
 
 class Heartbeat:
-    """Publishes heartbeats. `about` has the values that seldom change: the worker's names and
-    limits."""
+    """Publishes heartbeats. `about` has the values that seldom change, such as names and limits."""
 
     def __init__(
         self,
@@ -43,25 +42,25 @@ class Heartbeat:
         self._engine = engine
         self._leases = leases
         self._meter = meter
-        self._coming: asyncio.Task[EngineSnapshot] | None = None
-        self._reported: EngineStats = engine.stats
+        self._next_snapshot: asyncio.Task[EngineSnapshot] | None = None
+        self._reported: EngineStats = engine.stats  # of the last heartbeat
         self._reported_at = time.monotonic()
 
     async def beat(self) -> int:
         """Publish a heartbeat. Returns the number of the queue's workers. Raises RedisError,
         OSError."""
-        await self._look()
-        part = self._part()
+        await self._take_snapshot()
+        contribution = self._contribution()
         num_workers = await self._queue.run(
             scripts.heartbeat(self.stats(), RECORD_MS, self.slots())
         )
-        await self._queue.run(statistics.sample(part))
+        await self._queue.run(statistics.sample(contribution))
         return num_workers
 
     async def leave(self) -> None:
         """Report that the worker leaves the queue. Raises RedisError, OSError."""
-        if self._coming is not None:
-            self._coming.cancel()
+        if self._next_snapshot is not None:
+            self._next_snapshot.cancel()
         await self._queue.run(scripts.heartbeat(self.stats(), 0))
 
     def stats(self) -> WorkerStats:
@@ -95,56 +94,55 @@ class Heartbeat:
         return self.about.model_copy(update=now)
 
     def slots(self) -> list[SlotStats]:
-        """Returns the batch at the last snapshot, without sequences that have left since then."""
+        """Returns the batch of the last snapshot, without sequences that have ended since then."""
         return [
             _slot_of(lease, sequence)
             for sequence in self._snapshot.sequences
             if (lease := self._leases.by_sequence(sequence.sequence_id)) is not None
         ]
 
-    async def _look(self) -> None:
-        if self._coming is None:
-            self._coming = asyncio.create_task(self._engine.snapshot())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE_SECONDS):
-                self._snapshot = await asyncio.shield(self._coming)
-                self._coming = None
+    async def _take_snapshot(self) -> None:
+        if self._next_snapshot is None:
+            self._next_snapshot = asyncio.create_task(self._engine.snapshot())
+        done, _ = await asyncio.wait((self._next_snapshot,), timeout=_PATIENCE_SECONDS)
+        if done:
+            self._snapshot, self._next_snapshot = self._next_snapshot.result(), None
 
-    def _part(self) -> statistics.Contribution:
+    def _contribution(self) -> statistics.Contribution:
         """Returns the work since the last heartbeat, for the statistics of the queue."""
-        part, now, stats = self._meter.take_contribution(), time.monotonic(), self._engine.stats
-        part.generated_tokens = stats.generation_tokens - self._reported.generation_tokens
-        part.prompt_tokens = stats.prompt_tokens - self._reported.prompt_tokens
+        work, now, stats = self._meter.take_contribution(), time.monotonic(), self._engine.stats
+        work.generated_tokens = stats.generation_tokens - self._reported.generation_tokens
+        work.prompt_tokens = stats.prompt_tokens - self._reported.prompt_tokens
         seconds = now - self._reported_at
-        self._tokens_per_second = part.generated_tokens / seconds if seconds > 0 else 0.0
+        self._tokens_per_second = work.generated_tokens / seconds if seconds > 0 else 0.0
         self._reported, self._reported_at = stats, now
-        return part
+        return work
 
 
 def _slot_of(lease: Lease, sequence: SequenceSnapshot) -> SlotStats:
-    held = lease.prepared
+    prepared = lease.prepared
     timing = sequence.timing
     return SlotStats(
         slot=sequence.slot,
-        request_id=held.request_id,
-        tenant=held.request.tenant,
-        priority=held.priority,
-        attempt=held.claim.attempt,
+        request_id=prepared.request_id,
+        tenant=prepared.request.tenant,
+        priority=prepared.priority,
+        attempt=prepared.claim.attempt,
         state=_state_of(sequence),
-        prompt_tokens=held.num_prompt_tokens,
-        emitted_tokens=sequence.num_tokens - held.num_prompt_tokens,
-        max_tokens=held.engine_request.max_tokens,
+        prompt_tokens=prepared.num_prompt_tokens,
+        emitted_tokens=sequence.num_tokens - prepared.num_prompt_tokens,
+        max_tokens=prepared.engine_request.max_tokens,
         computed_tokens=sequence.num_computed_tokens,
         cached_tokens=timing.cached_tokens,
         recomputed_tokens=timing.recomputed_tokens,
         preemptions=timing.preemptions,
         kv_blocks=sequence.num_blocks,
         kv_shared_blocks=sequence.num_shared_blocks,
-        claimed_at=held.claim.claimed_at_ms,
-        prefill_at=_server_ms(held, timing.scheduled_at),
-        first_token_at=_server_ms(held, timing.first_token_at),
-        preempted_at=[*map(held.claim.server_ms, timing.preempted_at)],
-        resumed_at=[*map(held.claim.server_ms, timing.resumed_at)],
+        claimed_at=prepared.claim.claimed_at_ms,
+        prefill_at=_server_ms(prepared, timing.scheduled_at),
+        first_token_at=_server_ms(prepared, timing.first_token_at),
+        preempted_at=[*map(prepared.claim.server_ms, timing.preempted_at)],
+        resumed_at=[*map(prepared.claim.server_ms, timing.resumed_at)],
     )
 
 
@@ -155,5 +153,5 @@ def _state_of(sequence: SequenceSnapshot) -> SlotState:
     return SlotState.DECODE if is_decoding else SlotState.PREFILL
 
 
-def _server_ms(held: PreparedRequest, at: float | None) -> int | None:
-    return None if at is None else held.claim.server_ms(at)
+def _server_ms(prepared: PreparedRequest, at: float | None) -> int | None:
+    return None if at is None else prepared.claim.server_ms(at)

@@ -13,13 +13,13 @@ from typing import Any
 from promptq.shared.errors import ConfigurationError
 
 PATHS = ("/startupz", "/livez", "/readyz")
-_MOST_SECONDS = 5.0
+_MAX_IDLE_SECONDS = 5.0
 """A client that sends nothing for this many seconds is disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A worker's health. `hangs` names the part that makes no progress; empty if no part hangs."""
+    """A worker's health. `hangs` is the part that makes no progress; empty if no part hangs."""
 
     has_started: bool = False
     is_claiming: bool = False
@@ -37,7 +37,7 @@ class HealthServer:
         """`health` returns the current health. Any thread may call it."""
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = _MOST_SECONDS
+            timeout = _MAX_IDLE_SECONDS
 
             def do_GET(self) -> None:
                 reply = _replies(health()).get(self.path.partition("?")[0])

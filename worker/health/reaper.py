@@ -13,13 +13,13 @@ REAPS_PER_LEASE = 4
 
 
 class Reaper:
-    """Returns the requests of crashed workers to the queue. Call `run_once` several times within a
-    lease.
+    """Returns the requests of crashed workers to the queue. Call `run_once` several times within
+    `lease_ms`.
 
     No worker can renew its leases while the server is away, so an expired lease does not prove a
-    crash. If a worker could not reach the server for half a lease, it waits another half before it
-    reaps again, so that the others can renew. A worker that was frozen waits too. So does a worker
-    that has just started, because it cannot know how long the server has been available.
+    crash. If a worker could not reach the server for half of `lease_ms`, it reaps again only after
+    another half, so that others can renew their leases. A worker that was frozen waits too. So does
+    a worker that has just started, because it does not know how long the server has been available.
 
     Each call also searches one page of the server's keys for orphans, unless the server's access
     rules forbid workers to list keys.
@@ -40,7 +40,7 @@ class Reaper:
         self._may_sweep = True
 
     async def run_once(self) -> None:
-        """Reap expired leases, if the other workers have had the time to renew theirs. Raises
+        """Reap expired leases, if the other workers have had time to renew theirs. Raises
         RedisError, OSError."""
         now = self._clock()
         was_silent = now - self.reached_at > self._patience

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 _ADDRESS = "NOTIFY_SOCKET"
 _WATCHDOG = "WATCHDOG_USEC"
-_BEATS_PER_LIMIT = 3
+_MESSAGES_PER_LIMIT = 3
 
 
 def notify(state: str) -> None:
@@ -27,4 +27,4 @@ def watchdog_seconds() -> float | None:
     microseconds = os.environ.get(_WATCHDOG, "")
     if not microseconds.isdigit() or not os.environ.get(_ADDRESS):
         return None
-    return int(microseconds) / 1e6 / _BEATS_PER_LIMIT
+    return int(microseconds) / 1e6 / _MESSAGES_PER_LIMIT

@@ -1,9 +1,9 @@
 """Watches the engine and the interpreter, and renews leases while the worker makes progress.
 
 Code that never releases the interpreter's lock (an endless regular expression, a C extension) stops
-every thread. This includes the thread that renews leases and watches the engine. `faulthandler`
-watches from a thread that needs no lock. It writes the stack of each thread to standard error, and
-exits with status 1.
+every thread, also the one that renews leases and watches the engine. So `faulthandler` watches from
+a thread that needs no lock. If the process hangs, it writes the stack of each thread to standard
+error, and exits with status 1.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from promptq.worker.leases.prefetcher import Prefetcher
 _LOOKS_PER_LIMIT = 8
 _MAX_WATCH_SECONDS = 1.0
 _RENEWALS_PER_LEASE = 4
-_GRACE = 1.25  # leaves time to end in good order if the engine hangs without the lock
-_SIGNS_OF_LIFE = 8
+_GRACE = 1.25  # if only the engine hangs, EngineWatchdog acts first and the worker ends in order
 
 
 class EngineStuckError(PromptqError):
-    """Raised if the engine, or the preparation of a request, makes no progress. The worker then
-    gives all requests back and ends."""
+    """Raised if the engine or the preparation of a request makes no progress. The worker then gives
+    all requests back and ends."""
 
 
 class EngineWatchdog:
-    """Finds a part of the worker that hangs: a part without progress for `seconds`."""
+    """Finds a part of the worker that hangs: a part that makes no progress for `seconds`."""
 
     def __init__(self, engine: EnginePort, prefetcher: Prefetcher, seconds: float) -> None:
         self.seconds = seconds
@@ -45,7 +44,7 @@ class EngineWatchdog:
         self._prefetcher = prefetcher
 
     @property
-    def is_in_engine(self) -> bool:
+    def engine_hangs(self) -> bool:
         return self._engine.seconds_without_progress() > self.seconds
 
     @property
@@ -53,7 +52,7 @@ class EngineWatchdog:
         """The name of the part that hangs; empty if no part hangs."""
         if self._prefetcher.hangs_on is not None:
             return "the preparation of a request"
-        return "the engine" if self.is_in_engine else ""
+        return "the engine" if self.engine_hangs else ""
 
     async def watch(self) -> None:
         """Wait until a part hangs, and then raise EngineStuckError."""
@@ -69,7 +68,8 @@ class EngineWatchdog:
 async def renew_leases(
     leases: Leases, exchange: Exchange, watchdog: EngineWatchdog, lease_ms: int
 ) -> None:
-    """Renew all leases several times within a lease while no part hangs, until cancelled."""
+    """Renew all leases, four times within `lease_ms`, until cancelled. Pauses while a part
+    hangs."""
     log = get_logger()
     while True:
         await asyncio.sleep(lease_ms / 1000 / _RENEWALS_PER_LEASE)
@@ -86,15 +86,15 @@ async def renew_leases(
 async def watched(seconds: float) -> AsyncIterator[None]:
     """Inside this context, end the process if the event loop stands still for 1.25 times
     `seconds`."""
-    showing_life = asyncio.create_task(_show_life(seconds))
+    restarting = asyncio.create_task(_restart_timer(seconds))
     try:
         yield
     finally:
-        await end([showing_life])
+        await end([restarting])
         faulthandler.cancel_dump_traceback_later()
 
 
-async def _show_life(seconds: float) -> None:
+async def _restart_timer(seconds: float) -> None:
     while True:
         faulthandler.dump_traceback_later(seconds * _GRACE, exit=True)
-        await asyncio.sleep(min(1.0, seconds / _SIGNS_OF_LIFE))
+        await asyncio.sleep(min(_MAX_WATCH_SECONDS, seconds / _LOOKS_PER_LIMIT))

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from promptq.worker.engine.api.messages import SequenceOutput
 
 _EVENTS_PER_CORE = 500
-"""Limit of events per second for each core. Worker, server and subscriber together need about 30 µs
-for an event, so events take about a fiftieth of the core's time."""
+"""Limit of events per second for each core. Worker, Redis and subscriber together need about 30 µs
+for an event, so events take about 1.5 % of the cores' time."""
 LONGEST_SECONDS = 0.1
-"""The longest time that a token waits here, in seconds, for any number of streams."""
+"""The longest time in seconds that a token waits here, however many streams there are."""
 
 
 def default_rate() -> float:
@@ -42,8 +42,7 @@ class Coalescer:
         self._due_at = 0.0
 
     def take(self, output: SequenceOutput, at_once: bool = False) -> Sequence[SequenceOutput]:
-        """Add an output. Returns the outputs of its sequence that must be sent now, perhaps
-        none."""
+        """Add an output. Returns the outputs of its sequence to send now. May return none."""
         before = self._waiting.pop(output.sequence_id, None)
         if before is not None and output.token_ids:
             output.token_ids = before.token_ids + output.token_ids

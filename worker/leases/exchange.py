@@ -1,7 +1,7 @@
-"""Calls to the server about held requests: renew a lease, carry out a cancel, give back.
+"""Calls to the server about held requests: renew a lease, carry out a cancel, give a request back.
 
-The publisher sends rows, and passes the server's answers on to this module. Each answer changes the
-state of a lease. If the request leaves the worker, its exit is recorded.
+The publisher sends rows, and passes the server's answers to this module. An answer may change the
+state of a lease. If the request then leaves the worker, `ExitLog` records this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.retry import keep_trying
-from promptq.worker.leases.exit_log import Departures
+from promptq.worker.leases.exit_log import ExitLog
 from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease
 
@@ -42,17 +42,17 @@ class Exchange:
         self,
         queue: AsyncRequestQueue,
         leases: Leases,
-        departures: Departures,
+        exit_log: ExitLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queue = queue
         self._leases = leases
-        self._departures = departures
+        self._exit_log = exit_log
         self._clock = clock
         self._beat_at = self._beating_since = -math.inf
         self._cancelled_ids: set[str] = set()
         self._some_cancelled = asyncio.Event()
-        self._turn = asyncio.Lock()  # so that no lease is given back twice
+        self._giving_back = asyncio.Lock()  # so that no lease is given back twice
         self._log = get_logger(worker_id=queue.worker_id)
 
     async def renew(self, leases: Sequence[Lease]) -> None:
@@ -69,30 +69,28 @@ class Exchange:
     def take_answers(
         self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
     ) -> None:
-        """Act on the server's answers. `sent` has the data of each lease that the server
-        received."""
+        """Act on the server's answers to a call that sent `sent`, one for each lease."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
             lease.reported(held)
             self.take_answer(lease, status)
 
     def take_answer(self, lease: Lease, status: RowStatus, reason: str = "") -> None:
-        """Act on the server's answer about one lease. `reason` is the finish reason of the row that
-        was sent, or empty; see `Leases.answered`."""
-        self._departures.note(lease, self._leases.answered(lease, status, reason))
+        """Act on the server's answer about one lease. For `reason` see `Leases.answered`."""
+        self._exit_log.note(lease, self._leases.answered(lease, status, reason))
 
     def cancel(self, request_id: str) -> None:
-        """Schedule a check by `run_cancels` whether this request is cancelled.
+        """Let `run_cancels` check whether this request is cancelled.
 
-        Only the flag in the request's hash cancels it. Anybody can send the message that leads to
-        this call, so a text that cannot be an id is ignored.
+        Only the flag in the request's hash cancels a request. The id comes from a message that
+        anybody can send, so a text that cannot be an id is ignored.
         """
         if is_request_id(request_id):
             self._cancelled_ids.add(request_id)
             self._some_cancelled.set()
 
     async def run_cancels(self) -> None:
-        """Check the requests that `cancel` names, and end the cancelled ones, until this task is
-        cancelled.
+        """Check the requests passed to `cancel`, and end those that are cancelled. Runs until this
+        task is cancelled.
 
         If the server cannot be reached, the next renewal of the leases finds the same cancels.
         """
@@ -132,7 +130,7 @@ class Exchange:
 
         Raises the last RedisError or OSError if the server has accepted nothing for `seconds`.
         """
-        async with self._turn:
+        async with self._giving_back:
             due = self._leases.due_back
             for part in (
                 [lease for lease in due if lease.is_blamed],
@@ -153,20 +151,21 @@ class Exchange:
 
     @property
     def _beats(self) -> bool:
+        """Whether the server has accepted a heartbeat recently."""
         return self._clock() - self._beat_at < RECORD_MS / 1000 / 2
 
     @property
     def _knows_others(self) -> bool:
-        """Whether each worker that lives has had the time to report itself."""
+        """Whether every live worker has had time to send a heartbeat."""
         return self._beats and self._clock() - self._beating_since > RECORD_MS / 1000
 
     async def leave_to_others(self, unserved: Sequence[tuple[Lease, str]]) -> None:
         """Give back requests, each with a field that this worker's engine cannot serve.
 
-        If no live worker serves a request, its lease stays as it is. In two cases the request goes
-        back with a delay instead: it has output already, so a server could serve it before; or
-        other workers may have had no time to report, after a start or an outage. Raises RedisError,
-        OSError.
+        If no live worker can serve the field, the lease does not change. But in two cases the
+        request goes back with a delay: if an earlier attempt has generated output, and if other
+        workers may have had no time to send a heartbeat, after a start or an outage. Raises
+        RedisError, OSError.
         """
         held = [lease.as_held() for lease, _ in unserved]
         needs = [field for _, field in unserved]
@@ -174,16 +173,16 @@ class Exchange:
         for (lease, _), status in zip(unserved, statuses, strict=True):
             if status != "unserved":
                 self._leases.returning(lease)
-                self._departures.note(lease, self._leases.released(lease, status))
+                self._exit_log.note(lease, self._leases.released(lease, status))
             elif lease.claim.events or not self._knows_others:
                 self._leases.returning(lease, delay_ms=_UNSERVED_DELAY_MS)
 
     async def _release(self, leases: Sequence[Lease]) -> None:
-        """Give leases back in one call. Either all or none of them count as a crash, and either all
-        or none of them have a delay."""
+        """Give leases back in one call. All or none of them count as a crash, and all or none have
+        a delay."""
         held = [lease.as_held() for lease in leases]
         delays_ms = [lease.delay_ms for lease in leases if lease.delay_ms is not None]
         crashed = leases[0].is_blamed
         statuses = await self._queue.release(held, crashed=crashed, delays_ms=delays_ms)
         for lease, status in zip(leases, statuses, strict=True):
-            self._departures.note(lease, self._leases.released(lease, status))
+            self._exit_log.note(lease, self._leases.released(lease, status))

@@ -1,7 +1,7 @@
-"""Records each request that leaves the worker, in the log, the meter and the trace.
+"""Records in the log, the meter and the trace how each request leaves the worker.
 
-A span is created only when its request leaves, so that tokens cost nothing. Attributes are named as
-in OpenTelemetry's conventions for generative AI and messaging.
+A trace span is created only when its request leaves, so that tokens cost nothing. Attributes have
+the names of OpenTelemetry's conventions for generative AI and messaging.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tracing import Tracing
-from promptq.worker.leases.held_and_lost_leases import Departure, Outcome
+from promptq.worker.leases.held_and_lost_leases import Exit, Outcome
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.rows import PreparedRequest
@@ -19,8 +19,8 @@ from promptq.worker.leases.rows import PreparedRequest
 _NS_A_MS = 1_000_000
 
 
-class Departures:
-    """Records how requests leave: in the log, the meter and, if `tracing` is set, the trace."""
+class ExitLog:
+    """Records how requests leave the worker. `tracing` is None if there is no trace."""
 
     def __init__(
         self, meter: Meter, tracing: Tracing | None, queue: str, model: str, worker_id: str
@@ -33,41 +33,41 @@ class Departures:
         self._log = get_logger(worker_id=worker_id).bind()  # once, not at each line
 
     def note(self, lease: Lease, outcome: Outcome | None) -> None:
-        """Record that a request has left the worker with this outcome. None has no effect."""
+        """Record that a request has left the worker. Does nothing if the outcome is None."""
         if outcome is None:
             return
         prepared = lease.prepared_or_none
         if isinstance(outcome, FinishReason):
             self._log.debug("ended", request_id=lease.request_id, reason=outcome)
             self._meter.note_end(outcome, prepared)
-        elif outcome is Departure.FENCED:
+        elif outcome is Exit.FENCED:
             self._log.warning("lease lost", request_id=lease.request_id)
             self._meter.num_fences_lost += 1
         if prepared is not None and self._tracing is not None:
             self._trace(prepared, outcome, self._tracing)
 
-    def _trace(self, held: PreparedRequest, outcome: str, tracing: Tracing) -> None:
-        """Create the span of an attempt. `outcome` is a finish reason or a Departure.
+    def _trace(self, prepared: PreparedRequest, outcome: str, tracing: Tracing) -> None:
+        """Create the span of an attempt. `outcome` is a FinishReason or an Exit.
 
         The span of the first attempt begins when the request was enqueued. The span of a later
         attempt begins at its claim. Times are those of the server's clock.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        claim, timing = held.claim, held.timing
+        claim, timing = prepared.claim, prepared.timing
         begin_ms = claim.enqueued_at_ms if claim.attempt == 1 else claim.claimed_at_ms
         end_ms = max(begin_ms, claim.server_ms(time.monotonic()))
-        operation = "text_completion" if held.request.messages is None else "chat"
+        operation = "text_completion" if prepared.request.messages is None else "chat"
         span = tracing.tracer.start_span(
             f"{operation} {self._model}",
-            context=tracing.parent(held.request.trace_context),
+            context=tracing.parent(prepared.request.trace_context),
             kind=SpanKind.CONSUMER,
             start_time=begin_ms * _NS_A_MS,
-            attributes=self._attributes(held, operation, outcome),
+            attributes=self._attributes(prepared, operation, outcome),
         )
         if outcome == FinishReason.ERROR:
             span.set_status(Status(StatusCode.ERROR))
-            kind = held.error.type if held.error is not None else "internal_error"
+            kind = prepared.error.type if prepared.error is not None else "internal_error"
             span.set_attribute("error.type", kind)
         marks = [begin_ms]
         if timing is not None:
@@ -84,9 +84,9 @@ class Departures:
         span.end(end_ms * _NS_A_MS)
 
     def _attributes(
-        self, held: PreparedRequest, operation: str, outcome: str
+        self, prepared: PreparedRequest, operation: str, outcome: str
     ) -> dict[str, str | int | float | list[str]]:
-        request, timing = held.request, held.timing
+        request, timing = prepared.request, prepared.timing
         attributes: dict[str, str | int | float | list[str] | None] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "promptq",
@@ -99,18 +99,18 @@ class Departures:
             "gen_ai.request.presence_penalty": request.presence_penalty or None,
             "gen_ai.request.seed": request.seed,
             "gen_ai.request.stop_sequences": request.stop_strings or None,
-            "gen_ai.response.id": held.request_id,
+            "gen_ai.response.id": prepared.request_id,
             "gen_ai.response.model": self._model,
             "gen_ai.response.finish_reasons": [outcome],
-            "gen_ai.usage.input_tokens": held.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": held.num_emitted,
+            "gen_ai.usage.input_tokens": prepared.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": prepared.num_emitted,
             "gen_ai.usage.cache_read.input_tokens": timing.cached_tokens if timing else None,
             "messaging.system": "promptq",
             "messaging.operation.type": "process",
             "messaging.destination.name": self._queue,
-            "messaging.message.id": held.request_id,
+            "messaging.message.id": prepared.request_id,
             "promptq.worker": self._worker_id,
-            "promptq.attempt": held.claim.attempt,
+            "promptq.attempt": prepared.claim.attempt,
             "promptq.priority": request.priority,
             "promptq.tenant": request.tenant,
             "promptq.preemptions": timing.preemptions if timing else None,

@@ -1,8 +1,8 @@
 """All leases that this worker holds. Only this module changes the state of a lease.
 
 Several calls to the server run at the same time, and a thread may still prepare a request whose
-lease is already lost. So an event may come too late, and then has no effect. An event that can only
-be a mistake raises RuntimeError.
+lease is already lost. So an event may come too late, and then has no effect. A change of state that
+is not in `_NEXT` raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ _TENANTS_ASIDE = 4
 """One tenant may use a quarter of each limit on the leases that are set aside."""
 
 
-class Departure(StrEnum):
-    """How an attempt leaves a worker before its request has ended."""
+class Exit(StrEnum):
+    """How a request leaves a worker before its end."""
 
     FENCED = "fenced"
     """The server refused the lease: another attempt holds the request, or none does."""
     GIVEN_BACK = "given_back"
     FAILED = "error"
-    """The attempt counts as a crash of the request, or the request's log does not accept events."""
+    """The attempt counts as a crash, or the request's log in Redis does not accept events."""
 
     @classmethod
-    def of(cls, lease: Lease) -> Departure:
+    def of(cls, lease: Lease) -> Exit:
         """Returns FAILED if giving the lease back counts as a crash, otherwise GIVEN_BACK."""
         return cls.FAILED if lease.is_blamed else cls.GIVEN_BACK
 
 
-Outcome = FinishReason | Departure
+Outcome = FinishReason | Exit
 
 
 class Leases:
     """All leases of a worker, indexed by request and by sequence. Makes every change of state.
 
-    `answered` and `released` take an answer of the server. They return the outcome of the attempt
-    if the answer contains it, otherwise None. The server reports each outcome in one answer only.
-    So the caller must record the outcome even if the lease is already GONE.
+    `answered` and `released` act on an answer of the server. If the answer reports how the attempt
+    ended, they return this outcome, otherwise None. The server reports each outcome only once. So
+    the caller must record an outcome even if the lease is already GONE.
     """
 
     def __init__(self, engine: EnginePort) -> None:
         limits = engine.limits
         self.num_places = limits.max_num_seqs + max(1, limits.max_num_seqs // 8)
-        """The most requests that the engine may have. A few of them wait there, so that the first
-        step after a slot becomes free can use the slot."""
+        """The most requests that the engine may have: a few more than it has slots, so that the
+        first step after a slot becomes free can use the slot."""
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
@@ -109,15 +109,15 @@ class Leases:
         leases = [Lease(claim) for claim in claims]
         for lease in leases:
             if (earlier := self._by_request.get(lease.request_id)) is not None:
-                self._to(earlier, _GONE)
+                self._set_state(earlier, _GONE)
             self._by_request[lease.request_id] = lease
         return leases
 
     def set_aside(self, lease: Lease) -> bool:
         """Set a lease aside: it counts for no slot and no KV memory until it is prepared.
 
-        Returns False if the limit on such leases is reached, for all tenants or for this one. The
-        limit bounds the memory of their payloads, which nothing else bounds.
+        Returns False if a limit is reached, that of all tenants or that of this tenant. The limits
+        bound the memory of the payloads, which nothing else bounds.
         """
         claim = lease.claim
         others = [other.claim for other in self if not other.counts]
@@ -137,13 +137,13 @@ class Leases:
         """
         if lease.state is _PREPARING:
             lease.prepared_or_none = prepared
-            self._to(lease, _ENDING if prepared.is_at_end else _READY)
+            self._set_state(lease, _ENDING if prepared.is_at_end else _READY)
 
     def feed(self) -> None:
-        """Hand ready requests to the engine while it has free slots, and also those that may
-        preempt a running request."""
+        """Hand ready requests to the engine while it has free places. Then also hand over those
+        that may preempt a running request."""
         while (lease := self._next_to_run()) is not None:
-            self._to(lease, _RUNNING)
+            self._set_state(lease, _RUNNING)
         self.wake_up.room_freed()
 
     def ending(self, lease: Lease, *, by_engine: bool = False) -> None:
@@ -151,23 +151,22 @@ class Leases:
 
         `by_engine`: the engine has already removed the sequence.
         """
-        self._to(lease, _ENDING, is_out=by_engine)
+        self._set_state(lease, _ENDING, is_removed=by_engine)
 
     def returning(
         self, lease: Lease, *, crashed: bool = False, delay_ms: int | None = None
     ) -> None:
         """Schedule the return of the request to the queue.
 
-        `crashed` counts a crash against the request. No worker can claim it for `delay_ms`
-        milliseconds. Has no effect if the lease is GONE or RETURNING.
+        `crashed` counts the return as a crash of the request. After the return, no worker can claim
+        the request for `delay_ms` milliseconds. Has no effect if the lease is GONE or RETURNING.
         """
         if lease.state not in (_RETURNING, _GONE):
             lease.is_blamed, lease.delay_ms = crashed, delay_ms
-            self._to(lease, _RETURNING)
+            self._set_state(lease, _RETURNING)
 
     def answered(self, lease: Lease, status: RowStatus, reason: str = "") -> Outcome | None:
-        """Act on the server's answer about a lease or a row. Returns the outcome, if the answer has
-        one.
+        """Act on the server's answer about a lease or a row. Returns the outcome or None.
 
         `reason` is the finish reason if the answer is about the request's last row, otherwise
         empty.
@@ -175,37 +174,37 @@ class Leases:
         was_held = lease.is_held
         if status.is_lost or reason:
             if lease.state is _RETURNING and status in (RowStatus.FENCED, RowStatus.FINISHED):
-                return None  # perhaps just given back: that call gets the outcome
+                return None  # the call that gives the lease back gets the outcome
             if status is RowStatus.GAP:
                 self.returning(lease)
                 return None
             if was_held:
-                self._to(lease, _GONE)
+                self._set_state(lease, _GONE)
         match status:
             case RowStatus.CANCELLED | RowStatus.EXPIRED:
                 return FinishReason(status)
             case RowStatus.OK | RowStatus.DUPLICATE if reason:
                 return FinishReason(reason)
             case RowStatus.FENCED if was_held:
-                return Departure.FENCED
+                return Exit.FENCED
             case RowStatus.ERROR if was_held:
-                return Departure.FAILED
+                return Exit.FAILED
         return None
 
     def released(self, lease: Lease, status: str) -> Outcome | None:
-        """Act on the server's answer to giving a lease back. Returns the outcome, if it has one."""
+        """Act on the server's answer to giving a lease back. Returns the outcome or None."""
         was_held = lease.is_held
         if was_held and lease.state is not _RETURNING:
             raise RuntimeError(f"{lease.request_id} is not on its way back")
         if was_held:
-            self._to(lease, _GONE)
+            self._set_state(lease, _GONE)
         match status:
             case "waiting" | "dead":
-                return Departure.of(lease)
+                return Exit.of(lease)
             case "cancelled":
                 return FinishReason.CANCELLED
             case "fenced" if was_held:
-                return Departure.FENCED
+                return Exit.FENCED
         return None
 
     # ------------------------------------------------------------ counts
@@ -234,9 +233,8 @@ class Leases:
         ]
 
     def by_tenant(self, preemptible: Iterable[Holding]) -> list[Holding]:
-        """Returns the numbers of preemptible sequences and of their tokens, for each priority and
-        tenant. Each tenant
-        that holds a request has an entry, with zeros if none of its sequences can be preempted."""
+        """Returns the sums of `preemptible` for each priority and tenant. Each tenant with a
+        request here has an entry, with zeros if none of its sequences can be preempted."""
         by_level = {(0, lease.claim.tenant): (0, 0) for lease in self._by_request.values()}
         for priority, num_running, tokens, tenant in preemptible:
             numbers = by_level.get((priority, tenant), (0, 0))
@@ -246,8 +244,8 @@ class Leases:
         ]
 
     def _next_to_run(self) -> Lease | None:
-        """Returns the next ready request; None if there is none, or if the engine cannot take it
-        now."""
+        """Returns the next request for the engine; None if no request is ready, or if the engine
+        cannot take one now."""
         lease = self.ready.first()
         if self.num_running < self.num_places:
             self.ready.num_empty += lease is None
@@ -259,24 +257,24 @@ class Leases:
         lease = self.ready.first_of_others({other.claim.tenant for other in self._running.values()})
         if lease is None:
             return None
-        # The engine decides whether one of these has more than its share.
-        shares = Counter(
+        # The engine decides whether one of these tenants has more than its fair share of slots.
+        num_slots = Counter(
             other.claim.tenant
             for other in self._preemptible
             if other.prepared.priority >= lease.prepared.priority
         )
-        return lease if max(shares.values(), default=0) > 1 else None
+        return lease if max(num_slots.values(), default=0) > 1 else None
 
     @property
     def _preemptible(self) -> Iterator[Lease]:
         may_preempt = self._engine.abilities.may_preempt
         return (each for each in self._running.values() if may_preempt(each.prepared.request))
 
-    def _to(self, lease: Lease, state: LeaseState, *, is_out: bool = False) -> None:
+    def _set_state(self, lease: Lease, state: LeaseState, *, is_removed: bool = False) -> None:
         """Change the state of a lease. Updates the indices, and adds or aborts the sequence in the
         engine.
 
-        `is_out`: the engine has already removed the sequence, so it needs no abort.
+        `is_removed`: the engine has already removed the sequence, so it needs no abort.
         """
         before = lease.state
         if state not in _NEXT[before]:
@@ -286,7 +284,7 @@ class Leases:
             self.ready.remove(lease, is_handed_out=state is _RUNNING)
         elif before is _RUNNING:
             del self._running[lease.prepared.sequence_id]
-            if not is_out:
+            if not is_removed:
                 self._engine.abort(lease.prepared.sequence_id)
         if state is _READY:
             self.ready.add(lease)

@@ -34,7 +34,8 @@ class Lease:
     claim: Claim
     state: LeaseState = LeaseState.PREPARING
     is_aside: bool = False
-    """Whether the request counts for no slot and no KV memory until it is prepared."""
+    """Whether the request is prepared in the slow lane. Until it is prepared, it counts for no slot
+    and no KV memory."""
     is_blamed: bool = False
     """Whether giving the lease back counts as a crash of the request."""
     delay_ms: int | None = None
@@ -62,12 +63,12 @@ class Lease:
 
     @property
     def counts(self) -> bool:
-        """Whether the request counts for a slot and for KV memory."""
+        """Whether the request counts for a slot and KV memory when the worker claims more."""
         return not (self.is_aside and self.state is LeaseState.PREPARING)
 
     @property
     def kv_need(self) -> int:
-        """KV tokens that the request counts for; 0 while the lease is set aside."""
+        """Number of KV tokens that the request is expected to need; 0 while it does not count."""
         if not self.counts:
             return 0
         prepared = self.prepared_or_none
@@ -86,8 +87,8 @@ class Lease:
         return [*unsent, row]
 
     def as_held(self) -> Held:
-        """Returns the data that the server needs to renew the lease or take it back. The prompt
-        length is included if it is known and the server has not received it yet."""
+        """Returns the data that the server needs to renew or end the lease, with the prompt's
+        length if the server does not know it yet."""
         length = self.prepared.num_prompt_tokens if self.has_unreported_length else None
         return Held(self.request_id, self.claim.fence, length)
 

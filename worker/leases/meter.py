@@ -1,4 +1,4 @@
-"""Counts and measures a worker's work, with one update a step instead of one a token."""
+"""Counts and measures a worker's work. Most histograms change once a step, not once a token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from promptq.worker.engine.api.messages import StepOutput
 from promptq.worker.leases.rows import PreparedRequest
 
 _MAX_TIMES = 2048
-"""The most times to first token that one heartbeat reports. Further first tokens are only
-counted."""
+"""The most times to the first token that one heartbeat reports. It leaves out further times."""
 
 _MEANS = ("queue_ms", "prompt_ms", "generation_ms")
 
@@ -30,7 +29,8 @@ class Meter:
         self.num_published = 0
         self.num_fences_lost = 0
         self.num_ended: Counter[FinishReason] = Counter()
-        self._gaps: defaultdict[float, int] = defaultdict(int)  # last token -> how many
+        self._gaps: defaultdict[float, int] = defaultdict(int)
+        """Number of sequences with a new token, by the time of the token before it."""
         self._num_computed = 0  # tokens that the engine had computed by the last step
         self._contribution = Contribution()
         self._num_with_stats = 0
@@ -40,15 +40,15 @@ class Meter:
         """Add `value` to the histogram of `spec`, `count` times."""
         self.histograms[spec].add(value, count)
 
-    def note_output(self, held: PreparedRequest, at: float) -> None:
+    def note_output(self, prepared: PreparedRequest, at: float) -> None:
         """Record that a step generated tokens of a request. `at` is the end of the step, in seconds
         of `time.monotonic()`."""
-        last = held.last_token_at
+        last = prepared.last_token_at
         if last is None:
-            self._note_first_token(held, at)
+            self._note_first_token(prepared, at)
         else:
-            self._gaps[last] += 1  # most of a batch had their last token in the same step
-        held.last_token_at = at
+            self._gaps[last] += 1  # most sequences of a batch have the same time here
+        prepared.last_token_at = at
 
     def note_step(self, step: StepOutput) -> None:
         """Record a step, after `note_output` for all its outputs."""
@@ -66,32 +66,31 @@ class Meter:
         self.num_published += num_rows
         self.observe(metrics.PUBLISH_TIME, seconds)
 
-    def note_end(self, reason: FinishReason, held: PreparedRequest | None = None) -> None:
-        """Record the end of a request. `held` is None if the request was never prepared here."""
+    def note_end(self, reason: FinishReason, prepared: PreparedRequest | None) -> None:
+        """Record the end of a request. `prepared` is None if this worker did not prepare it."""
         self._contribution.finished += 1
         self.num_ended[reason] += 1
-        stats = held.stats if held is not None else None
-        if held is None or stats is None:
+        if prepared is None or (stats := prepared.stats) is None:
             return
         self._num_with_stats += 1
         for name in _MEANS:
             self._sums[name] += getattr(stats, name)
-        end_to_end_ms = max(0.0, held.claim.server_ms(time.monotonic()) - held.claim.enqueued_at_ms)
+        claim = prepared.claim
+        end_to_end_ms = max(0.0, claim.server_ms(time.monotonic()) - claim.enqueued_at_ms)
         self.observe(metrics.END_TO_END, end_to_end_ms / 1000)
         self.observe(metrics.PREFILL_TIME, stats.prompt_ms / 1000)
         self.observe(metrics.DECODE_TIME, stats.generation_ms / 1000)
         self.observe(metrics.INFERENCE_TIME, (stats.prompt_ms + stats.generation_ms) / 1000)
-        if stats.tokens_per_second:  # not of a single token
+        if stats.tokens_per_second:  # 0 for a single token
             self.observe(metrics.TOKEN_TIME, 1 / stats.tokens_per_second)
-        self.observe(metrics.REQUEST_PROMPT, held.num_prompt_tokens)
-        self.observe(metrics.REQUEST_OUTPUT, held.num_emitted)
-        self.observe(metrics.REQUEST_MOST_OUTPUT, held.num_emitted)
-        self.observe(metrics.REQUEST_MAX_TOKENS, held.engine_request.max_tokens)
-        self.observe(metrics.ATTEMPTS, held.claim.attempt)
+        self.observe(metrics.REQUEST_PROMPT, prepared.num_prompt_tokens)
+        self.observe(metrics.REQUEST_OUTPUT, prepared.num_emitted)
+        self.observe(metrics.REQUEST_MOST_OUTPUT, prepared.num_emitted)
+        self.observe(metrics.REQUEST_MAX_TOKENS, prepared.engine_request.max_tokens)
+        self.observe(metrics.ATTEMPTS, claim.attempt)
 
     def mean_ms(self, name: str) -> float:
-        """Returns the mean of the time called `name` in `Stats`, in ms, over the requests that
-        ended."""
+        """Returns the mean of the field `name` of `Stats` over all ended requests, in ms."""
         return self._sums[name] / max(1, self._num_with_stats)
 
     def take_contribution(self) -> Contribution:
@@ -99,14 +98,13 @@ class Meter:
         taken, self._contribution = self._contribution, Contribution()
         return taken
 
-    def _note_first_token(self, held: PreparedRequest, at: float) -> None:
-        if held.claim.num_logged:
+    def _note_first_token(self, prepared: PreparedRequest, at: float) -> None:
+        claim, timing = prepared.claim, prepared.timing
+        if claim.num_logged:
             return  # the first token came in an earlier attempt
-        enqueued_at = held.claim.enqueued_at_ms
-        first_token_ms = max(0, held.claim.server_ms(at) - enqueued_at)
-        queue_ms = first_token_ms
-        if held.timing is not None and held.timing.scheduled_at is not None:
-            queue_ms = max(0, held.claim.server_ms(held.timing.scheduled_at) - enqueued_at)
+        first_token_ms = queue_ms = max(0, claim.server_ms(at) - claim.enqueued_at_ms)
+        if timing is not None and timing.scheduled_at is not None:
+            queue_ms = max(0, claim.server_ms(timing.scheduled_at) - claim.enqueued_at_ms)
         self.observe(metrics.FIRST_TOKEN, first_token_ms / 1000)
         self.observe(metrics.QUEUE_TIME, queue_ms / 1000)
         part = self._contribution

@@ -27,25 +27,22 @@ from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.meter import Meter
-from promptq.worker.leases.prepare_or_resume import (
-    Preparation,
-    TakesLongError,
-    UnservedFieldError,
-)
+from promptq.worker.leases.prepare_or_resume import Preparation, UnservedFieldError
 from promptq.worker.leases.publisher import Publisher
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.leases.slow_lane import SlowLane
+from promptq.worker.text.grammars.schema_masks import TakesLongError
 
 _JITTER_SECONDS = 0.001
 _PUT_OFF_POLL_SECONDS = 0.1
-"""Seconds between polls while requests are back in the queue with a delay. The usual interval would
-be too long, because no message says that a delay is over."""
+"""Seconds between polls while requests that this worker returned have a delay. No message reports
+the end of a delay, so the usual interval would be too long."""
 
 _WALK_SECONDS = 0.1
-"""Seconds between two claims that only pass over requests for other workers."""
+"""Seconds between two claims that find only requests that this worker can never take."""
 
-_Made = PreparedRequest | InvalidRequestError | TakesLongError | None
-"""The result of preparing a claim. None: the lease was lost before that."""
+_Result = PreparedRequest | InvalidRequestError | TakesLongError | None
+"""The result of preparing a request. None: its lease was lost before."""
 
 _WORK_AHEAD_SECONDS = 0.1
 _MAX_DEPTH = 4096
@@ -54,11 +51,11 @@ _MAX_DEPTH = 4096
 class Prefetcher:
     """Keeps prepared requests ready, in queue order.
 
-    Claims are prepared one after another in a thread. A claim whose preparation may take long goes
-    to the slow lane instead. If the slow lane is full, the request returns to the queue with a
-    delay, so that it uses no slot while it waits. The prefetcher ends requests that cannot be
-    prepared, and requests that have nothing left to generate. A preparation that takes longer than
-    `stuck_seconds` counts as hung.
+    A thread prepares the requests of a claim one after another. A request whose preparation may
+    take long goes to the slow lane instead. If the slow lane is full, the request returns to the
+    queue with a delay, so that it uses no slot while it waits. The prefetcher ends requests that
+    cannot be prepared, and requests that have nothing left to generate. A preparation that takes
+    longer than `stuck_seconds` counts as hung.
     """
 
     def __init__(
@@ -73,8 +70,8 @@ class Prefetcher:
         stuck_seconds: float = math.inf,
     ) -> None:
         self.num_workers = 1
-        """Number of the queue's workers, which share the waiting requests. The more workers there
-        are, the more their claims are spread over time."""
+        """Number of the queue's workers. They share the waiting requests, and spread their claims
+        over time."""
         self._queue = queue
         self._leases = leases
         self._wake_up = leases.wake_up
@@ -84,10 +81,10 @@ class Prefetcher:
         self._exchange = exchange
         self._meter = meter
         self._stuck_seconds = stuck_seconds
-        self._preparing: dict[int, tuple[Lease, float]] = {}  # by thread, and when it began
+        self._preparing: dict[int, tuple[Lease, float]] = {}  # by thread, with the time of start
         self._slow_lane = SlowLane()
         self._slow: set[asyncio.Task[None]] = set()
-        self._broken: BaseException | None = None  # the exception of a slow preparation that failed
+        self._failure: BaseException | None = None  # raised by a task of the slow lane
         self._too_small: Room | None = None  # the room for which the last claim found nothing
         self._task: asyncio.Task[None] | None = None
         self._log = get_logger(worker_id=queue.worker_id).bind()  # once, not at each line
@@ -101,19 +98,19 @@ class Prefetcher:
     async def stop(self) -> None:
         """Stop claiming, and give back the requests that are ready or being prepared.
 
-        A request whose preparation hangs goes back as a crash. If the server does not accept a
-        request, the worker keeps the lease. Raises RedisError, OSError.
+        For a request whose preparation hangs, this counts as a crash. If the server cannot be
+        reached, the worker keeps the leases. Raises RedisError, OSError.
         """
         if self._task is not None:
             await end([self._task, *self._slow])
             self._task = None
         overdue = (lease for lease in self._overdue if lease.state is LeaseState.PREPARING)
-        to_blame = next(overdue, None)  # the others may only wait for this one
+        to_blame = next(overdue, None)  # other overdue requests may only wait for this one
         for lease in self._leases:
             if lease.state in (LeaseState.PREPARING, LeaseState.READY):
                 self._leases.returning(lease, crashed=lease is to_blame)
         await self._exchange.give_back()
-        if self._queue.has_unanswered_claim:  # this call gives back what the lost reply had
+        if self._queue.has_unanswered_claim:  # this call gives back the requests of the lost reply
             with suppress(RedisError, OSError):
                 await self._queue.take_batch(Room(max_count=0, token_budget=0))
 
@@ -123,7 +120,7 @@ class Prefetcher:
 
     @property
     def task(self) -> asyncio.Task[None]:
-        """The task that claims. Its owner watches it for failures. Raises RuntimeError before
+        """The task that claims. The worker watches it for failures. Raises RuntimeError before
         `start`."""
         if self._task is None:
             raise RuntimeError("the prefetcher was not started")
@@ -136,8 +133,7 @@ class Prefetcher:
 
     @property
     def hangs_on(self) -> Lease | None:
-        """The lease whose preparation hangs, even if the lease is lost; None if no preparation
-        hangs.
+        """The lease whose preparation hangs; None if no preparation hangs. The lease may be lost.
 
         Always None after `stop`, because then nothing waits for the thread that prepares.
         """
@@ -146,8 +142,8 @@ class Prefetcher:
     @property
     def _overdue(self) -> list[Lease]:
         before = time.monotonic() - self._stuck_seconds
-        # A copy, since threads change it at any time.
-        return [lease for lease, since in [*self._preparing.values()] if since < before]
+        preparing = [*self._preparing.values()]  # a copy, because threads change the dictionary
+        return [lease for lease, since in preparing if since < before]
 
     async def _run(self) -> None:
         while True:
@@ -174,12 +170,12 @@ class Prefetcher:
     async def _fill(self) -> int:
         """Claim and prepare requests once. Returns the number of requests that were claimed."""
         work_came = self._wake_up.take()
-        if self._broken is not None:
-            raise self._broken
+        if self._failure is not None:
+            raise self._failure
         room = self._policy.room()
         if room.max_count <= 0 and not (work_came and room.preemptible):
             return 0
-        if not work_came and self._too_small is not None and not _more(room, self._too_small):
+        if not work_came and self._too_small is not None and not _exceeds(room, self._too_small):
             return 0
         started = time.monotonic()
         claims = await self._queue.take_batch(replace(room, num_sharing=self.num_workers))
@@ -187,7 +183,7 @@ class Prefetcher:
         self._wake_up.num_left = claims.num_pending
         self._too_small = None if claims else room
         if not claims:
-            if claims.next_skip:  # more waits behind requests for other workers
+            if claims.next_skip:  # there are more requests behind those of other workers
                 await asyncio.sleep(_WALK_SECONDS)
                 self._wake_up.work_came()
             return 0
@@ -201,14 +197,13 @@ class Prefetcher:
             await self._exchange.give_back()
         return len(claims)
 
-    async def _take(self, leases: list[Lease], made: list[_Made]) -> None:
-        """Act on the result of each preparation, and end requests that were refused or are
-        complete.
+    async def _take(self, leases: list[Lease], results: list[_Result]) -> None:
+        """Act on the result of each preparation. Ends requests that are invalid or complete.
 
         A request goes back to the queue if its end cannot be published. Raises RedisError, OSError.
         """
         failed: list[tuple[Lease, InvalidRequestError]] = []
-        for lease, result in zip(leases, made, strict=True):
+        for lease, result in zip(leases, results, strict=True):
             if result is None or lease.state is not LeaseState.PREPARING:
                 continue
             if isinstance(result, TakesLongError):
@@ -250,34 +245,33 @@ class Prefetcher:
 
     async def _prepare_slowly(self, lease: Lease) -> None:
         prepare = partial(self._prepare, [lease], only_quick=False)
-        made = await self._slow_lane.run(lease.claim.tenant, prepare)
+        results = await self._slow_lane.run(lease.claim.tenant, prepare)
         try:
-            await self._take([lease], made)
+            await self._take([lease], results)
         except (RedisError, OSError) as error:
             self._log.warning("a request's end was not published, trying again", error=str(error))
 
     def _end_slow(self, done: asyncio.Task[None]) -> None:
         self._slow.discard(done)
         if not done.cancelled() and (error := done.exception()) is not None:
-            self._broken = error
+            self._failure = error
             self._wake_up.work_came()
 
     async def _report_prompt_lengths(self) -> None:
-        """Report the prompt lengths of ready requests. Running requests report theirs with a
-        row."""
+        """Report the prompt lengths of ready requests. Those of running requests go with rows."""
         ready = (lease for lease in self._leases if lease.state is LeaseState.READY)
         if unreported := [lease for lease in ready if lease.has_unreported_length]:
             with suppress(RedisError, OSError):  # the next renewal of the leases sends them too
                 await self._exchange.renew(unreported)
 
-    def _prepare(self, leases: list[Lease], *, only_quick: bool = True) -> list[_Made]:
-        """Prepare requests in a thread. Returns one result for each lease."""
+    def _prepare(self, leases: list[Lease], *, only_quick: bool = True) -> list[_Result]:
+        """Prepare requests in the current thread. Returns one result for each lease."""
         try:
             return [self._prepare_one(lease, only_quick) for lease in leases]
         finally:
             self._preparing.pop(get_ident(), None)
 
-    def _prepare_one(self, lease: Lease, only_quick: bool) -> _Made:
+    def _prepare_one(self, lease: Lease, only_quick: bool) -> _Result:
         if lease.state is not LeaseState.PREPARING:
             return None
         self._preparing[get_ident()] = (lease, time.monotonic())
@@ -285,20 +279,20 @@ class Prefetcher:
             return self._preparation.prepare(lease.claim, only_quick=only_quick)
         except (InvalidRequestError, TakesLongError) as error:
             return error
-        except BaseException as error:  # also a panic; other requests must not stop
+        except BaseException as error:  # also a panic; one failure must not stop other requests
             self._log.exception("preparation failed", request_id=lease.request_id)
             return InvalidRequestError(f"payload: {error}", "payload", "internal_error")
 
 
-def _more(room: Room, than: Room) -> bool:
-    return room.max_count > than.max_count or room.token_budget > than.token_budget
+def _exceeds(room: Room, other: Room) -> bool:
+    return room.max_count > other.max_count or room.token_budget > other.token_budget
 
 
 class ClaimPolicy:
     """Decides how many requests to claim.
 
-    If `depth` is None, about 100 ms of work is kept ready. The rate at which the engine takes
-    requests tells how many requests that is.
+    If `depth` is None, the worker keeps as many requests ready as the engine has lately taken in
+    100 ms.
     """
 
     def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
@@ -317,10 +311,10 @@ class ClaimPolicy:
     def room(self) -> Room:
         """Returns the room for new claims: the slots and KV tokens that no held request needs.
 
-        A prefix that several sequences share is counted once, and no request counts for more than
-        the model length. Both numbers are negative while the worker holds urgent requests that will
-        preempt others. Then fewer sequences count as preemptible for further requests. There is no
-        room while a suspect is held, or while the engine accepts no requests.
+        A prefix that several sequences share is counted once. Both numbers are negative while the
+        worker holds urgent requests that will preempt others. A claim then lets further urgent
+        requests preempt fewer sequences. There is no room while the worker holds a request that may
+        crash it, or while the engine accepts no requests.
         """
         leases, limits = self._leases, self._engine.limits
         if leases.has_suspect or not self._engine.is_accepting:

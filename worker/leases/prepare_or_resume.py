@@ -1,6 +1,6 @@
 """Turns a claim into a prepared request: parses, checks, renders, tokenises and compiles.
 
-The request may come from a stranger, so the size of each part is checked before work is done on it.
+The request may come from a stranger, so each part's size is checked before the part is processed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from promptq.shared.protocol.rows import Row
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
 from promptq.worker.leases.rows import PreparedRequest
-from promptq.worker.text.grammars.schema_masks import Grammars, NewGrammarError
+from promptq.worker.text.grammars.schema_masks import Grammars, TakesLongError
 from promptq.worker.text.output_marks import OutputMarks
 from promptq.worker.text.tokenizer import Tokenizer
 
@@ -42,8 +42,8 @@ _sequence_ids = itertools.count(1)
 
 
 class UnservedFieldError(InvalidRequestError):
-    """A request needs a field that this engine cannot serve, and perhaps another one can. `ability`
-    is the field's name in `EngineAbilities.refused`."""
+    """Raised if a request has a field that this worker's engine cannot serve. Another worker's may.
+    `ability` is the field's name in `EngineAbilities.refused`."""
 
     def __init__(self, field: str, ability: str | None = None) -> None:
         super().__init__(
@@ -53,17 +53,13 @@ class UnservedFieldError(InvalidRequestError):
 
 
 class Capacity(Protocol):
-    """An engine's limits, and its abilities, which may change."""
+    """An engine's limits and abilities. The abilities may change."""
 
     @property
     def limits(self) -> EngineLimits: ...
 
     @property
     def abilities(self) -> EngineAbilities: ...
-
-
-class TakesLongError(Exception):
-    """Raised if a preparation may take so long that other requests should not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +84,13 @@ class Preparation:
         return self.engine.abilities
 
     def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
-        """Parse, tokenise and check a request, and restore the state that earlier attempts reached.
+        """Parse, check and tokenise a request, and restore the state that earlier attempts reached.
 
         Raises InvalidRequestError, which names the wrong field. With `only_quick`, raises
         TakesLongError before any work that may take long.
         """
         if claim.is_spoilt:
-            raise InvalidRequestError("tokens: an entry of the log is not an event", field="tokens")
+            raise _invalid("tokens", "an entry of the log is not an event")
         if only_quick and (len(claim.payload) > _QUICK_BYTES or claim.num_logged > _QUICK_TOKENS):
             raise TakesLongError
         self._check_values(claim.payload)
@@ -123,7 +119,7 @@ class Preparation:
         min_tokens = len(prefix) + request.min_tokens
         style = self.model.output_style or OutputStyle()
         marks = OutputMarks(self.tokenizer, style, request, prompt)
-        if not claim.events:  # earlier releases have begun such requests
+        if not claim.events:  # an earlier release, without this check, may have begun the request
             marks.check_stop_strings()
         text, begun = marks.text_stream(prefix, claim.events, min_tokens)
         unsent = []
@@ -164,8 +160,8 @@ class Preparation:
         )
 
     def _stop_tokens(self, request: Request) -> dict[int, str]:
-        """Returns the stop strings that are one token, by token id. Special tokens have no text, so
-        they cannot be found in the output's text."""
+        """Returns the stop strings that are one added token, by token id. The output's text does
+        not show special tokens, so these stop strings cannot be found in the text."""
         return {
             token_id: stop
             for stop in request.stop_strings
@@ -174,9 +170,9 @@ class Preparation:
         }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
-        """Returns the tokens of the output prefix; an empty list if the request has no prefix.
+        """Returns the tokens of the request's output prefix; an empty list if there is none.
 
-        An end token at the end is left out, because the output continues in its place.
+        Leaves out an end token at the end of the prefix, because the output continues there.
         """
         if (wanted := request.output_prefix) is None:
             return []
@@ -187,11 +183,11 @@ class Preparation:
             prefix += self.tokenizer.encode_output(wanted.text)
         longest = self.limits.max_model_len - 1 - num_prompt
         if len(prefix) > longest:
-            raise InvalidRequestError(
-                f"output_prefix: this model's maximum context length is {self.limits.max_model_len}"
-                f" tokens, and after the prompt's {num_prompt} the prefix may have {longest} at"
-                f" most; it has {len(prefix)}",
-                field="output_prefix",
+            raise _invalid(
+                "output_prefix",
+                f"this model's maximum context length is {self.limits.max_model_len} tokens, and"
+                f" after the prompt's {num_prompt} the prefix may have {longest} at most; it has"
+                f" {len(prefix)}",
                 code="context_length_exceeded",
             )
         return prefix
@@ -203,17 +199,13 @@ class Preparation:
         if len(payload) > most and sum(map(payload.count, _SEPARATORS)) > most < _num_values(
             payload
         ):
-            raise InvalidRequestError(
-                f"payload: holds more than {most} JSON values, the most that this worker takes",
-                field="payload",
+            raise _invalid(
+                "payload", f"holds more than {most} JSON values, the most that this worker takes"
             )
 
     def _check_served(self, request: Request) -> None:
         if request.model is not None and self.model.name and request.model != self.model.name:
-            raise InvalidRequestError(
-                f"model: this queue serves {self.model.name!r}, not {request.model!r}",
-                field="model",
-            )
+            raise _invalid("model", f"this queue serves {self.model.name!r}, not {request.model!r}")
         unheeded = self.abilities.unheeded
         if not self.abilities.logprobs:
             unheeded |= {"logprobs"}
@@ -223,7 +215,8 @@ class Preparation:
         lowest = self.abilities.lowest_temperature
         if 0.0 < request.temperature < lowest:
             raise _unsupported("temperature", f"takes 0, or {lowest} and more")
-        # Whether the random numbers begin anew does not matter here: there were none before.
+        # With a temperature, only new random numbers make a continuation inexact. Here they do not
+        # matter, because no token was drawn at random before.
         uncounted = [
             name for name in self.abilities.inexact_fields(request) if name != "temperature"
         ]
@@ -233,33 +226,32 @@ class Preparation:
             raise _unsupported(uncounted[0], "would not count all tokens of a watched stream")
 
     def _pooling(self, embed: Embed | None) -> Pooling | None:
-        """Returns the pooling that makes the prompt a vector; None if the request wants no
-        vector."""
+        """Returns how to pool the prompt into a vector; None if the request wants no vector."""
         if embed is None:
             return None
         size = self.limits.embedding_size
         if embed.dimensions is not None and embed.dimensions > size:
-            raise InvalidRequestError(
-                f"embed: dimensions: {embed.dimensions} is more than the {size} that the vectors of"
-                " this model have",
-                field="embed",
+            raise _invalid(
+                "embed",
+                f"dimensions: {embed.dimensions} is more than the {size} that the vectors of this"
+                " model have",
             )
         pooling = embed.pooling or self.pooling
         if pooling is None:
-            raise InvalidRequestError(
-                "embed: pooling: the model's files name a pooling that this worker does not"
-                " support; choose `last` or `mean`",
-                field="embed",
+            raise _invalid(
+                "embed",
+                "pooling: the model's files name a pooling that this worker does not support;"
+                " choose `last` or `mean`",
             )
         return pooling
 
     def _cannot_resume(self, request: Request) -> InvalidRequestError:
         fields = self.abilities.inexact_fields(request)
         why = "with it," if fields else "in its number format,"
-        return InvalidRequestError(
-            f"{fields[0] if fields else 'resume'}: {why} this worker's engine cannot continue an"
-            " interrupted stream exactly, and the request requires `exact_only`",
-            field=fields[0] if fields else "resume",
+        return _invalid(
+            fields[0] if fields else "resume",
+            f"{why} this worker's engine cannot continue an interrupted stream exactly, and the"
+            " request requires `exact_only`",
             error_type="cannot_resume",
         )
 
@@ -269,27 +261,25 @@ class Preparation:
             why = "holds no tokens"
             if request.prompt == "":
                 why = "is empty, and this model's tokenizer puts no token in front of a text"
-            raise InvalidRequestError(
-                f"{field_name}: {why}, so there is nothing to continue", field=field_name
-            )
+            raise _invalid(field_name, f"{why}, so there is nothing to continue")
         longest = self.limits.max_model_len - 1
         if len(prompt) > longest:
-            raise InvalidRequestError(
-                f"{field_name}: the prompt is too long: this model's maximum context length is"
+            raise _invalid(
+                field_name,
+                "the prompt is too long: this model's maximum context length is"
                 f" {self.limits.max_model_len} tokens, of which at most {longest} can be the"
                 f" prompt; this one has {len(prompt)}",
-                field=field_name,
                 code="context_length_exceeded",
             )
         if request.prompt_logprobs is not None:
             num_logprobs = len(prompt) * (request.prompt_logprobs + 1)
             if num_logprobs > MAX_PROMPT_LOGPROBS:
-                raise InvalidRequestError(
-                    f"prompt_logprobs: {request.prompt_logprobs} likeliest tokens and the prompt's"
-                    f" token at each of {len(prompt)} positions are {num_logprobs}"
-                    f" log-probabilities, more than the {MAX_PROMPT_LOGPROBS} that a request may"
-                    " have; request fewer, or send a shorter prompt",
-                    field="prompt_logprobs",
+                raise _invalid(
+                    "prompt_logprobs",
+                    f"{request.prompt_logprobs} likeliest tokens and the prompt's token at each of"
+                    f" {len(prompt)} positions are {num_logprobs} log-probabilities, more than the"
+                    f" {MAX_PROMPT_LOGPROBS} that a request may have; request fewer, or send a"
+                    " shorter prompt",
                 )
         named: list[tuple[str, list[int]]] = [(field_name, prompt)]
         if request.stop_token_ids:
@@ -301,11 +291,8 @@ class Preparation:
         for name, token_ids in named:
             worst = max(token_ids)
             if worst >= self.limits.vocab_size:
-                raise InvalidRequestError(
-                    f"{name}: token id {worst} is outside the vocabulary of"
-                    f" {self.limits.vocab_size} tokens",
-                    field=name,
-                )
+                why = f"is outside the vocabulary of {self.limits.vocab_size} tokens"
+                raise _invalid(name, f"token id {worst} {why}")
 
     def _grammar(
         self,
@@ -317,67 +304,50 @@ class Preparation:
     ) -> Grammar | None:
         """Returns the grammar after the tokens `emitted`; None if the request has no grammar.
         `is_prefix`: the tokens are the output prefix."""
-        wanted = request.wanted_output
+        wanted, grammars = request.wanted_output, self.grammars
         if wanted is None:
             return None
-        if self.grammars is None or not self.abilities.grammars:
+        if grammars is None or not self.abilities.grammars:
             raise UnservedFieldError(wanted.field, "response_format")
+
+        def after_emitted(output: Output) -> Grammar:
+            grammar = grammars.start(output, ends, only_known=only_quick)
+            for token_id in emitted:
+                grammar.accept(token_id)
+            return grammar
+
         try:
-            return self._begun(self.grammars, wanted, ends, emitted, only_quick)
+            return after_emitted(wanted)
         except GrammarError as error:
             if is_prefix:
-                raise InvalidRequestError(
-                    f"output_prefix: does not fit {wanted.field}: {error}", field="output_prefix"
-                ) from error
+                why = f"does not fit {wanted.field}: {error}"
+                raise _invalid("output_prefix", why) from error
             if isinstance(wanted, ToolCallOutput):
                 with suppress(GrammarError):
-                    earlier = replace(wanted, is_begun=True)
-                    return self._begun(self.grammars, earlier, ends, emitted, only_quick)
-            raise InvalidRequestError(
-                f"{wanted.field}: what was emitted before does not fit: {error}",
-                field=wanted.field,
-                error_type="internal_error",
-            ) from error
-
-    @staticmethod
-    def _begun(
-        grammars: Grammars,
-        wanted: Output,
-        ends: frozenset[int],
-        emitted: list[int],
-        only_quick: bool,
-    ) -> Grammar:
-        """Returns the grammar after the tokens `emitted`. Raises GrammarError if they do not
-        fit."""
-        try:
-            grammar = grammars.start(wanted, ends, only_known=only_quick)
-        except NewGrammarError as error:
-            raise TakesLongError from error
-        for token_id in emitted:
-            grammar.accept(token_id)
-        return grammar
+                    return after_emitted(replace(wanted, is_begun=True))
+            why = f"the output of earlier attempts does not fit: {error}"
+            raise _invalid(wanted.field, why, error_type="internal_error") from error
 
     def _bad_token_sequences(
         self, request: Request, max_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Returns the token sequences of bad words. Leaves out those longer than `max_tokens`."""
+        """Returns the token sequences of bad words, without those longer than `max_tokens`."""
         spellings = map(tuple, self.tokenizer.encode_words(request.bad_words or ()))
         return tuple(sorted({tokens for tokens in spellings if len(tokens) <= max_tokens}))
 
 
+def _invalid(field: str, why: str, **more: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {why}", field, **more)
+
+
 def _unsupported(field: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{field}: this worker's engine {why}",
-        field=field,
-        error_type="unsupported",
-    )
+    return _invalid(field, f"this worker's engine {why}", error_type="unsupported")
 
 
 def _num_values(payload: bytes) -> int:
     """Returns an upper bound of the number of JSON values: the number of separators outside of
     strings."""
-    # After this, each `"` begins or ends a string.
-    text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")
+    text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")  # so each `"` begins or ends a string
     characters = np.frombuffer(text, dtype=np.uint8)
     is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0
     return int(np.count_nonzero(np.isin(characters, list(b"".join(_SEPARATORS))) & is_outside))

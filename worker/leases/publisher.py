@@ -27,11 +27,11 @@ _Sent = tuple[Lease, Row]
 
 
 class Publisher:
-    """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
+    """Sends the engine's outputs to Redis. While it sends one step, the engine computes the next.
 
     The coalescer decides which tokens are sent at once. If the server does not accept rows, the
-    publisher repeats them for `retry_seconds`. Meanwhile the engine continues until its outbox is
-    full.
+    publisher repeats them for `retry_seconds`. Meanwhile the engine continues until its outbox (the
+    queue of its outputs) is full.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Publisher:
         fails, and RedisError or OSError if the server accepts nothing for `retry_seconds`."""
         while True:
             steps = await self._fetch()
-            # Under load this coroutine waits for hardly anything else.
+            # Under load this task is nearly always in this call, where redis-py may lose a cancel.
             await heeding_cancels(self._publish(steps))
 
     async def flush(self) -> None:
-        """Send all waiting outputs, at the end of a worker.
+        """Send all delayed outputs when the worker ends.
 
         Does not retry: if sending fails, another worker generates these tokens again. Raises
         RedisError, OSError.
@@ -86,7 +86,7 @@ class Publisher:
         """Returns the steps since the last call. Returns an empty list if delayed outputs are due
         first.
 
-        Raises the exception of an engine that failed, once no delayed outputs are left.
+        If the engine has failed, raises its exception once no delayed outputs are left.
         """
         try:
             async with asyncio.timeout(self._coalescer.seconds_left):
@@ -113,20 +113,20 @@ class Publisher:
                 if row.finish_reason:
                     self._leases.ending(lease, by_engine=output.finish_reason is not None)
                 rows.append((lease, row))
-        self._leases.feed()  # slots are free before the round trip, not after
+        self._leases.feed()  # before the round trip, so that free slots do not wait for it
         if rows:
             await self._send(rows)
             self._leases.feed()
         for lease, why in given_back:
             note = self._log.error if why.is_blamed else self._log.info
-            note(f"it goes back to the queue: {why.reason}", request_id=lease.request_id)
+            note(f"a request goes back to the queue: {why.reason}", request_id=lease.request_id)
             self._leases.returning(lease, crashed=why.is_blamed, delay_ms=why.delay_ms)
 
     def _due(self, steps: Iterable[StepOutput]) -> Iterator[SequenceOutput]:
-        """Record steps in the meter, and pass their outputs to the coalescer. Yields the due
-        outputs.
+        """Record steps in the meter, and pass their outputs to the coalescer. Yields the outputs
+        that are due.
 
-        Between two outputs, the caller may end a sequence. Its later outputs are then left out.
+        The caller may end a sequence between two outputs. Its later outputs are then left out.
         """
         for step in steps:
             for output in step.outputs:
@@ -141,7 +141,7 @@ class Publisher:
                 yield from self._coalescer.take(output, at_once=prepared.text.may_stop)
             self._meter.note_step(step)
             yield from self._coalescer.take_due()
-        yield from self._coalescer.take_due()  # also when no step has come
+        yield from self._coalescer.take_due()  # also if there was no step
 
     async def _send(self, rows: Sequence[_Sent]) -> None:
         """Publish rows and act on the answers.
@@ -172,10 +172,10 @@ class Publisher:
 
     async def _fill_gap(self, lease: Lease, row: Row) -> RowStatus:
         """Send all rows before `row` again, byte for byte, and then `row`. Returns the status of
-        `row`, or of the first row that shows a lost lease.
+        `row`, or of the first row whose status reports a lost lease.
 
-        The log ends before `row`, because the server lost writes, for example in a failover. The
-        server answers `duplicate` for the rows that it still has.
+        Rows are missing in the log if the server lost writes, for example in a failover. The server
+        answers `duplicate` for the rows that it still has.
         """
         if not lease.is_held or lease.prepared_or_none is None:
             return RowStatus.GAP

@@ -14,22 +14,22 @@ from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_HAND_OUTS = 100_000
-"""The most times of hand-outs to the engine that are remembered. With a fixed depth nothing removes
-old times, so they would pile up."""
+"""The most hand-outs to the engine whose times are kept. Reading the rate removes old times, but
+with a fixed number of ready requests (`--prefetch-depth`) nothing reads the rate."""
 
 
 class ReadyQueue:
-    """The ready requests in queue order. Only `Leases` adds and removes requests. The public counts
-    and times are totals since the start."""
+    """The prepared requests that wait for the engine, in queue order. Only `Leases` adds and
+    removes requests. The public counts and times are totals since the start."""
 
     def __init__(self) -> None:
         self.num_handed_out = 0
         self.num_empty = 0
-        """Number of times that the engine had a free slot and no request was ready."""
+        """How often the engine had a free slot and no request was ready."""
         self.waited_seconds = 0.0
         """Seconds that all prepared requests together waited until they went to the engine."""
         self.filled_seconds = 0.0
-        """The number of ready requests, integrated over time in seconds."""
+        """Number of ready requests times the seconds that they were ready, summed up."""
         self._started_at = self._changed_at = time.monotonic()
         self._since: dict[Lease, float] = {}
         self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some have been removed since
@@ -107,7 +107,7 @@ class WakeUp:
             self._rung.set()
 
     def take(self) -> bool:
-        """Begin a claim. Returns whether new work may have come since the last one."""
+        """Begin a claim. Returns whether new work may have come since the last claim."""
         self._rung.clear()
         came, self._work_came = self._work_came, False
         return came

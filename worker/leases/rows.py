@@ -1,4 +1,4 @@
-"""A prepared request with its output so far, and the rows that publish the output."""
+"""A prepared request with its output so far, and the rows (events for Redis) of the output."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class PreparedRequest:
     texts: list[str]
     logprobs: list[TokenLogprob]
     prompt_json: str = ""
-    """The report on the prompt's tokens in the first event, as JSON. Empty if the request does not
-    want the report, or if the report is not known yet."""
+    """The fields of the first event about the prompt's tokens, as JSON. Empty if the request does
+    not want these fields, or if they are not known yet."""
     stop_tokens: Mapping[int, str] = field(default_factory=dict)
     """The stop strings that are one token, by token id."""
     reasoning: ReasoningTokens | None = None
     """Counts the tokens of reasoning; None if the output has no reasoning."""
     resumed_inexactly: bool = False
-    """Whether this attempt may generate other tokens than an undisturbed attempt would generate."""
+    """Whether this attempt may generate other tokens than an uninterrupted attempt would."""
     timing: SequenceTiming | None = None
     stats: Stats | None = None
     """Times and counts of the request; set with the last row."""
@@ -77,8 +77,8 @@ class PreparedRequest:
     rows: list[Row] = field(default_factory=list)
     """The rows of this attempt in order. They are sent again if the server loses some."""
     unsent: list[Row] = field(default_factory=list)
-    """The row with the output prefix of the request, until it is sent. It is sent together with the
-    next row, because a request that still waits has not begun."""
+    """The row with the request's output prefix, until it is sent. It is sent together with the
+    first generated tokens, because until then the output has not begun."""
 
     @property
     def request_id(self) -> str:
@@ -102,14 +102,14 @@ class PreparedRequest:
 
     @property
     def kv_need(self) -> int:
-        """KV tokens that the request counts for: the expected number, or the present one if
-        larger."""
+        """Number of KV tokens that the request is expected to need, and at least its present
+        number."""
         return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
 
     @property
     def is_at_end(self) -> bool:
-        """Whether nothing is left to generate, so that only the last event is missing. Earlier
-        attempts generated the whole output, or the request wants only the tokens of its prompt."""
+        """Whether nothing is left to generate: earlier attempts generated the whole output, or the
+        request wants only the tokens of its prompt."""
         return (
             self.request.tokenize
             or self.num_emitted >= self.engine_request.max_tokens
@@ -118,13 +118,13 @@ class PreparedRequest:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the output so far contains a stop string or completes the grammar, before the
-        request runs."""
+        """Whether the output of earlier attempts contains a stop string or completes the
+        grammar."""
         grammar = self.engine_request.grammar
         return self.text.stopped or (grammar is not None and grammar.is_complete)
 
     def rows_until(self, row: Row) -> list[Row]:
-        """Returns all rows of the log up to and including `row`, also those of earlier attempts."""
+        """Returns all rows of the request up to and including `row`, also of earlier attempts."""
         claim = self.claim
         earlier = [Row.of(claim.request_id, claim.fence, event) for event in claim.events]
         return [*earlier, *(sent for sent in self.rows if sent.start < row.start), row]
@@ -138,9 +138,10 @@ class PreparedRequest:
         error: ErrorInfo | None = None,
         embedding: str | None = None,
     ) -> Row:
-        """Returns the next row of the request. A finish reason makes the row the last one.
+        """Returns the next row of the request, and adds it to the output so far. A finish reason
+        makes the row the last one.
 
-        If the row cannot be built, the request's state stays as it was.
+        If the row cannot be built, the request does not change.
         """
         claim, index = self.claim, self.num_emitted
         num_emitted = index + len(token_ids)
@@ -220,10 +221,9 @@ class RowBuilder:
         self._log = get_logger()
 
     def row(self, prepared: PreparedRequest, output: SequenceOutput) -> Row:
-        """Returns the row of a running request. If building it fails, returns a row that ends the
-        request with an error.
+        """Returns the row for an output of a running request.
 
-        The failed row's tokens are not sent.
+        If this fails, returns a row that ends the request with an error, without these tokens.
         """
         try:
             return self._row(prepared, output)
@@ -248,8 +248,8 @@ class RowBuilder:
         return Row.of(claim.request_id, claim.fence, event, result)
 
     def completion(self, prepared: PreparedRequest) -> Row:
-        """Returns the last row of a request that needs no engine: earlier attempts generated all of
-        its output, or the request wants only the tokens of its prompt."""
+        """Returns the last row of a request that needs no engine; see
+        `PreparedRequest.is_at_end`."""
         if prepared.request.tokenize:
             token_ids = prepared.engine_request.prompt_token_ids
             prepared.prompt_json = prompt_json(
@@ -324,8 +324,8 @@ def _prompt_logprobs(
 
 
 def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """Returns one text for each token of a prompt. All texts joined are the prompt. A special
-    token's text is its name. A character of several tokens is in the text of the last of them."""
+    """Returns the text of each token of a prompt; joined they are the prompt. A special token's
+    text is its name. If several tokens form one character, the last of them has its text."""
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
     for is_part, run in groupby(range(len(texts)), lambda place: REPLACEMENT in texts[place]):
         if is_part:
@@ -338,8 +338,8 @@ def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
 
 def encoded(vector: npt.NDArray[np.float32], embed: Embed) -> str:
-    """Returns the vector as base64 of little-endian float32. The vector has the first `dimensions`
-    numbers, scaled to length 1 if `embed.normalize`."""
+    """Returns the vector as base64 of little-endian float32, cut to `embed.dimensions` numbers, and
+    scaled to length 1 if `embed.normalize`."""
     numbers = vector[: embed.dimensions].astype(np.float64)
     if embed.normalize:
         numbers /= max(float(np.linalg.norm(numbers)), _SHORTEST)

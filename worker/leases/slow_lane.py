@@ -29,21 +29,21 @@ class SlowLane:
         """The waiting calls of `run`, by tenant. The tenant that gets the next thread comes
         first."""
         self._running: Counter[str] = Counter()
-        self._seconds: dict[str, float] = {}  # how long a function of each tenant takes now
-        self._put_off_until: dict[str, float] = {}  # for each tenant: the end of the latest delay
+        self._seconds: dict[str, float] = {}  # by tenant: the time of its last function
+        self._put_off_until: dict[str, float] = {}  # by tenant: the end of its longest delay
 
     @property
     def has_put_off(self) -> bool:
-        """Whether the delay of a request that `put_off` delayed has not passed yet."""
+        """Whether a delay that `put_off` returned is not over yet."""
         now = time.monotonic()
         return any(until > now for until in self._put_off_until.values())
 
     def put_off(self, tenant: str) -> float:
         """Returns the delay in seconds for a request that finds the lane full.
 
-        The delay is the time that the tenant's earlier requests are expected to take: those in the
-        lane, and those that were put off before. A request that comes back too early costs a
-        useless claim.
+        The delay is the time that the tenant's other requests are expected to take: those in the
+        lane, and those that were put off before. If the request came back earlier, its claim would
+        be useless.
         """
         now = time.monotonic()
         self._put_off_until = {
@@ -57,8 +57,8 @@ class SlowLane:
         return until - now
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Run a function in a thread, and return its result. A cancellation drops the result, but
-        the thread continues."""
+        """Run a function in a thread, and return its result. If the task is cancelled, the thread
+        continues and its result is dropped."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._give_turns()
@@ -66,7 +66,7 @@ class SlowLane:
             await turn
             started = time.monotonic()
             result = await asyncio.to_thread(function)
-            most = 2 * self._seconds.get(tenant, _USUAL_SECONDS)  # one may be an exception
+            most = 2 * self._seconds.get(tenant, _USUAL_SECONDS)  # one slow call may be an outlier
             self._seconds[tenant] = min(time.monotonic() - started, most)
             return result
         finally:

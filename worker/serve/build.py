@@ -1,13 +1,10 @@
-"""Builds the parts of a worker that depend on its model: engine, tokenizer, end tokens,
-identity."""
+"""Builds the parts of a worker that depend on its model, such as engine and tokenizer."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from promptq.shared.errors import ConfigurationError
@@ -20,11 +17,17 @@ from promptq.shared.settings.common import flag_of
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.port import Engine, EnginePort, Progress, ignore_progress
 from promptq.worker.engine.checkpoints.configurations import pooling_of
-from promptq.worker.engine.checkpoints.location import is_gguf, library_arguments
+from promptq.worker.engine.checkpoints.location import is_gguf
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import Runner
-from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
-from promptq.worker.text.chat_template import style_of
+from promptq.worker.serve.model_identity import (
+    MODEL_FREE,
+    NATIVE,
+    folder_of,
+    identity_of,
+    shown_name,
+)
+from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
@@ -32,10 +35,7 @@ if TYPE_CHECKING:
     from promptq.worker.engine.load_check.checked_model import Verdict
     from promptq.worker.engine.runner.model_runner import ModelRunner
 
-MODEL_FREE = "model-free"
-NATIVE = "native"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_HASHED_BYTES = 2**20
 _MODEL_FREE_BLOCK_SIZE = 16
 _SPECULATIVE_TOKENS = 7
 _MODEL_FREE_KV_BYTES = 2**23
@@ -47,8 +47,7 @@ class Served:
     """A loaded model with all that a worker needs to serve it."""
 
     engine: Engine | EnginePort
-    """An EnginePort, or an engine that computes step by step. The worker starts a thread for the
-    latter."""
+    """An EnginePort, or an Engine, for which the worker starts a thread."""
     tokenizer: Tokenizer
     identity: ModelIdentity
     end_token_ids: frozenset[int]
@@ -56,24 +55,25 @@ class Served:
     dtype: str
     """The dtype in which the model computes; empty if this process computes nothing."""
     method: str = ""
-    """A text for the user: that the engine uses promptq's own code, or why it does not."""
+    """How the model is computed, for the user: by promptq's code, or why not. For an inference
+    server: its name."""
     grammars: Grammars | None = None
     """Compiles grammars for structured output; None for an engine that cannot use grammars."""
     verdict: Verdict | None = None
     """The result of the check at load. A later load of the same model need not repeat the check."""
     pooling: Pooling | None = "last"
-    """The default pooling of embedding requests; see `Preparation`."""
+    """The pooling of embedding requests that name none; see `Preparation`."""
 
     @property
     def computes_here(self) -> bool:
-        """Whether this process computes the model. Steps of such a model release the interpreter's
+        """Whether this process computes the model. Its steps then release the interpreter's
         lock."""
         return bool(self.dtype) and not isinstance(self.engine, EnginePort)
 
 
 def _kv_cache_bytes(settings: WorkerSettings) -> int | None:
     """Returns the size of the KV cache in bytes; None if it is not set. The setting is a text such
-    as '4G', '512M' or '1048576'. Raises ConfigurationError."""
+    as `4G`, `512M` or `1048576`. Raises ConfigurationError."""
     if not (text := settings.kv_cache_memory):
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
@@ -107,50 +107,6 @@ def build(
     return _build_model(settings, memory, progress, known)
 
 
-def identify(settings: WorkerSettings) -> ModelIdentity:
-    """Returns the identity of the model that the settings name. Loads no weights. Raises
-    ModelError."""
-    if settings.model == MODEL_FREE and settings.engine == NATIVE:
-        return ModelIdentity(MODEL_FREE, MODEL_FREE)
-    name = settings.model or str(MODEL_DIR)
-    if settings.engine == NATIVE:
-        from promptq.worker.engine.checkpoints.location import check_source, check_weights
-
-        check_weights(check_source(name))
-    tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
-    return _identity(settings, tokenizer)
-
-
-def _identity(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
-    """Returns the identity of the model that the settings name. An inference server may have the
-    model."""
-    is_native = settings.engine == NATIVE
-    name = settings.model or str(MODEL_DIR)
-    fingerprint = _fingerprint(name, with_weights=is_native)
-    if is_native:
-        fingerprint += "".join(f"-{part}" for part in _formats(settings))
-    return ModelIdentity(
-        shown_name(settings),
-        fingerprint if is_native else f"{settings.engine}-{fingerprint}",
-        style_of(tokenizer, settings.output_style),
-    )
-
-
-def _formats(settings: WorkerSettings) -> list[str]:
-    """Returns the number formats that belong to the model's identity: those that change outputs
-    more than another processor would."""
-    formats: list[str] = []
-    if settings.quantization != "none":
-        formats.append(settings.quantization)
-        if settings.quantization == "int4" and settings.quantization_group != "32":
-            formats.append(settings.quantization_group)
-        if not settings.quantize_embeddings:
-            formats.append("layers")
-    if settings.kv_cache_dtype != "auto":
-        formats.append(f"kv-{settings.kv_cache_dtype}")
-    return formats
-
-
 def fits_beside_others(settings: WorkerSettings) -> bool:
     """Returns whether the model surely fits into memory beside other loaded models."""
     if settings.engine != NATIVE:
@@ -162,7 +118,7 @@ def fits_beside_others(settings: WorkerSettings) -> bool:
 
     name = settings.model or str(MODEL_DIR)
     return loading.fits_beside_others(
-        name if is_gguf(name) else str(_folder(name)),
+        name if is_gguf(name) else str(folder_of(name)),
         resolve_device(settings.device),
         settings.dtype,
         _kv_cache_bytes(settings),
@@ -236,23 +192,19 @@ def _build_model(
         max_prompt_tokens=engine.limits.max_model_len,
     )
     ends = _end_token_ids(runner.end_token_ids, tokenizer, runner.vocab_size)
+    identity = identity_of(settings, tokenizer)
+    style = identity.output_style
     return Served(
         engine=engine,
         tokenizer=tokenizer,
-        identity=_identity(settings, tokenizer),
+        identity=identity,
         end_token_ids=ends,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
         method=_method(runner, settings),
-        grammars=Grammars(
-            tokenizer,
-            runner.vocab_size,
-            ends,
-            vets=True,
-            style=style_of(tokenizer, settings.output_style),
-        ),
+        grammars=Grammars(tokenizer, runner.vocab_size, ends, vets=True, style=style),
         verdict=runner.verdict,
-        pooling=settings.pooling or pooling_of(_folder(name)),
+        pooling=settings.pooling or pooling_of(folder_of(name)),
     )
 
 
@@ -313,11 +265,12 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
         server.description,
     )
     ends = _end_token_ids(facts.end_token_ids, tokenizer, facts.vocab_size)
-    style = style_of(tokenizer, settings.output_style)
+    identity = identity_of(settings.model_copy(update={"model": name}), tokenizer)
+    style = identity.output_style
     return Served(
         engine=engine,
         tokenizer=tokenizer,
-        identity=_identity(settings.model_copy(update={"model": name}), tokenizer),
+        identity=identity,
         end_token_ids=ends,
         device=server.url,
         dtype="" if settings.dtype == "auto" else settings.dtype,
@@ -329,8 +282,8 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
 def _end_token_ids(
     of_model: frozenset[int], tokenizer: HuggingFaceTokenizer, vocab_size: int
 ) -> frozenset[int]:
-    """Returns the end tokens of the model and of the tokenizer together, as vLLM does. Many
-    fine-tunes keep their base model's configuration, which may lack their own end tokens."""
+    """Returns the end tokens of the model and of the tokenizer, as vLLM does. Many fine-tuned
+    models have their base model's configuration, which may lack the tokenizer's end token."""
     own = tokenizer.end_token_id
     return of_model if own is None or own >= vocab_size else of_model | {own}
 
@@ -362,8 +315,8 @@ def _engine(
     *,
     async_scheduling: bool = False,
 ) -> Engine:
-    """Returns the engine. `speculative_tokens` and `async_scheduling` are used if the settings do
-    not set them."""
+    """Returns the engine. `speculative_tokens` and `async_scheduling` are defaults for the settings
+    of these names."""
     if settings.speculative_tokens is not None:
         speculative_tokens = settings.speculative_tokens
     if settings.async_scheduling is not None:
@@ -378,47 +331,3 @@ def _engine(
         async_scheduling=async_scheduling,
         share_prefix_cache=settings.share_prefix_cache,
     )
-
-
-def shown_name(settings: WorkerSettings) -> str:
-    """Returns the name by which clients know the model."""
-    if settings.served_model_name is not None:
-        return settings.served_model_name
-    if settings.model is None:
-        return MODEL_NAME
-    path = Path(settings.model)
-    if is_gguf(settings.model):
-        return path.stem
-    return path.resolve().name if path.is_dir() else settings.model
-
-
-def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
-    """Returns a hash of the sizes and first bytes of a model's files, which identifies the model.
-
-    A safetensors file begins with the names and shapes of all its tensors, a GGUF file with its
-    name and vocabulary. Without `with_weights`, the hash leaves out the weight files, because a
-    machine whose worker only forwards need not have them.
-    """
-    folder = _folder(name_or_dir)
-    digest = hashlib.sha256()
-    names = ("config.json", "tokenizer.json", "tokenizer.model")
-    files = [folder / name for name in names if (folder / name).exists()]
-    if with_weights:
-        files += sorted(folder.glob("*.safetensors"))
-    if is_gguf(name_or_dir):  # a single file contains all of these
-        files = [Path(name_or_dir).expanduser()]
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        with file.open("rb") as content:
-            digest.update(content.read(_HASHED_BYTES))
-    return digest.hexdigest()[:16]
-
-
-def _folder(name_or_dir: str) -> Path:
-    """Returns the folder of a model's files. `name_or_dir` is that folder, or a name on the hub."""
-    folder = Path(library_arguments(name_or_dir)[0])
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name_or_dir, local_files_only=True))

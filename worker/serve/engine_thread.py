@@ -1,8 +1,8 @@
 """The thread that drives the engine, and the two queues between it and the rest of the worker.
 
-Only plain messages pass through the queues. The thread reads the inbox between steps, and nothing
-else changes the engine from outside. So a block always has one owner. Aborts never wait behind
-additions. The outbox is bounded: the engine pauses while nobody fetches its outputs.
+The thread reads the inbox between steps, and nothing else changes the engine from outside. So only
+the engine frees KV blocks. Aborts never wait behind additions. The outbox is bounded: while nobody
+fetches its outputs, the engine pauses.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class EngineThread:
                 self._last_progress = time.monotonic()
                 if self._engine.has_work:
                     self._put(self._step())
-        except BaseException as error:  # `fetch` raises it on the other side
+        except BaseException as error:  # `fetch` raises it in the event loop
             self._failure = error
             self._in_loop(self._fetchable.set)
 
@@ -132,7 +132,7 @@ class EngineThread:
             return self._engine.step()
         except Exception as error:
             self._log.exception("a step failed; it is computed again, if necessary in parts")
-            clear_frames(error.__traceback__)  # the frames hold memory that the parts need
+            clear_frames(error.__traceback__)  # frees memory that the parts need
             self._last_progress = time.monotonic()
             return self._engine.recover(error)
 
@@ -140,7 +140,7 @@ class EngineThread:
         """Wait for work, and apply additions and aborts. Returns False if the thread must stop."""
         if not self._engine.has_work:
             self._wait()
-        # Aborts are taken first, so that additions made before an abort are taken with it.
+        # Read the aborts first, so that an addition made before its abort is not read after it.
         snapshots, aborts = _all_of(self._snapshots), _all_of(self._aborts)
         additions = _all_of(self._additions)
         for request in additions:
@@ -151,10 +151,9 @@ class EngineThread:
                     request.sequence_id, [], finish_reason=FinishReason.ERROR, error=str(error)
                 )
                 self._put(StepOutput([refusal], self._engine.stats))
-        # After the additions, so that an abort finds what was added just before it.
-        for sequence_id in aborts:
+        for sequence_id in aborts:  # after the additions, among which the sequence may be
             self._engine.abort(sequence_id)
-            self.stats = self._engine.stats  # perhaps no step follows to report them
+            self.stats = self._engine.stats  # perhaps no step follows that reports them
         if snapshots:
             snapshot = self._engine.snapshot()
 
@@ -178,7 +177,7 @@ class EngineThread:
 
     def _put(self, output: StepOutput) -> None:
         while not self._unfetched.acquire(timeout=_IDLE_TICK_SECONDS):
-            self._last_progress = time.monotonic()  # waiting for the other side is no hang
+            self._last_progress = time.monotonic()  # a full outbox is no hang
             if self._stopping:
                 return
         self.stats = output.stats
@@ -191,5 +190,5 @@ class EngineThread:
 
 
 def _all_of(mail: deque[T]) -> list[T]:
-    """Remove and return all messages so far. The other thread may add more meanwhile."""
+    """Remove and return all messages so far. Another thread may add more meanwhile."""
     return [mail.popleft() for _ in range(len(mail))]

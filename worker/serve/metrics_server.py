@@ -1,5 +1,4 @@
-"""Serves a worker's metrics for Prometheus. Most metrics are totals that the worker keeps
-anyway."""
+"""Serves a worker's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from promptq.worker.health.probes import url_of
 if TYPE_CHECKING:
     from promptq.worker.serve.worker import Worker
 
-_MADE_OF = {
+_ENGINE_STATISTIC = {
     metrics.PREFIX_QUERIES: "cached_tokens",
     metrics.PREFIX_HITS: "cached_tokens",
     metrics.DRAFTED: "drafted_tokens",
@@ -25,9 +24,10 @@ _MADE_OF = {
     metrics.RECOMPUTED: "recomputed_tokens",
     metrics.STATE_BYTES: "state_bytes",
 }
-"""The engine statistic behind each of these metrics. A metric is left out if the engine does not
-report its statistic."""
-_VLLMS_WORDS = {FinishReason.CANCELLED: "abort"}
+"""The engine statistic behind each of these metrics. If an engine does not report the statistic,
+the metric is left out."""
+_REASONS_IN_VLLM = {FinishReason.CANCELLED: "abort"}
+"""Finish reasons for which vLLM's metrics have other words."""
 
 
 def readings(worker: Worker) -> Iterator[Reading]:
@@ -61,10 +61,10 @@ def readings(worker: Worker) -> Iterator[Reading]:
     }
     unreported = worker.engine.abilities.unreported
     for spec, value in gauges_and_counters.items():
-        if _MADE_OF.get(spec) not in unreported:
+        if _ENGINE_STATISTIC.get(spec) not in unreported:
             yield spec, model, float(value)
     for reason in FinishReason:
-        labels = (*model, _VLLMS_WORDS.get(reason, reason.value))
+        labels = (*model, _REASONS_IN_VLLM.get(reason, reason.value))
         yield metrics.SUCCESS, labels, float(meter.num_ended[reason])
     for spec, histogram in meter.histograms.items():
         yield spec, model, histogram

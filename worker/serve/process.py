@@ -39,17 +39,17 @@ T = TypeVar("T")
 _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
-"""The interpreter's switch interval in seconds while the model computes here; Python's default is 5
-ms. The engine's thread gets the interpreter's lock this soon after a step. If nothing computes
-here, all threads always need the lock, and each switch costs more than it gains."""
+"""The interpreter's switch interval in seconds (default 0.005) if this process computes the model.
+The engine's thread gets the interpreter's lock this soon after a step. If no model computes here,
+all threads always need the lock, and each switch costs more than it gains."""
 
 
 class Turn(Protocol):
     """Decides when a process may load its model, if several processes share the device."""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """Set the events when the owner of the processes orders this one to end, as a signal
-        would."""
+        """Set these events when the owner of the processes orders this process to end. The events
+        are those that signals set."""
         ...
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
@@ -69,8 +69,8 @@ def serve_until_stopped(settings: WorkerSettings, redis_url: str, turn: Turn | N
     """
     try:
         asyncio.run(_serve(settings, redis_url, turn))
-        # The interpreter removes handlers when it ends. A signal that comes then would turn success
-        # into a failure.
+        # The interpreter removes signal handlers when it ends. A signal that arrives after that
+        # would turn success into a failure.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     except RedisError as error:
@@ -154,7 +154,7 @@ def handle_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
     """Set `stop` at the first SIGTERM or SIGINT, and `stop_now` at the next one.
 
     Installs Python's signal handlers, because the event loop's handlers end with the loop. A signal
-    that comes at the end of the process would then turn success into a failure.
+    that arrives after that would turn success into a failure.
     """
     loop = asyncio.get_running_loop()
 
@@ -173,24 +173,24 @@ async def unless(
     stop: asyncio.Event, starting: Awaitable[T], give_up: Callable[[], object] = lambda: None
 ) -> T:
     """Await a stage of the start and return its result. If `stop` is set first, call `give_up` and
-    end the process.
+    end the process at once.
 
-    The process holds no requests yet, so nothing is lost. A thread that loads a model would
-    continue for minutes.
+    The process holds no requests yet, so nothing is lost. To wait for a thread that loads a model
+    could take minutes.
     """
-    part, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
-    await asyncio.wait((part, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if not part.done():
+    stage, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
+    await asyncio.wait((stage, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not stage.done():
         give_up()
         _leave_at_once()
     stopping.cancel()
-    return await part
+    return await stage
 
 
 def _leave_at_once(error: Exception | None = None) -> NoReturn:
-    """Print the error as at a normal end, if there is one, and end the process now.
+    """Print the error, if there is one, and end the process now.
 
-    A normal end would wait for all threads, and a thread may hang for ever.
+    A normal end would wait for all threads, of which one may hang for ever.
     """
     if error is not None:
         is_ours = isinstance(error, PromptqError)
@@ -202,10 +202,9 @@ def _leave_at_once(error: Exception | None = None) -> NoReturn:
 
 
 def _spare_the_collector() -> None:
-    """Keep the garbage collector from scanning libraries and the model, which are never freed.
+    """Exempt libraries and the model from garbage collection, because they are never freed.
 
-    Also makes collections less frequent, because a busy worker creates many objects. A full
-    collection stops every thread, also the engine's.
+    Also makes collections less frequent. A collection stops every thread, also the engine's.
     """
     gc.collect()
     gc.freeze()

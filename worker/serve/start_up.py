@@ -13,15 +13,15 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from promptq.shared.runtime.logs import get_logger
 
 _LOGGED_SECONDS = 5.0
-"""If no bar is shown, a stage that takes more seconds than this gets a log line. The ready line
-names the other stages."""
+"""Without a bar, a stage that takes at least this many seconds gets a log line. The ready line has
+the times of the other stages."""
 
 
 class StartUp:
     """Shows and measures the stages of a start. Implements `Progress` for `build`.
 
-    The thread that loads the model calls it. `close` ends the last stage, also after a failed
-    start, and removes the bar.
+    The thread that loads the model reports its stages. Call `close` at the end, also after a failed
+    start.
     """
 
     def __init__(
@@ -56,8 +56,7 @@ class StartUp:
             self._bar.stop()
 
     def __str__(self) -> str:
-        """Returns the stages that have no log line, as a short text: `weights 0.8 s, checking 1.2
-        s`."""
+        """Returns the times of the stages without a log line: `weights 0.8 s, checking 1.2 s`."""
         stages = self.seconds.items()
         return ", ".join(
             f"{name} {took:.1f} s" for name, took in stages if name not in self._logged

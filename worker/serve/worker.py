@@ -34,8 +34,8 @@ from promptq.worker.health.systemd import notify, watchdog_seconds
 from promptq.worker.health.watchdogs import EngineWatchdog, renew_leases
 from promptq.worker.leases.coalescer import Coalescer, default_rate
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.exit_log import Departures
-from promptq.worker.leases.held_and_lost_leases import Departure, Leases
+from promptq.worker.leases.exit_log import ExitLog
+from promptq.worker.leases.held_and_lost_leases import Exit, Leases
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.meter import Meter
 from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
@@ -53,9 +53,9 @@ class Worker:
     """Serves one queue with one engine until it is stopped.
 
     The worker creates its parts and runs them. The prefetcher (`intake`) claims and prepares
-    requests, and the publisher sends their outputs. All parts report events of a held request to
-    the leases, and the leases hand requests to the engine. `start_up_seconds` holds the seconds of
-    each stage of loading, for the heartbeat.
+    requests. `Leases` hands them to the engine, and the publisher sends their outputs. All parts
+    report events of a held request to `Leases`. `start_up_seconds` has the seconds of each stage of
+    loading, for the heartbeat.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Worker:
         self.engine = engine if isinstance(engine, EnginePort) else EngineThread(engine)
         self.leases = Leases(self.engine)
         self.meter = Meter()
-        self._departures = Departures(
+        self._exit_log = ExitLog(
             self.meter, tracing, settings.queue, served.identity.name, self.worker_id
         )
         about = self._about(start_up_seconds or {})
         self._heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, about)
-        self._exchange = Exchange(self._queue, self.leases, self._departures)
+        self._exchange = Exchange(self._queue, self.leases, self._exit_log)
         self._publisher = Publisher(
             self._queue,
             self.leases,
@@ -125,8 +125,7 @@ class Worker:
         self._log = get_logger(worker_id=self.worker_id, queue=settings.queue)
 
     def _about(self, start_up_seconds: Mapping[str, float]) -> WorkerStats:
-        """Returns the worker's statistics at its start. Most of these values do not change
-        later."""
+        """Returns the worker's statistics at its start. Only `state` changes later."""
         served, limits = self.served, self.engine.limits
         return WorkerStats(
             worker_id=self.worker_id,
@@ -178,9 +177,9 @@ class Worker:
         self._has_started = True
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Serve requests until `stop` is set, or until a drain is requested on the control channel.
+        """Serve requests until `stop` is set, or until a message orders a drain.
 
-        Raises the exception of a part of the worker that failed.
+        If a part of the worker fails, raises its exception.
         """
         stopping = {asyncio.create_task(event.wait()) for event in (stop, self._drain_requested)}
         parts = [*self._tasks, self.intake.task]
@@ -218,15 +217,15 @@ class Worker:
         await end(self._tasks)
         await self._survive_redis(self._publisher.flush)
         has_failed = self.engine.has_failed and self.engine.abilities.is_at_risk
-        broken = has_failed or self._watchdog.is_in_engine
+        broken = has_failed or self._watchdog.engine_hangs
         for lease in self.leases:  # no need to wait for the running step, whose outputs are dropped
             is_suspect = broken and lease.state is LeaseState.RUNNING
             self.leases.returning(lease, crashed=is_suspect)
         leases_end_at = self._reaper.reached_at + self._queue.lease_ms / 1000
-        seconds = leases_end_at - time.monotonic()  # after that, the leases have expired
+        seconds = leases_end_at - time.monotonic()  # then the leases have expired anyway
         await self._survive_redis(lambda: self._exchange.give_back(seconds))
         for lease in self.leases:
-            self._departures.note(lease, Departure.of(lease))
+            self._exit_log.note(lease, Exit.of(lease))
         await self.engine.stop(patience=self._settings.stuck_seconds)
         if self.served.grammars is not None and not self.intake.is_preparing:
             await asyncio.to_thread(self.served.grammars.close)
@@ -245,8 +244,8 @@ class Worker:
         return self._heartbeat.stats()
 
     async def _note_queue(self) -> None:
-        """Add the queue's name to the server's list of queues. Gateways of several queues read the
-        list."""
+        """Add the queue's name to the server's list of queues, which gateways of several queues
+        read."""
         try:
             await self._queue.run(lookups.note_queue(self._queue.keys.queue))
         except NoPermissionError:
@@ -265,8 +264,8 @@ class Worker:
         self._exchange.note_heartbeat()
 
     async def _compare_lengths(self) -> None:
-        """Log a warning if another worker of the queue has another length limit, because streams
-        may move to that worker."""
+        """Log a warning if another worker of the queue, which may continue streams of this one, has
+        another length limit."""
         keys, own = self._queue.keys, self.engine.limits.max_model_len
         for worker_id in await self._queue.run(lookups.live_worker_ids(keys, 0)):
             other = await self._queue.run(lookups.worker_stats(keys, worker_id))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from promptq.shared.queue.statistics import Work
 
 _SPARE_SECONDS = 2.0
-"""Seconds by which a model is loaded earlier than a deadline requires."""
+"""A model is loaded this many seconds earlier than a deadline requires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,15 @@ class Candidate:
     left_at: float
     """The time at which its model was unloaded; minus infinity if it was never loaded."""
     load_seconds: float
-    """Expected seconds from the order to load the model until it serves."""
+    """Expected seconds from the order to load the model until the model serves."""
 
-    def has_waited(self, now: float) -> float:
-        """Returns the seconds for which requests have waited while the model was not loaded."""
+    def waited_seconds(self, now: float) -> float:
+        """Returns how long the first request has waited since the model was unloaded."""
         return min(self.work.oldest_ms / 1000, now - self.left_at)
 
     @property
-    def is_waiting(self) -> bool:
-        return self.work.num_waiting > 0 and not self.work.is_paused
-
-    @property
     def front(self) -> float:
+        """The score of the first waiting request."""
         return 0.0 if self.work.front is None else self.work.front
 
     @property
@@ -66,7 +63,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The queue whose model should be loaded (None: no model should be loaded), and the reason."""
+    """The queue whose model should be loaded, or None to unload all models, and the reason."""
 
     queue: str | None
     because: str
@@ -82,19 +79,15 @@ def choose(
     """Returns the change to make, or None if the loaded model should stay. `own` is the work for
     the loaded model.
 
-    The rule compares requests of different queues as if they waited in one queue: by the score,
-    which is the time of arrival plus the priority. So one level of priority counts as much as an
-    arrival one minute earlier.
+    The rule compares the requests of different queues as if they waited in one queue: by the score,
+    which is the time of arrival plus the priority. By default, one level of priority counts as much
+    as an arrival one minute earlier.
     """
-    waiting = {queue: each for queue, each in candidates.items() if each.is_waiting}
-
-    def first_by(key: Callable[[Candidate], float]) -> str | None:
-        return min(waiting, key=lambda queue: key(waiting[queue]), default=None)
-
-    first = first_by(lambda candidate: candidate.front)
+    waiting = {queue: each for queue, each in candidates.items() if _waits(each.work)}
+    first = min(waiting, key=lambda queue: waiting[queue].front, default=None)
     if loaded is None:
         return Choice(first, "it has work") if first is not None else None
-    has_work = own.num_active > 0 or (own.num_waiting > 0 and not own.is_paused)
+    has_work = own.num_active > 0 or _waits(own)
     if first is None:
         is_idle = not has_work and not own.num_delayed
         if is_idle and now - loaded.worked_at >= times.idle:
@@ -107,12 +100,16 @@ def choose(
         queue = min(at_risk, key=lambda queue: at_risk[queue].work.deadlines_ms[0])
         if not own.deadlines_ms or at_risk[queue].work.deadlines_ms[0] < own.deadlines_ms[0]:
             return Choice(queue, "a request would miss its deadline")
-    longest = first_by(lambda candidate: -candidate.has_waited(now))
-    assert longest is not None
-    if waiting[longest].has_waited(now) >= times.longest_wait:
-        return Choice(longest, f"a request has waited for {waiting[longest].has_waited(now):.0f} s")
-    if not (own.num_waiting > 0 and not own.is_paused):
+    longest = max(waiting, key=lambda queue: waiting[queue].waited_seconds(now))
+    seconds = waiting[longest].waited_seconds(now)
+    if seconds >= times.longest_wait:
+        return Choice(longest, f"a request has waited for {seconds:.0f} s")
+    if not _waits(own):
         return Choice(first, "it has work, and nothing waits for the other")
     if own.front is not None and own.front - waiting[first].front >= 1000 * times.longest_wait:
         return Choice(first, "its requests are more urgent")
     return None
+
+
+def _waits(work: Work) -> bool:
+    return work.num_waiting > 0 and not work.is_paused

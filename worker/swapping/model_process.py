@@ -1,5 +1,5 @@
-"""Starts and controls a process that serves one of several models. The process that starts it is
-its owner."""
+"""Starts and controls a process that serves one of several models. The starting process is its
+owner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProcessState(Enum):
 
 
 def forking(*libraries: str) -> ForkServerContext:
-    """Returns a context whose new processes have already imported these modules. Importing them
+    """Returns a context whose processes start with these modules already imported. Importing them
     takes seconds.
 
     The context forks from a separate process, because this process has threads.
@@ -41,11 +41,9 @@ def forking(*libraries: str) -> ForkServerContext:
 
 @contextmanager
 def _not_importing_from_here() -> Iterator[None]:
-    """Prevent the fork server, which starts in this block, from importing modules of the current
-    folder.
+    """Inside this context, set PYTHONSAFEPATH.
 
-    Sets PYTHONSAFEPATH. On exit the variable gets its former value, for this process and the
-    processes that it starts later.
+    So the fork server, which starts here, does not import modules from the current folder.
     """
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
@@ -59,7 +57,7 @@ def _not_importing_from_here() -> Iterator[None]:
 
 
 class ModelProcess:
-    """A process that runs `target`, with the settings, the server's address and a connection to its
+    """A process that runs `target` with the settings, the URL of Redis and a connection to its
     owner.
 
     If the owner ends, the connection closes. Then the process drains and ends.
@@ -75,10 +73,10 @@ class ModelProcess:
     ) -> None:
         """`known` is the result of the check by an earlier process of this model."""
         self.has_room = True
-        """Whether the model fits into memory beside the loaded models, as far as the process
-        reported."""
+        """False once the process has reported that the model does not fit into memory beside the
+        loaded models."""
         self.failure = ""
-        """A sentence with the reason why the process ended; empty if the process reported none."""
+        """The reason why the process ended; empty if the process has reported none."""
         self.served = ""
         """The ready line; empty until the process claims requests."""
         self.known = known
@@ -101,7 +99,8 @@ class ModelProcess:
         return self.state in busy
 
     def look(self) -> ProcessState:
-        """Read the reports of the process, and notice its end. Returns the new state."""
+        """Read the reports of the process, and check whether it has ended. Returns the new
+        state."""
         has_ended = self._process.exitcode is not None  # checked before reading the last reports
         with suppress(EOFError, OSError):
             while self._line.poll():

@@ -1,4 +1,4 @@
-"""Runs in the process of one of several models, and loads the model when the owner orders it."""
+"""Runs in the process of one of several models, and waits for the owner's order to load it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from promptq.shared.protocol.claims import Room
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
-from promptq.worker.serve.build import fits_beside_others, identify
+from promptq.worker.serve.build import fits_beside_others
+from promptq.worker.serve.model_identity import identify
 
 if TYPE_CHECKING:
     from promptq.worker.engine.load_check.checked_model import Verdict
@@ -49,7 +50,7 @@ class Report(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The result of an earlier process that loaded and checked the model with this fingerprint."""
+    """The verdict of an earlier process that loaded and checked the model with this fingerprint."""
 
     fingerprint: str
     verdict: bytes
@@ -98,7 +99,7 @@ class Standby:
         identity = await asyncio.to_thread(identify, settings)
         queue = AsyncRequestQueue(client, settings.queue, model=identity)
         await queue.take_batch(Room(max_count=0, token_budget=0))
-        with suppress(NoPermissionError):  # the worker warns of it once its model is loaded
+        with suppress(NoPermissionError):  # once the model is loaded, the worker logs a warning
             await queue.run(lookups.note_queue(settings.queue))
         self.report(Report.REGISTERED)
         await self._loads.wait()

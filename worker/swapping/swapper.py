@@ -1,4 +1,4 @@
-"""Lets several models take turns on one device. The work in their queues decides the turns."""
+"""Lets several models take turns on one device, as the work in their queues requires."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ _REPORT_SECONDS = 1.0
 _LOADABLE_FOR_MS = 5000
 _GUESSED_LOAD_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
-_MOST_DOUBLINGS = 10
-"""The wait after a failure doubles at most this often. Without the limit, the number would be too
-large for a float after a day of failures."""
+"""The pause after a failure. It doubles with each further failure."""
 
 
 class ModelFailedError(PromptqError):
@@ -39,17 +37,20 @@ class ModelFailedError(PromptqError):
 
 
 @dataclass
-class _Place:
-    """The present process of one model, and facts about its earlier processes."""
+class _Model:
+    """The present process of a model, and facts about its earlier processes. Times are seconds of
+    `time.monotonic()`."""
 
     process: ModelProcess
-    left_at: float = float("-inf")
-    worked_at: float = float("-inf")
+    left_at: float = -math.inf
+    """The time at which the model was unloaded."""
+    worked_at: float = -math.inf
+    """The last time at which the model was loaded and had work."""
     load_seconds: float = _GUESSED_LOAD_SECONDS
-    num_failures: int = 0
+    pause: float = 0.0
+    """Seconds of the last pause after a failure; 0 if the last load succeeded."""
     not_before: float = 0.0
-    """After a failure, no process loads the model before this time, in seconds of
-    `time.monotonic()`."""
+    """After a failure, no process loads the model before this time."""
 
 
 class Swapper:
@@ -75,7 +76,7 @@ class Swapper:
         self._queue = queue
         self._times = times
         self._overlaps = overlaps
-        self._places = {name: _Place(start(name, None)) for name in queues}
+        self._models = {name: _Model(start(name, None)) for name in queues}
         self._works: dict[str, Work] = {}
         self._wanted: str | None = next(iter(queues))
         self._changed_at = self._loaded_at = time.monotonic()
@@ -84,22 +85,23 @@ class Swapper:
 
     @property
     def health(self) -> Health:
-        """The health of this process, which owns the processes of the models. `is_claiming` is true
-        while models can be loaded, even if none is loaded."""
+        """The health of this process, the owner. `is_claiming` is true while models can be loaded,
+        even if none is loaded."""
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:
-        """Wait until each model is found and the first one serves, or until `stop`.
+        """Wait until each process has registered its model and the first model serves, or until
+        `stop`.
 
         Raises ModelFailedError if a model cannot be served.
         """
         while not stop.is_set() and not self._has_started:
             self._look()
-            for name, place in self._places.items():
-                if place.process.state is ProcessState.ENDED:
-                    why = place.process.failure or f"it ended with {place.process.exit_code}"
+            for name, model in self._models.items():
+                if model.process.state is ProcessState.ENDED:
+                    why = model.process.failure or f"it ended with {model.process.exit_code}"
                     raise ModelFailedError(f"{self._described(name)}: {why}")
-            states = {place.process.state for place in self._places.values()}
+            states = {model.process.state for model in self._models.values()}
             if ProcessState.STARTING not in states:
                 self._arrange()
                 self._has_started = ProcessState.SERVING in states
@@ -124,78 +126,76 @@ class Swapper:
         """Let running requests finish for up to `seconds`, and end all processes."""
         self._is_leaving = True
         notify("STOPPING=1")
-        for place in self._places.values():
-            place.process.drain()
+        for model in self._models.values():
+            model.process.drain()
         deadline, is_stopped = time.monotonic() + seconds, False
         while time.monotonic() < deadline:
             self._look()
-            if {place.process.state for place in self._places.values()} == {ProcessState.ENDED}:
+            if {model.process.state for model in self._models.values()} == {ProcessState.ENDED}:
                 return
             if stop_now.is_set() and not is_stopped:
                 is_stopped = True
-                for place in self._places.values():
-                    place.process.stop()
+                for model in self._models.values():
+                    model.process.stop()
             await asyncio.sleep(_LOOK_SECONDS)
 
     def kill(self) -> None:
         """Kill all processes."""
-        for place in self._places.values():
-            place.process.kill()
+        for model in self._models.values():
+            model.process.kill()
 
     def _look(self) -> None:
         now = time.monotonic()
-        for place in self._places.values():
-            before, after = place.process.state, place.process.look()
+        for model in self._models.values():
+            before, after = model.process.state, model.process.look()
             if before is not ProcessState.SERVING and after is ProcessState.SERVING:
-                place.load_seconds, place.num_failures = now - self._changed_at, 0
-                place.worked_at = self._loaded_at = now
-                self._log.info("a model is loaded", ready=place.process.served)
+                model.load_seconds, model.pause = now - self._changed_at, 0.0
+                model.worked_at = self._loaded_at = now
+                self._log.info("a model is loaded", ready=model.process.served)
             if before is ProcessState.SERVING and after is ProcessState.ENDED:
-                place.left_at = now
+                model.left_at = now
 
     def _replace_ended(self) -> None:
-        """Start a new process for each one that has ended. After a failure, this waits until a
-        pause is over."""
+        """Start a new process for each one that has ended. After a failure, wait for a pause
+        first."""
         now = time.monotonic()
-        for name, place in self._places.items():
-            if place.process.state is not ProcessState.ENDED or now < place.not_before:
+        for name, model in self._models.items():
+            if model.process.state is not ProcessState.ENDED or now < model.not_before:
                 continue
-            exit_code, why = place.process.exit_code, place.process.failure
-            if exit_code and place.not_before == 0.0:
-                place.num_failures += 1
-                doublings = min(place.num_failures - 1, _MOST_DOUBLINGS)
-                pause = min(_FIRST_PAUSE_SECONDS * 2**doublings, _LONGEST_PAUSE_SECONDS)
+            exit_code, why = model.process.exit_code, model.process.failure
+            if exit_code and model.not_before == 0.0:
+                model.pause = min(2 * model.pause or _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
                 self._log.error(
                     "a model's process ended",
                     model=self._described(name),
                     error=why or f"exit code {exit_code}",
-                    tried_again_after_seconds=pause,
+                    tried_again_after_seconds=model.pause,
                 )
-                place.not_before = now + pause
+                model.not_before = now + model.pause
                 continue
-            place.not_before = 0.0
-            place.process.kill()
-            place.process = self._start(name, place.process.known)
+            model.not_before = 0.0
+            model.process.kill()
+            model.process = self._start(name, model.process.known)
 
     def _decide(self) -> None:
-        """Choose the model to load. Does nothing while the queues' work is unknown, or while a
-        change of models is in progress."""
+        """Choose the model to load. Does nothing while the queues' work is unknown, or while the
+        models change."""
         now, own, loaded = time.monotonic(), Work(), None
         if not self._works:
             return
         if self._wanted is not None:
-            place = self._places[self._wanted]
+            model = self._models[self._wanted]
             own = self._works[self._wanted]
-            if place.process.state is ProcessState.SERVING:
+            if model.process.state is ProcessState.SERVING:
                 if own.num_waiting or own.num_active:
-                    place.worked_at = now
-                loaded = Loaded(self._wanted, self._loaded_at, place.worked_at)
-            elif place.process.state is not ProcessState.ENDED:
+                    model.worked_at = now
+                loaded = Loaded(self._wanted, self._loaded_at, model.worked_at)
+            elif model.process.state is not ProcessState.ENDED:
                 return
         candidates = {
-            name: Candidate(self._works[name], place.left_at, place.load_seconds)
-            for name, place in self._places.items()
-            if place.not_before <= now and (loaded is None or name != loaded.queue)
+            name: Candidate(self._works[name], model.left_at, model.load_seconds)
+            for name, model in self._models.items()
+            if model.not_before <= now and (loaded is None or name != loaded.queue)
         }
         choice = choose(self._times, loaded, own, candidates, now)
         if choice is not None and choice.queue != self._wanted:
@@ -208,9 +208,9 @@ class Swapper:
             self._wanted, self._changed_at = choice.queue, now
 
     async def _report_loadable(self) -> None:
-        """Report to the server the queues whose models are loaded or can be loaded."""
+        """Report to the server which queues' models are loaded or can be loaded."""
         now = time.monotonic()
-        names = [name for name, place in self._places.items() if place.not_before <= now]
+        names = [name for name, model in self._models.items() if model.not_before <= now]
         with suppress(ResponseError):  # such as a full server; swapping continues
             until_ms = await self._queue.run(lookups.server_time_ms()) + _LOADABLE_FOR_MS
             await self._queue.run([scripts.stand_by(Keys(name), until_ms) for name in names])
@@ -220,9 +220,9 @@ class Swapper:
 
     def _arrange(self) -> None:
         """Start the next steps towards a state in which only the wanted process serves."""
-        wanted = self._places[self._wanted].process if self._wanted else None
-        others = [place for place in self._places.values() if place.process is not wanted]
-        is_alone = not any(place.process.holds_memory for place in others)
+        wanted = self._models[self._wanted].process if self._wanted else None
+        others = [model for model in self._models.values() if model.process is not wanted]
+        is_alone = not any(model.process.holds_memory for model in others)
         state = wanted.state if wanted else None
         if wanted and state is ProcessState.STANDBY and (is_alone or self._overlaps):
             wanted.load(is_alone=is_alone)
@@ -231,14 +231,14 @@ class Swapper:
             wanted.load(is_alone=True)
         stays_alone = state in (None, ProcessState.SERVING) or has_no_room
         if stays_alone or (state is ProcessState.STANDBY and not self._overlaps):
-            for place in others:
-                if place.process.state is ProcessState.SERVING:
-                    place.left_at = time.monotonic()
-                    place.process.drain()
+            for model in others:
+                if model.process.state is ProcessState.SERVING:
+                    model.left_at = time.monotonic()
+                    model.process.drain()
 
     async def _read_on(self) -> None:
         """Read the work of all queues repeatedly, and report which models can be loaded."""
-        names = [*self._places]
+        names = [*self._models]
         is_away, reported_at = False, -math.inf
         while True:
             try:

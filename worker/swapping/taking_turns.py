@@ -21,7 +21,7 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.health.probes import HealthServer
 from promptq.worker.health.reaper import REAPS_PER_LEASE, Reaper
 from promptq.worker.health.systemd import notify, watchdog_seconds
-from promptq.worker.serve.build import MODEL_FREE, NATIVE, shown_name
+from promptq.worker.serve.model_identity import MODEL_FREE, NATIVE, shown_name
 from promptq.worker.serve.process import (
     handle_signals,
     open_when_there,
@@ -107,8 +107,8 @@ async def _notify_service_manager() -> None:
 
 
 def _of_one(settings: WorkerSettings, nth: int) -> WorkerSettings:
-    """Returns the settings of the `nth` process. Each process has a separate metrics port. It has
-    no port for probes, because the owner answers them."""
+    """Returns the settings of the `nth` process. Each process has a separate metrics port, and no
+    port for probes, which the owner answers."""
     port = settings.metrics_port and settings.metrics_port + nth
     return settings.model_copy(update={"metrics_port": port, "health_port": None})
 
@@ -119,7 +119,7 @@ def _serve_in_turn(
     """Run a worker that loads its model when the owner orders it."""
     os.setpgid(0, 0)  # Ctrl-C must reach only the owner
     if cores is not None:
-        os.sched_setaffinity(0, cores)  # a library bound the parent to one core
+        os.sched_setaffinity(0, cores)  # a library may have bound the fork server to one core
     os.environ.pop("NOTIFY_SOCKET", None)  # the owner talks to the service manager
     configure_logs(settings.log_level, settings.log_format)
     standby = Standby(owner)

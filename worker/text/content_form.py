@@ -1,4 +1,4 @@
-"""Finds out in which form a chat template reads a message's content: a text, or a list of parts."""
+"""Finds the form in which a chat template reads a message's content: a text or a list of parts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _TOOLS: Tools = [{"type": "function", "function": _TOOL}]
 def reads_parts(
     write: Callable[[list[Message], Tools | None], str], *, with_tools: bool
 ) -> dict[str, bool]:
-    """Returns for each role whether the template writes the content only if the content is a list.
+    """Returns for each role whether the template reads only content that is a list of parts.
 
-    The templates of many vision models read only lists. This function renders short chats in both
-    forms and looks for the content, as llama.cpp does. `write` renders a chat, and raises an
+    The templates of many vision models do. This function renders short chats in both forms and
+    searches the result for the content, as llama.cpp does. `write` renders a chat, and raises an
     Exception if the template refuses the chat.
     """
     reads: dict[str, bool] = {}
@@ -42,7 +42,7 @@ def reads_parts(
 
 
 def in_form(messages: Sequence[Message], reads_parts: dict[str, bool]) -> list[Message]:
-    """Returns the messages, whose content is a text, in the form that the template reads."""
+    """Returns the messages in the form that the template reads. Their content must be a text."""
     return [
         message | _message(message["role"], message["content"], in_parts=True)
         if reads_parts.get(message["role"], reads_parts["user"])

@@ -9,7 +9,7 @@ from promptq.worker.text.stop_strings import StopStrings
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
 _MOST_BROKEN_TOKENS = 1024
-"""The most tokens at the end of a context that may form no whole character."""
+"""The most tokens at the end of a context that are tried in search of a whole character."""
 
 _MOST_TOKENS = 16
 _MOST_BYTES = 4
@@ -28,11 +28,11 @@ class IncrementalDecoder:
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens, self._done = _whole(decode, context)
-        """The last tokens, and the text of the first `_num_done` of them. That text was already
-        returned."""
+        """The last tokens, and the text of the first `_num_done` of them, which was returned
+        before."""
         self._num_done = len(self._tokens)
         self._lacks_context = not self._done and bool(decode(context[-_CONTEXT_TOKENS:]))
-        """Whether the context has a text, but ends without a whole character."""
+        """Whether the context has text, but no whole character at its end."""
 
     def push(self, token_id: int) -> str:
         """Add a token. Returns the text that can no longer change; empty while a character is
@@ -62,19 +62,19 @@ class IncrementalDecoder:
         return text
 
     def _may_be_complete(self) -> bool:
-        """Whether decoding all held tokens may give text. Used when there are many held tokens.
+        """Whether decoding all held tokens may return text. Used if many tokens are held.
 
-        A complete character shows in the last tokens. The first tokens are decoded too, because
-        some tokenizers decode a whole run of bytes as U+FFFD if one byte is wrong. The wrong byte
-        is among the first ones: otherwise the bytes before it would have made a character.
+        Decodes the last tokens, which may complete a character, together with the first ones. Some
+        tokenizers decode a whole run of bytes as U+FFFD if one byte is wrong. The wrong byte is
+        among the first ones: otherwise the bytes before it would have made a character.
         """
         first = self._tokens[self._num_done : self._num_done + _MOST_BYTES]
         text = self._decode([*first, *self._tokens[_MOST_BYTES - _MOST_TOKENS :]])
         return bool(text) and not text.endswith(REPLACEMENT)
 
     def _settle(self, whole: str) -> None:
-        """Record that all text was returned. Drops old tokens, but only rarely, because that costs
-        a decoding."""
+        """Record that all text was returned. Drops old tokens if there are many, but not each time,
+        because that requires another decoding."""
         if len(self._tokens) <= _MOST_TOKENS:
             self._done = whole
         else:
@@ -84,8 +84,8 @@ class IncrementalDecoder:
 
 
 def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
-    """Returns the last tokens of a context up to its last whole character, and their text. After
-    half a character, the first character of the output would be wrong."""
+    """Returns the last tokens of a context, up to its last whole character, and their text. With an
+    incomplete character before it, the first character of the output would be wrong."""
     end = len(context)
     while end > max(0, len(context) - _MOST_BROKEN_TOKENS):
         tokens = list(context[max(0, end - _CONTEXT_TOKENS) : end])
@@ -129,7 +129,7 @@ class TextStream:
 
     @property
     def may_stop(self) -> bool:
-        """Whether the request has stop strings, so that each token must be checked as it comes."""
+        """Whether the request has stop strings, so that each token must be checked at once."""
         return bool(self._stop)
 
     def begin(self, token_ids: Sequence[int]) -> str:

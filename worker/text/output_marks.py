@@ -1,4 +1,4 @@
-"""Keeps the marks around calls and reasoning in the text of a chat's output."""
+"""Keeps the marks around calls and reasoning, such as `<think>`, in the text of a chat's output."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TAIL_TOKENS = 16
 class OutputMarks:
     """The marks of a chat's output. The output's text keeps special tokens that are marks.
 
-    If the chat template has already written the mark before the reasoning, the text begins with the
-    mark as well. Otherwise a reader could not see that the text begins inside of the reasoning.
+    If the chat template writes the mark before the reasoning into the prompt, the output's text
+    begins with this mark too. Otherwise readers could not see that the text begins with reasoning.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class OutputMarks:
         is_chat, is_bound = request.messages is not None, request.wanted_output is not None
         self._may_reason = is_chat and not is_bound and bool(style.reasoning_marks)
         marks = style.reasoning_marks if self._may_reason else ()
-        # In the channel format, all text is between marks, even without calls.
+        # In gpt-oss' form, all text stands between marks, also without calls.
         if is_chat and (is_shown_tools or (style.form == CHANNELS and not is_bound)):
             marks += style.call_marks
         self._marks = marks
@@ -46,7 +46,7 @@ class OutputMarks:
                 self._prefix = style.reasoning_before
 
     def check_stop_strings(self) -> None:
-        """Raise InvalidRequestError if no text can contain a stop string."""
+        """Raise InvalidRequestError if there is a stop string that no text can contain."""
         for stop in self._request.stop_strings:
             if self._tokenizer.added_token(stop) is not None:
                 continue
@@ -61,15 +61,13 @@ class OutputMarks:
     def text_stream(
         self, prefix_tokens: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
     ) -> tuple[TextStream, str]:
-        """Returns the output's text stream, and the text of the output prefix.
-
-        `events` are those of earlier attempts. Stop strings count from token `min_tokens` on.
-        """
+        """Returns the output's text stream after the output prefix and the events of earlier
+        attempts, and the text of the prefix. Stop strings count from token `min_tokens` on."""
         emitted = [token_id for event in events for token_id in event.token_ids]
         text = "".join(event.text for event in events)
         stream: TextStream
         begun = ""
-        # Attempts of earlier releases left the marks out.
+        # An attempt of an earlier release left the marks out. Then continue without them.
         for decode, prefix in ((self._decode, self._prefix), (self._tokenizer.decode, "")):
             stop = self._request.stop_strings
             stream = TextStream(decode, self._prompt, stop, min_tokens, prefix)
@@ -79,7 +77,7 @@ class OutputMarks:
         return stream, begun
 
     def reasoning_tokens(self, end_token_ids: frozenset[int]) -> ReasoningTokens | None:
-        """Returns a counter of the reasoning's tokens; None if the output has no reasoning."""
+        """Returns a counter of reasoning tokens; None if the output can have no reasoning."""
         if not self._may_reason:
             return None
         return ReasoningTokens(self._style, self._tokenizer, bool(self._prefix), end_token_ids)

@@ -8,8 +8,7 @@ from operator import itemgetter
 
 
 class StopStrings:
-    """Searches the text of one request, which comes in parts, for all stop strings of the
-    request."""
+    """Searches the output of a request, which comes in parts, for the request's stop strings."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = [_StopString(string) for string in strings]
@@ -29,8 +28,8 @@ class StopStrings:
             each.find(text[max(0, len(text) - len(each.string) + 1) :])
 
     def release(self, text: str, *, look: bool) -> str:
-        """Add the next part, and return the text that can no longer change. `look` is False for
-        text in which no stop string may end."""
+        """Add the next part. Returns the text that can no longer become part of a stop string.
+        `look` is False for text in which no stop string may end."""
         if not self._strings:
             return text
         if self.found is not None:
@@ -57,7 +56,7 @@ class StopStrings:
 
 
 class _StopString:
-    """One stop string, and the number of its characters that the text so far ends with.
+    """Searches a text that comes in parts for one stop string.
 
     This is the algorithm of Knuth, Morris and Pratt (1977). Its cost for a character does not
     depend on the length of the string.
@@ -76,8 +75,8 @@ class _StopString:
             self._borders.append(matched)
 
     def find(self, text: str) -> int | None:
-        """Add the next part. Returns the index in the part at which the string begins, if the
-        string ends in this part, otherwise None. The index is negative if the string begins in an
+        """Add the next part. If the string ends in this part, returns the index in the part at
+        which the string begins, otherwise None. The index is negative if the string begins in an
         earlier part."""
         string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])

@@ -1,7 +1,7 @@
-"""Fills fields of messages in the form that the chat templates of some families read.
+"""Changes fields of messages to the form that the chat templates of some model families read.
 
-A client may send ids of calls from a gateway or from another model, and a template may refuse them.
-APIs and templates also have different names for the field of reasoning.
+A client may send call ids that a gateway or another model made, and a template may refuse them.
+APIs and templates also have different names for the field with the reasoning.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Message = dict[str, Any]
-_LONGEST_ID = 9
+from promptq.worker.text.content_form import Message
+
+_ID_LENGTH = 9
 
 
 def with_fields_of(template: str, messages: Sequence[Message]) -> list[Message]:
@@ -55,16 +56,16 @@ def _name_and_number(call: dict[str, Any], number: int) -> str:
 def _nine_letters(call: dict[str, Any], number: int) -> str:
     """Returns a call id of nine letters and digits, as Mistral's templates require."""
     own = call.get("id")
-    if isinstance(own, str) and len(own) == _LONGEST_ID and own.isalnum() and own.isascii():
+    if isinstance(own, str) and len(own) == _ID_LENGTH and own.isalnum() and own.isascii():
         return own
-    return hashlib.sha256(f"{own}\n{number}".encode()).hexdigest()[:_LONGEST_ID]
+    return hashlib.sha256(f"{own}\n{number}".encode()).hexdigest()[:_ID_LENGTH]
 
 
 def _with_thinking(message: Message) -> Message:
-    """Returns the message with its reasoning under the name that gpt-oss' template reads.
+    """Returns the message with its reasoning in the field that gpt-oss' template reads.
 
-    In a message with calls, this template reads the content as reasoning, and refuses a message
-    that has both. Such a message does not change.
+    In a message with calls, this template takes the content for the reasoning, and refuses both
+    fields together. So a message with calls, content and reasoning does not change.
     """
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     has_both = message.get("tool_calls") and message.get("content")

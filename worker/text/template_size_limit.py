@@ -1,4 +1,5 @@
-"""Limits the memory of chat templates. Each operation that may enlarge a value is measured first.
+"""Limits the memory of chat templates: checks the size of a result before any operation that may
+make a large value.
 
 A single call into C, such as a text times a number, can take all memory in a moment, and no other
 thread can stop it. jinja2 is imported only here.
@@ -25,7 +26,7 @@ from transformers.utils import chat_template_utils
 MOST_BYTES = 2**26
 """The most bytes of one value."""
 MOST_BYTES_IN_ALL = 2**29
-"""The most bytes of all values together that one rendering may produce."""
+"""The most bytes of all values together that a template may make in one rendering."""
 
 _SMALL = 256
 """Texts with fewer characters are not counted, because the time limit ends a template before such
@@ -48,8 +49,7 @@ _GROWTH = {
     **dict.fromkeys(("urlencode", "encode"), 12),
     "pprint": 10,
 }
-"""Filters and methods, with the number of characters or bytes that they may make of one
-character."""
+"""By filter or method: the most characters or bytes that it makes of one character."""
 _CASES = frozenset({"capitalize", "casefold", "lower", "swapcase", "title", "upper"})
 """Filters and methods whose result needs up to 12 bytes for a character that is not ASCII."""
 _MEASURED = (str, bytes, list, tuple, dict)
@@ -80,11 +80,11 @@ _num_bytes: ContextVar[list[int] | None] = ContextVar("num_bytes", default=None)
 
 @contextmanager
 def size_limit() -> Iterator[None]:
-    """In this block, make chat templates of transformers raise TemplateSizeError if a value is too
+    """Inside this context, chat templates of transformers raise TemplateSizeError if a value is too
     large.
 
-    transformers creates the environment of each template from the class in the module variable that
-    this block replaces.
+    transformers creates the environment of a template from a class in a module variable, which this
+    context replaces.
     """
     library: Any = chat_template_utils
     library.ImmutableSandboxedEnvironment = BoundedEnvironment
@@ -95,9 +95,9 @@ def size_limit() -> Iterator[None]:
         _num_bytes.reset(token)
 
 
-def _check(size: int) -> None:
-    """Raise TemplateSizeError if a value has too many characters or items."""
-    if size > MOST_BYTES:
+def _check(size: int, most: int = MOST_BYTES) -> None:
+    """Raise TemplateSizeError if a value has too many characters, items, pieces or bits."""
+    if size > most:
         raise TemplateSizeError
 
 
@@ -110,8 +110,7 @@ def _kept(value: Any) -> Any:
         _check(size)
         if (num_bytes := _num_bytes.get()) is not None:
             num_bytes[0] += size
-            if num_bytes[0] > MOST_BYTES_IN_ALL:
-                raise TemplateSizeError
+            _check(num_bytes[0], MOST_BYTES_IN_ALL)
     return value
 
 
@@ -131,8 +130,8 @@ def _length(value: Any) -> int:
 
 
 def _json_of(value: Any) -> str:
-    """Returns the value itself if it is a text, otherwise its JSON. Some templates expect the
-    arguments of a call as a text."""
+    """Returns a text as it is, and the JSON of any other value. Some templates expect the arguments
+    of a call as a text."""
     _check(_length(value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -141,28 +140,23 @@ def _int_of(value: Any) -> int:
     return abs(value) if isinstance(value, int) else 0
 
 
-def _check_count(num_pieces: int) -> None:
-    if num_pieces > _MOST_PIECES:
-        raise TemplateSizeError
-
-
 def _check_pieces(text: str | bytes, separator: Any, most: int) -> None:
     """Check the number of pieces before a text is split. `most` is the limit of splits; -1 means
     none."""
     if len(text) > _MOST_PIECES and not 0 <= most <= _MOST_PIECES:
-        _check_count(len(text.split(separator, _MOST_PIECES)))
+        _check(len(text.split(separator, _MOST_PIECES)), _MOST_PIECES)
 
 
 def _check_lines(text: str | bytes) -> None:
     if len(text) > _MOST_PIECES:
         letters = text.decode("latin-1") if isinstance(text, bytes) else text
-        _check_count(sum(map(letters.count, _LINE_ENDS)))
+        _check(sum(map(letters.count, _LINE_ENDS)), _MOST_PIECES)
 
 
 def _check_characters(value: Any) -> None:
     """Check the length of a text before each of its characters becomes a separate text."""
     if isinstance(value, str | bytes):
-        _check_count(len(value))
+        _check(len(value), _MOST_PIECES)
 
 
 def _check_growth(name: str, value: Any) -> None:
@@ -209,7 +203,7 @@ def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
 
 
 def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check, before a filter is called, the length that its result may have."""
+    """Check the length of the result before a filter is called."""
     arguments = [*args, *kwargs.values()]
     width = max(map(_int_of, arguments), default=0)
     if name in _TEXTS_OF_ANYTHING and isinstance(value, list | tuple | dict):
@@ -300,7 +294,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = filters
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse a template. Arguments after a `*` become a list, whose size is checked."""
+        """Parse a template. The filter `list`, which has checks, wraps arguments after a `*`."""
         template = super()._parse(source, name, filename)
         calls: Iterable[Any] = template.find_all((nodes.Call, nodes.Filter, nodes.Test))
         for call in calls:
@@ -322,9 +316,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             case "*" if sizes and numbers:
                 _check(sys.getsizeof(left if numbers[0] is right else right) * max(0, *numbers, 0))
             case "*":
-                _check_bits(sum(number.bit_length() for number in numbers))
+                _check(sum(number.bit_length() for number in numbers), _MOST_BITS)
             case "**" if isinstance(left, int) and isinstance(right, int):
-                _check_bits(left.bit_length() * abs(right))
+                _check(left.bit_length() * abs(right), _MOST_BITS)
             case "%" if isinstance(left, str | bytes):
                 _check_format(left, right if isinstance(right, tuple) else [right])
         return _kept(super().call_binop(context, operator, left, right))
@@ -346,7 +340,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Join the pieces that the whole template, or a block, has written. Checks their size."""
+        """Join the pieces that a template or a block of it has written. Checks their size."""
         size, kept = 0, []
         for piece in pieces:
             size += len(piece)
@@ -363,11 +357,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return joined
 
     kept = staticmethod(_kept)
-
-
-def _check_bits(num_bits: int) -> None:
-    if num_bits > _MOST_BITS:
-        raise TemplateSizeError
 
 
 def _printed(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Ends Python code that runs for too long, in the thread that runs it."""
+"""Limits the CPU time of Python code, by an exception in the thread that runs the code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class CpuTimeLimitError(BaseException):
 
 @contextmanager
 def cpu_time_limit(seconds: float, quick_file: str = "") -> Iterator[None]:
-    """In this block, raise CpuTimeLimitError in Python functions after `seconds` of CPU time.
+    """Inside this context, raise CpuTimeLimitError in Python functions after `seconds` of CPU time.
 
-    The time is checked each time after a number of lines and calls of Python functions. This ends
-    every loop in Python, but no call into C. Lines of functions in the file `quick_file` do not
-    count, so these functions run at full speed. Calls of these functions do count.
+    The time is checked after every 128 lines or calls of Python functions. This ends every loop in
+    Python, but no call into C. Lines of functions in the file `quick_file` do not count, so these
+    functions run at full speed. Calls of these functions do count.
     """
     left = _LINES_PER_LOOK
     ends_at = time.thread_time() + seconds

@@ -1,29 +1,22 @@
-"""Tokenizers, which turn text into token ids and back: that of a Hugging Face model, or bytes as
-tokens."""
+"""Tokenizers turn text into token ids and back. There is one for Hugging Face models, and one whose
+tokens are bytes."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from promptq.shared.errors import InvalidRequestError, ModelNotFoundError, PromptqError
-from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
+from promptq.shared.protocol.request import Request
 from promptq.worker.engine.checkpoints.location import library_arguments
 from promptq.worker.engine.checkpoints.safe_files import check_files, check_tokenizer_config
-from promptq.worker.text.content_form import Message, Tools, in_form, reads_parts
+from promptq.worker.text.chat_rendering import MAX_REASON, ChatRenderer
 from promptq.worker.text.detokenizer import Decode
-from promptq.worker.text.template_fields import with_fields_of
-from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
+from promptq.worker.text.template_time_limit import CpuTimeLimitError
 
-RENDER_SECONDS = 1.0
-"""CPU seconds that the model's chat template may take for one request. The model's author wrote the
-template, but the messages that it loops over may come from a stranger."""
-
-_MOST_REASON = 300
 _ANY_LENGTH = 10**30
 
 
@@ -37,8 +30,8 @@ class Tokenizer(Protocol):
         ...
 
     def encode_output(self, text: str) -> list[int]:
-        """Returns the token ids of the beginning of an output, without special tokens. Raises
-        InvalidRequestError."""
+        """Returns the token ids of a text that begins an output, without adding special tokens.
+        Raises InvalidRequestError."""
         ...
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
@@ -50,7 +43,7 @@ class Tokenizer(Protocol):
         ...
 
     def decoder(self, marks: Sequence[str]) -> Decode:
-        """Returns a function like `decode` that keeps the special tokens contained in the texts
+        """Returns a function like `decode` that keeps those special tokens that occur in the texts
         `marks`."""
         ...
 
@@ -64,8 +57,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_text(self, token_id: int) -> str:
-        """Returns the text of one token as it stands within a text, or the name of a special
-        token."""
+        """Returns the text of a token in the middle of a text, or the name of a special token."""
         ...
 
 
@@ -108,8 +100,8 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """The tokenizer that comes with a model.
 
-    A prompt with more characters than `max_prompt_tokens` tokens can have is refused before it is
-    tokenised. None means no limit.
+    A prompt that has more characters than `max_prompt_tokens` tokens can have is refused before it
+    is tokenised. None means no limit.
     """
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int | None = None) -> None:
@@ -120,10 +112,10 @@ class HuggingFaceTokenizer:
         if max_prompt_tokens is not None:  # a token's name has no fewer characters than the token
             longest = max(map(len, tokenizer.get_vocab()), default=1)
             self._max_prompt_chars = max_prompt_tokens * longest
-        self.decode = _decoder(tokenizer)
+        self.chats = ChatRenderer(tokenizer)
+        self.decode = self._decoder(None)
         self._decoders: dict[frozenset[str], Decode] = {frozenset(): self.decode}
         self._token_texts: dict[int, str] = {}
-        self._reads_parts: dict[tuple[str, bool], dict[str, bool]] = {}
 
     @classmethod
     def load(
@@ -146,12 +138,12 @@ class HuggingFaceTokenizer:
             if arguments:
                 from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
 
-                # AutoTokenizer reads the configuration first, which takes long from a GGUF file,
-                # and would take another tokenizer of the same folder.
+                # AutoTokenizer would first read the configuration, which takes long with a GGUF
+                # file, and would load another tokenizer of the same folder.
                 loaded = of_gguf(
                     name_or_path=place,
                     local_files_only=True,
-                    bos_token=None,  # otherwise it adds defaults to a file that names none
+                    bos_token=None,  # otherwise transformers adds default tokens
                     eos_token=None,
                     **arguments,
                 )
@@ -174,7 +166,7 @@ class HuggingFaceTokenizer:
         is_chat = request.prompt is None
         field, text = ("messages" if is_chat else "prompt"), request.prompt or ""
         if is_chat:
-            text = self._render(request)
+            text = self.chats.render(request)
         self._check_length(field, text)
         with _failing_alone(field):  # a chat template writes the special tokens itself
             return self.encode_text(text, add_special_tokens=not is_chat)
@@ -185,80 +177,15 @@ class HuggingFaceTokenizer:
             token_ids = self.encode_text(text)
             if not self._adds_space:
                 return token_ids
-            # In the middle of a line the space is too much. Behind a line break none is added.
+            # Tokenise the text after a line break, where the tokenizer adds no space.
             lead = self.encode_text("\n")
             behind = self.encode_text("\n" + text)
             return behind[len(lead) :] if behind[: len(lead)] == lead else token_ids
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether the tokenizer puts a space in front of each text, like SentencePiece."""
+        """Whether the tokenizer adds a space in front of each text, like SentencePiece."""
         return self.decode(self.encode_text("a") * 2) != "aa"
-
-    def _render(self, request: Request) -> str:
-        """Returns the messages as text, rendered by the model's chat template."""
-        arguments = request.chat_template_kwargs or {}
-        if arguments and (names := self._call_arguments.intersection(arguments)):
-            name = min(names)
-            raise InvalidRequestError(
-                f"chat_template_kwargs: {name!r} is no variable of the chat template, but an"
-                " argument of the call that renders it, which a request may not set",
-                field="chat_template_kwargs",
-            )
-        tools = None if request.tool_choice == "none" else request.tools or None
-        template = self.chat_template(with_tools=tools is not None)
-        if not template:
-            only = " without tools" if self.chat_template(with_tools=True) else ""
-            raise InvalidRequestError(
-                f"messages: the model has no chat template for chats{only}; send"
-                f" {'tools, or ' * bool(only)}a prompt",
-                field="messages",
-            )
-        try:
-            from promptq.worker.text import template_size_limit  # and jinja2 with it
-
-            with (
-                template_size_limit.size_limit(),
-                cpu_time_limit(RENDER_SECONDS, template_size_limit.__file__),
-            ):
-                write = partial(self._written, template)
-                key = template, tools is not None
-                if key not in self._reads_parts:
-                    self._reads_parts[key] = reads_parts(write, with_tools=tools is not None)
-                messages = with_fields_of(template, request.messages or ())
-                messages = in_form(messages, self._reads_parts[key])
-                text = write(messages, tools, **arguments)
-        except CpuTimeLimitError as error:
-            raise InvalidRequestError(
-                "messages: take too long to render: the model's chat template needs more than"
-                f" {RENDER_SECONDS:g} s",
-                field="messages",
-            ) from error
-        except Exception as error:  # the template is the model's code and may raise anything
-            raise InvalidRequestError(
-                f"messages: the model's chat template refuses them: {str(error)[:_MOST_REASON]}",
-                field="messages",
-            ) from error
-        return text
-
-    def _written(
-        self, template: str, messages: list[Message], tools: Tools | None, /, **arguments: Any
-    ) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **arguments,
-        )
-        return text
-
-    @cached_property
-    def _call_arguments(self) -> frozenset[str]:
-        """Names of arguments of `apply_chat_template` that are not variables of the template."""
-        call = inspect.signature(self._tokenizer.apply_chat_template)
-        return TEMPLATE_CALL_ARGUMENTS.union(call.parameters, self._tokenizer.special_tokens_map)
 
     def _check_length(self, field: str, text: str) -> None:
         if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
@@ -272,7 +199,7 @@ class HuggingFaceTokenizer:
             )
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        # Most vocabularies hold a word twice, alone and with the space in front.
+        # Most vocabularies have a word twice, alone and with a space in front.
         forms = [form for word in words for form in (word, " " + word)]
         if not forms:
             return []
@@ -288,21 +215,21 @@ class HuggingFaceTokenizer:
             dropped = {
                 token_id for token, token_id in self.special_tokens.items() if token not in kept
             }
-            self._decoders[kept] = _decoder(self._tokenizer, dropped)
+            self._decoders[kept] = self._decoder(dropped)
         return self._decoders[kept]
 
     def added_token(self, text: str) -> int | None:
         return self.added_tokens.get(text)
 
     def special_within(self, text: str) -> list[str]:
-        held = set(self.encode_text(text))  # faster than a search for each name
+        token_ids = set(self.encode_text(text))  # faster than a search for each name
         names = self.special_tokens.items()
-        return [name for name, token_id in names if token_id in held and name in text]
+        return [name for name, token_id in names if token_id in token_ids and name in text]
 
     def token_text(self, token_id: int) -> str:
         text = self._token_texts.get(token_id)
         if text is None:
-            # Many tokenizers drop the space in front of the first token, so it is decoded twice.
+            # Many tokenizers drop the space in front of the first token, so decode the second one.
             alone = self.decode([token_id])
             text = self.decode([token_id, token_id])[len(alone) :]
             if not text and token_id < self._num_ids:
@@ -312,31 +239,13 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _num_ids(self) -> int:
-        """A number that is larger than each token id. A model's padded vocabulary may have more
+        """The tokenizer's largest token id plus 1. A model's padded vocabulary may have more
         ids."""
-        return _num_ids(self._tokenizer)
-
-    def chat_template(self, *, with_tools: bool) -> str:
-        """Returns the template of chats with tools, or of chats without tools; empty if there is
-        none.
-
-        If the model has several named templates, this function chooses like transformers and
-        llama.cpp.
-        """
-        templates = self._tokenizer.chat_template or ""
-        if not isinstance(templates, dict):
-            return str(templates)
-        default = templates.get("default", "")
-        return str(templates.get("tool_use", default) if with_tools else default)
-
-    @property
-    def response_template(self) -> Any:
-        """The `response_template` of the model's files, in the form of `transformers`, or None."""
-        return getattr(self._tokenizer, "response_template", None)
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The special tokens, which `decode` leaves out: their ids by their text."""
+        """The ids of the special tokens by their text. `decode` leaves these tokens out."""
         added = self._tokenizer.added_tokens_decoder
         return {str(token): token_id for token_id, token in added.items() if token.special}
 
@@ -355,13 +264,13 @@ class HuggingFaceTokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, including added ones. A model's vocabulary may have more, rarely
-        fewer."""
+        """Number of tokens, including added ones. A model's vocabulary may be larger, rarely
+        smaller."""
         return len(self._tokenizer)
 
     def as_json(self) -> str | None:
-        """Returns the content of a tokenizer.json with the added tokens; None for a slow
-        tokenizer."""
+        """Returns the content of a tokenizer.json with the added tokens; None for a tokenizer that
+        is not of the tokenizers library."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return None if backend is None else str(backend.to_str())
 
@@ -370,13 +279,33 @@ class HuggingFaceTokenizer:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return token_ids
 
+    def _decoder(self, dropped: Collection[int] | None) -> Decode:
+        """Returns a decoder that leaves out the tokens `dropped`. None means all special tokens."""
+        tokenizer, drops_special = self._tokenizer, dropped is None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+
+        def decode(token_ids: Sequence[int]) -> str:
+            if dropped is not None:
+                token_ids = [token_id for token_id in token_ids if token_id not in dropped]
+            if backend is not None:  # at a fraction of the tokenizer's cost
+                text: str = backend.decode(token_ids, skip_special_tokens=drops_special)
+            else:
+                text = tokenizer.decode(
+                    [token_id for token_id in token_ids if token_id < self._num_ids],
+                    skip_special_tokens=drops_special,
+                    clean_up_tokenization_spaces=False,
+                )
+            return text
+
+        return decode
+
 
 @contextmanager
 def _failing_alone(field: str) -> Iterator[None]:
-    """In this block, turn a failure of the tokenizer into InvalidRequestError. The model's author
-    chose the tokenizer's regular expressions, and some fail on some texts.
+    """Inside this context, turn a failure of the tokenizer into InvalidRequestError.
 
-    The tokenizers library panics if an expression takes too long, and a panic is not an Exception.
+    Some models' tokenizers have regular expressions that fail with some texts. If an expression
+    takes too long, the tokenizers library panics, and a panic is not an Exception.
     """
     try:
         yield
@@ -384,32 +313,6 @@ def _failing_alone(field: str) -> Iterator[None]:
         if isinstance(error, CpuTimeLimitError | KeyboardInterrupt | SystemExit | MemoryError):
             raise
         raise InvalidRequestError(
-            f"{field}: the model's tokenizer fails at this text: {str(error)[:_MOST_REASON]}",
+            f"{field}: the model's tokenizer fails at this text: {str(error)[:MAX_REASON]}",
             field=field,
         ) from error
-
-
-def _num_ids(tokenizer: Any) -> int:
-    return max(tokenizer.get_vocab().values(), default=-1) + 1
-
-
-def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
-    """Returns a decoder that leaves out the tokens `dropped`. None means all special tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    num_ids = cache(partial(_num_ids, tokenizer))  # a slow tokenizer may fail at ids beyond
-    drops_special = dropped is None
-
-    def decode(token_ids: Sequence[int]) -> str:
-        if dropped is not None:
-            token_ids = [token_id for token_id in token_ids if token_id not in dropped]
-        if backend is not None:  # at a fraction of the tokenizer's cost
-            text: str = backend.decode(token_ids, skip_special_tokens=drops_special)
-        else:
-            text = tokenizer.decode(
-                [token_id for token_id in token_ids if token_id < num_ids()],
-                skip_special_tokens=drops_special,
-                clean_up_tokenization_spaces=False,
-            )
-        return text
-
-    return decode

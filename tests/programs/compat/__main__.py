@@ -27,7 +27,7 @@ def main() -> None:
     if unknown := [name for name in names if name not in PROGRAMS]:
         parser.error(f"{', '.join(unknown)}: the programs are {', '.join(PROGRAMS)}")
     programs = [program for name, program in PROGRAMS.items() if name in names]
-    # Registries are needed for this, so it comes before the network goes.
+    # This needs package registries, so it comes before the network is removed.
     python = build_promptq(options.wheel.resolve() if options.wheel else None)
     failures = {program.name: build(program) for program in programs}
     leave_network()

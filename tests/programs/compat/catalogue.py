@@ -11,7 +11,8 @@ SCRIPTS = Path(__file__).parent / "programs"
 
 @dataclass(frozen=True)
 class Program:
-    """One program. Its scripts use one interpreter. Without pins, the machine has it already."""
+    """One program. All its scripts use one interpreter. Without `pins`, the machine must have the
+    program already."""
 
     name: str
     scripts: tuple[str, ...]

@@ -31,7 +31,7 @@ class Exchange:
 
 
 class _Side:
-    """Collects what `httptools` reads in one direction of a connection."""
+    """Collects the messages that `httptools` parses in one direction of a connection."""
 
     def __init__(self, connection: _Connection, *, is_request: bool) -> None:
         self._connection = connection

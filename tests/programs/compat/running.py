@@ -42,7 +42,7 @@ class Served:
 
 @contextmanager
 def served(python: Path, folder: Path) -> Iterator[Served]:
-    """Runs a gateway with a worker, jobs, an API key and an alias. All files are in `folder`."""
+    """Runs a gateway with a worker, jobs, an API key and an alias, with all files in `folder`."""
     stranger = Stranger(python, folder, "promptq")
     stranger.environment["PROMPTQ_HTTP_CORS_ORIGINS"] = '["*"]'
     with running(stranger) as url:

@@ -49,7 +49,7 @@ def truncated(rng: random.Random) -> bytes:
 
 
 def mutated(rng: random.Random) -> bytes:
-    """Changes, drops, doubles or inserts some bytes."""
+    """Returns a payload with some bytes changed, dropped, doubled or inserted."""
     data = bytearray(json.dumps(GOOD).encode())
     for _ in range(rng.randint(1, 6)):
         at = rng.randrange(len(data))
@@ -67,7 +67,7 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def wrong_values(rng: random.Random) -> bytes:
-    """Some fields with values of any type and size."""
+    """Returns a payload in which some fields have values of any type and size."""
     fields = {name: json.dumps(value) for name, value in GOOD.items()}
     for _ in range(rng.randint(1, 3)):
         fields[rng.choice(_FIELDS)] = rng.choice(_VALUES)
@@ -97,7 +97,8 @@ def deeply_nested(rng: random.Random) -> bytes:
 
 
 def broken_text(rng: random.Random) -> bytes:
-    """Prompts that are no text: lone surrogates, stray bytes, control characters."""
+    """Returns a payload with a prompt that is no text: lone surrogates, stray bytes, control
+    characters."""
     stray = [b"\xed\xa0\x80", b"\xff", b"\xc0\xaf", b"\xf4\x90\x80\x80", b"\\ud800", b"\x00", b"\n"]
     text = b"".join(rng.choice([*stray, b"abc"]) for _ in range(rng.randint(1, 6)))
     return b'{"max_tokens":3,"prompt":"' + text + b'"}'
@@ -302,7 +303,7 @@ _WAYS: dict[Callable[[Keys, bytes, bytes, random.Random], list[Command]], float]
 
 
 def control_message(rng: random.Random) -> bytes:
-    """Returns a message for the control channel, often a nearly right one."""
+    """Returns a message for the control channel, which often is nearly right."""
     match rng.randrange(5):
         case 0:
             return rng.randbytes(rng.randint(0, 100))

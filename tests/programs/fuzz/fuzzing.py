@@ -1,6 +1,6 @@
 """Sends malformed requests to a worker and a gateway.
 
-With `--queue`, it sends requests only to the worker; with `--http`, only to the gateway.
+`--queue` tests only the worker, `--http` only the gateway.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Outcome:
     kinds: Counter[str] = field(default_factory=Counter)
     num_messages: int = 0
     num_good: int = 0
-    """Number of good requests in between that got the right answer."""
+    """Number of valid requests in between that got the right answer."""
     faults: list[str] = field(default_factory=list)
 
 
@@ -78,7 +78,7 @@ class Fuzzing:
                     break
                 self._clean()
         for line in self._log.read_text(errors="replace").splitlines():
-            if "Traceback" in line:  # it went on, but nobody had thought of it
+            if "Traceback" in line:  # the worker continued, but the code does not expect this error
                 self._tell(f"an exception that nobody expected: {line[-600:]}")
         return self.outcome
 
@@ -109,7 +109,7 @@ class Fuzzing:
             for number in numbers:
                 thrown = make_request(self._keys, number, self._rng)
                 before = pushed.get(thrown.request_id)
-                if before is None or not before.may_wait:  # else it may still, of the same id
+                if before is None or not before.may_wait:  # else that request may still wait
                     pushed[thrown.request_id] = thrown
                 self.outcome.kinds[thrown.kind] += 1
                 for command in thrown.commands:
@@ -118,7 +118,7 @@ class Fuzzing:
                     pipeline.publish(self._keys.control, control_message(self._rng))
                     self.outcome.num_messages += 1
             pipeline.publish(self._keys.control, "pending")
-            pipeline.execute(raise_on_error=False)  # some ids and log entries the server refuses
+            pipeline.execute(raise_on_error=False)  # the server refuses some ids and log entries
         return pushed
 
     def _push_good(self) -> tuple[str, int]:
@@ -188,7 +188,7 @@ def report(outcome: Outcome) -> str:
 
 
 def main() -> int:
-    """Returns the exit code: 1 at any fault."""
+    """Returns the exit code: 1 if there was a fault."""
     hear_signals()
     parser = argparse.ArgumentParser(prog="python -m tests fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)

@@ -57,7 +57,7 @@ class HttpOutcome:
     routes: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
     num_good: int = 0
-    """Number of good requests of another client that got the right answer meanwhile."""
+    """Number of valid requests of another client that got the right answer meanwhile."""
     growth_bytes: int = 0
     faults: list[str] = field(default_factory=list)
 
@@ -90,7 +90,7 @@ class HttpFuzzing:
                 self._tell(f"its memory grew by {self.outcome.growth_bytes:,} bytes")
             metrics = httpx2.get(f"{url}/metrics", timeout=_PATIENCE_SECONDS).text
             for handler, status, number in _COUNTED.findall(metrics):
-                if status != "503":  # of which the answers themselves tell more
+                if status != "503":  # the answers with 503 were checked above
                     self._tell(f"{float(number):.0f} times status {status} of {handler}")
         for line in (self._folder / "gateway.log").read_text(errors="replace").splitlines():
             if "Traceback" in line or "Exception" in line:
@@ -119,7 +119,7 @@ class HttpFuzzing:
 
     @contextmanager
     def _other_client(self, url: str, secret: str) -> Iterator[None]:
-        """Sends one good request after the other until the block ends."""
+        """Sends one valid request after another until the context ends."""
         over = threading.Event()
 
         def ask() -> None:

@@ -1,4 +1,4 @@
-"""Malformed HTTP requests: valid ones of every route of a gateway, spoilt in one way or several."""
+"""Malformed HTTP requests: valid requests for all routes of a gateway, each spoilt in some ways."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def all_routes() -> list[Route]:
 
 
 def _flat(routes: Sequence[Any]) -> list[Any]:
-    """Also those of routers that the application includes."""
+    """Yields the routes of the application and of the routers that it includes."""
     found = []
     for route in routes:
         inner = getattr(route, "original_router", None) or getattr(route, "router", None)

@@ -1,4 +1,4 @@
-"""Fills a new environment with links to packages of this one, which pip would unpack once more."""
+"""Fills a new environment with links to packages of this one, so that pip need not unpack them."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ async def soak(seconds: float, folder: Path, faster: float = 1.0) -> Samples:
         server = stack.enter_context(EmbeddedServer())
         bring_in_roles(server.url)
         control = await stack.enter_async_context(redis.asyncio.Redis.from_url(server.url))
-        await control.config_set("slowlog-max-len", 0)  # it would fill up on a busy machine
+        await control.config_set("slowlog-max-len", 0)  # on a busy machine it would grow
         pids, clients = {}, {}
         for load in LOADS:
             await control.hset(Keys(load.queue).config, mapping=_CONFIG)
@@ -172,7 +172,7 @@ async def soak(seconds: float, folder: Path, faster: float = 1.0) -> Samples:
 async def _fill_statistics(control: redis.asyncio.Redis, keys: Keys) -> None:
     """Fills the statistics with entries for an hour, because until then they would grow."""
     latest: list[tuple[bytes, dict[bytes, bytes]]] = []
-    while not (latest and latest[0][1][b"ttft_p50_ms"]):  # so that it is of a usual size
+    while not (latest and latest[0][1][b"ttft_p50_ms"]):  # so that each entry has the usual size
         await asyncio.sleep(1.0)
         latest = await control.xrevrange(keys.statistics, count=1)
     entry_id, fields = latest[0]
@@ -197,7 +197,7 @@ async def _sample(
         await asyncio.sleep(SAMPLE_SECONDS - passed % SAMPLE_SECONDS)
         for task in sending:
             if task.done():
-                task.result()  # it only ends by what it raises
+                task.result()  # raises the exception with which the task ended
         info = await control.info("memory")
         values = {
             "server: used memory, MiB": info["used_memory"] / 2**20,

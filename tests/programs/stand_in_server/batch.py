@@ -27,11 +27,11 @@ def next_token(
     banned: Collection[int] = (),
     allowed: Collection[int] | None = None,
 ) -> int:
-    """Returns the token after `tokens`: a letter that follows from their number and the last of
-    them. If no letter may come, it is another token that may.
+    """Returns the token after `tokens`: a letter that depends on their number and on the last one.
+    If no letter is allowed, returns another token that is.
 
-    `draw` is the seed and how many tokens this call has generated, for a request that is not
-    greedy: as in the real servers, another attempt draws other numbers.
+    For a request that is not greedy, `draw` is the seed and the number of tokens that this call has
+    generated. So another attempt draws other random numbers, as with the real servers.
     """
     state = _mixed(len(tokens) * 0x9E3779B97F4A7C15 + tokens[-1] + (tokens[0] << 16) & _MASK)
     if draw is not None:
@@ -53,7 +53,7 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 POISON = ord("!")
-"""A prompt with this token breaks its stream each time, after two tokens."""
+"""A prompt with this token breaks its stream after two tokens, each time."""
 _OF_STREAMS = ("break", "abort", "end", "malformed", "foreign")
 FAULTS = (
     *(*_OF_STREAMS, "freeze", "overload", "refuse", "refuse_grammars", "unmask"),

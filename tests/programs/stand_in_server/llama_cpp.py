@@ -90,7 +90,7 @@ def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.Rout
                     if is_stream and token_id != _LEFT_OUT:
                         await send(event([token_id], None))
         except BrokenError:
-            return response  # it breaks off without a word
+            return response  # the stream ends without an error
         if not is_stream:
             return web.json_response(event(found, last_reason))
         await send(event([], last_reason))

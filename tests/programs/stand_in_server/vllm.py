@@ -154,7 +154,8 @@ def vllm_routes(
 
 
 def _of_prompt(prompt: list[int], num_top: int) -> list[Any]:
-    """The tokens 0, 1, ... are the likeliest ones in each place."""
+    """Returns log-probabilities of a prompt. The tokens 0, 1, ... are the likeliest at each
+    place."""
     likeliest = {
         str(token_id): {"logprob": -1.0 - token_id, "rank": token_id + 1, "decoded_token": None}
         for token_id in range(num_top)

@@ -1,4 +1,4 @@
-"""Moves: each has one or more calls, built like by clients and workers."""
+"""Moves, each with one or more calls, built as clients and workers build them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ alone."""
 SESSION, NO_SESSION = "s", ClaimContext()
 
 PROMPT_TOKENS = 1
-"""The prompt's length that zombies and workers that give back report."""
+"""The length of the prompt that zombies report, and workers that give a request back."""
 
 FORGOTTEN = 0
 """Stands for the attempts at an earlier request of the same id, whose data is gone."""
@@ -44,10 +44,10 @@ class Move:
     rows: tuple[tuple[Row, int], ...] = ()
     """The rows that the move publishes, each with its attempt."""
     holders: tuple[tuple[str, int], ...] = ()
-    """Request and attempt of each fence that the move shows without a row."""
+    """(request, attempt) of each fence that the move sends without a row."""
     is_fair: bool = False
-    """Whether the move certainly happens at some time: somebody tries it again and again as long as
-    any worker serves the queue, even if all current holders are gone."""
+    """Whether the move certainly happens at some time, because workers repeat it as long as any of
+    them serves the queue, even if all current holders are gone."""
     nonce: str = NONCE
     """The part of fences that a claim chooses."""
     context: ClaimContext = NO_SESSION
@@ -122,7 +122,7 @@ NO_EVENTS = (
     '{"index":0,"token_ids":{"a":1.5},"text":"","usage":[[1e999]],"error":{"type":[]}}',
     "[" * 2000,
 )
-"""Entries that a stranger may have written into a log."""
+"""Entries of a log that a stranger may have written, and that are no events."""
 
 
 @cache
@@ -158,8 +158,8 @@ def purge(request_id: str) -> Move:
 
 @cache
 def reprioritise(spec: Spec, read: int | None, priority: int) -> Move:
-    """Changes a priority, by a client that read the payload when it had this priority (`read`);
-    None: the enqueued payload."""
+    """Changes a priority, by a client that read the payload when it had the priority `read`. None
+    stands for the payload that was enqueued."""
     old = request_of(spec).to_payload() if read is None else _payload_with(spec, read)
     new = _payload_with(spec, priority)
     call = scripts.reprioritise(spec.request_id, priority, old.encode(), new)

@@ -84,8 +84,8 @@ class ViolationError(AssertionError):
 
 
 class TooManyStatesError(AssertionError):
-    """A world has more states than allowed, because scripts never settle. The message lists the
-    moves to the last state, which show the endless loop."""
+    """A world has more states than allowed, because scripts never reach a stable state. The message
+    lists the moves to the last state, which show the endless loop."""
 
 
 MOST_STATES = 1_000_000
@@ -201,7 +201,7 @@ class _Exploration:
             if move.is_fair:
                 self._seen[number].goes_on_to.append(reached)
             known = self._views.get(reached)
-            # Where its workers' names were exchanged, it is not what became of this very state.
+            # If two workers' names were exchanged, the view is not of exactly this state.
             is_same = known is not None and known.snapshot == outcome.after
             after = known if known is not None and is_same else View(outcome.after)
         step = Step(self._world, before, move, outcome, after)

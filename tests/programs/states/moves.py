@@ -3,45 +3,46 @@
 The groups of moves that a world may have:
 
 ==========  ======================================================================================
-produce     enqueue, with delay and deadline as the request has them; again, as after a lost reply
-cancel      the script's `any`; of what waits, runs, has ended or was never there
-claim       by any worker, with room for one or for all
-publish     the next token, the one before (a retry), one too far (its predecessor was lost), the
-            last; by the holder and by every earlier one
-renew       by the holder and by every earlier one
-expire      a lease runs out, which a crash, a freeze or a lost connection leads to
-wait        a delay is over, the producer's or one that a script gave
-reap        the upkeep that any worker does
-release     a drain gives back, with the holder's fence or an earlier one
-break       the same because the engine failed, which counts as a crash
-step        one call for several requests, and with several rows of one request
-fail        a last event with an error instead of a token
-flag        a plain client's cancel, before or after the enqueue
-late        the same of what has ended
-remove      the cancels `waiting` and `flagged`
+produce     enqueues the request with its delay and deadline; repeats the call after a lost reply
+cancel      cancels by the script (`any`): a request that waits, runs, has ended or never existed
+claim       any worker claims, with room for one request or for all
+publish     the holder and every earlier holder publish the next token, the token before (a retry),
+            a token too far (the one before was lost), and the last token
+renew       the holder and every earlier holder renew the lease
+expire      a lease expires, as after a crash, a freeze or a lost connection
+wait        a delay ends, that of a producer or of a script
+reap        runs the upkeep that any worker may run
+release     a draining worker gives a request back, with the holder's fence or an earlier one
+break       a worker gives a request back after an engine failure, which counts as a crash
+step        one call publishes for several requests, and several rows of one request
+fail        publishes a last event with an error instead of a token
+flag        a plain client cancels, before or after the enqueue
+late        a plain client cancels a request that has ended
+remove      cancels by the script with `waiting` and `flagged`
 time        a deadline passes
-tidy        the log of what has ended expires
-forget      then its hash expires, and the id may be used again; from then on whoever held the
-            earlier request publishes, renews and gives back with its old fence, too
-lapse       another key that is kept for a time expires: who runs alone, what a session was given,
-            an idempotency key
-session     claims by a worker that says which claim it heard of last: all were heard; the reply to
-            the last was lost, and it claims anew; or the very same call comes once more
-requeue     a dead letter is run again
+tidy        the log of an ended request expires
+forget      after the log, the hash expires, and the id may be used again; earlier holders then
+            publish, renew and give back with their old fences
+lapse       another key with an expiry expires: the id of a request that runs alone, the last claim
+            of a session, an idempotency key
+session     claims by a worker that reports the last reply that it got: it got all replies; it lost
+            the last one and claims again; or it repeats the same call
+requeue     a dead letter is enqueued again
 purge       a dead letter is deleted, and the id may be used again, as with `forget`
-fortnight   a dead letter was buried two weeks ago
-pause       the queue hands out nothing; or goes on
-again       a plain client puts an id into `pending` that is there already, or has ended
-both        the script enqueues an id that plain commands may put in
-together    enqueue, cancel and release of all in one call
-overtaken   a claim of a session, which the server executes only behind a later one
-priority    what waits gets another, from somebody who read the payload as it is or as it was
-half        a plain client puts a hash in, and no id into `pending`
-drop        a plain client takes an id out of `pending`
-lose        the hash of what stands nowhere is deleted
-spoil       a stranger writes into the log of a request what is no event
-sweep       the upkeep that lets go of what nothing refers to
-grace       what a sweep has noticed has been so for an hour
+fortnight   a dead letter becomes two weeks old
+pause       the queue is paused or resumed
+again       a plain client adds an id to `pending` that is there already, or that has ended
+both        the script enqueues an id that plain commands may enqueue too
+together    one call enqueues, cancels or releases all requests
+overtaken   the server executes a claim of a session after a later one
+priority    a waiting request gets another priority, from a client that read the payload as it is
+            now or as it was before
+half        a plain client writes a hash, but adds no id to `pending`
+drop        a plain client removes an id from `pending`
+lose        the hash of an id that is in no set is deleted
+spoil       a stranger writes an entry that is no event into a log
+sweep       runs the upkeep that removes orphaned keys
+grace       an hour has passed since a sweep noted an orphan
 ==========  ======================================================================================
 """
 
@@ -80,14 +81,14 @@ ALL = REQUIRED | {
 
 
 def moves(world: World, view: View) -> Iterator[Move]:
-    """All that may happen in this state."""
+    """Yields all moves that are possible in this state."""
     for spec in world.specs:
         for group in _GROUPS:
             yield from (move for move in group(world, view, spec) if move.kind in world.moves)
     if "claim" in world.moves:
         for number, worker in enumerate(WORKERS[: world.num_workers]):
             if number and WORKERS[0].encode() not in view.snapshot:
-                break  # it would only be the other's name
+                break  # only the name would differ
             for budget in world.budgets:
                 yield calls.claim(worker, 1, budget)
                 yield calls.claim(worker, len(world.specs), budget, num_held=1)
@@ -111,7 +112,7 @@ def moves(world: World, view: View) -> Iterator[Move]:
 
 def _produce(world: World, view: View, spec: Spec) -> Iterator[Move]:
     if view.log(spec.request_id) and view.is_orphan(spec.request_id):
-        return  # its id is not to be used again until the log is gone
+        return  # the id must not be used again until the log has expired
     if spec.requeue_of:
         yield calls.requeue(spec.requeue_of, spec.request_id)
     elif not spec.plain:
@@ -126,7 +127,7 @@ def _produce(world: World, view: View, spec: Spec) -> Iterator[Move]:
 
 def _reprioritise(world: World, view: View, spec: Spec) -> Iterator[Move]:
     if spec.plain and "again" in world.moves:
-        return  # which would bring the old payload back
+        return  # plain commands would restore the old payload
     for read in (None, *world.priorities):
         for priority in world.priorities:
             yield calls.reprioritise(spec, read, priority)
@@ -165,7 +166,7 @@ def _hold(world: World, view: View, spec: Spec) -> Iterator[Move]:
 
 
 def _attempts(world: World, newest: int) -> range:
-    """Returns the attempts that some worker may think it makes."""
+    """Returns the attempts that some worker may believe to hold."""
     may_be_forgotten = world.moves & {"forget", "purge"}
     return range(FORGOTTEN if may_be_forgotten else 1, newest + 1)
 
@@ -173,7 +174,7 @@ def _attempts(world: World, newest: int) -> range:
 def fence_of(view: View, request_id: str, attempt: int) -> str:
     """Returns the fence that the worker of this attempt sends."""
     newest = view.attempt(request_id)
-    if attempt == FORGOTTEN:  # it can be as like to the newest as may be, but for the nonce
+    if attempt == FORGOTTEN:  # equal to the newest fence except for the nonce
         return f"{max(1, newest)}-forgotten"
     held = view.fields(request_id).get("fence") if attempt == newest else None
     return held or f"{attempt}-{NONCE}"
@@ -246,7 +247,7 @@ def _claims_in_session(world: World, view: View) -> Iterator[Move]:
 
 
 def _steps(world: World, view: View) -> Iterator[Move]:
-    """Calls as a worker makes them after a step, or after several that came meanwhile."""
+    """Yields calls that a worker makes after a step, or after several steps."""
     running = [(spec, view.attempt(spec.request_id)) for spec in world.specs]
     running = [(spec, attempt) for spec, attempt in running if attempt]
     for spec, attempt in running:
@@ -269,7 +270,7 @@ def _steps(world: World, view: View) -> Iterator[Move]:
 
 
 def _together(world: World, view: View) -> Iterator[Move]:
-    """Calls for all requests at once."""
+    """Yields calls for all requests at once."""
     yield calls.enqueue_together([it for it in world.specs if not (it.plain or it.requeue_of)])
     yield calls.cancel_together(list(world.by_id))
     attempts = [(it, view.attempt(it)) for it in world.by_id]

@@ -96,7 +96,7 @@ MUTANTS = (
         "if not status and index ~= request.count then",
         "if not status and index < request.count then",
     ),
-    Mutant(  # the hash is not told of the end
+    Mutant(  # the hash does not get the final state
         "there_is_one_last_event",
         ALL_SCRIPTS,
         "redis.pcall('HSET', key, 'state',",
@@ -110,14 +110,14 @@ MUTANTS = (
         "      texts[1] = event.text\n",
         in_chaos="half-a-result",
     ),
-    Mutant(  # a token of the log that is no number
+    Mutant(  # a token in the log that is no number reaches the result
         "scripts_raise_no_errors",
         ALL_SCRIPTS,
         "if parsed and is_event(event) then",
         "if parsed then",
         SPOILT,
     ),
-    Mutant(  # a number of the log that JSON cannot say
+    Mutant(  # a number in the log that JSON cannot express raises an error
         "scripts_raise_no_errors",
         ALL_SCRIPTS,
         "local worked, text = pcall(cjson.encode, value)",
@@ -138,13 +138,13 @@ MUTANTS = (
         "table.concat(words, ' '))",
         LOST,
     ),
-    Mutant(  # to the end of the queue
+    Mutant(  # a returned request gets a new score, at the end of the queue
         "a_place_in_the_queue_is_kept",
         ALL_SCRIPTS,
         "local number = tonumber(stored or nil)",
         "local number = nil",
     ),
-    Mutant(  # it is forgotten as soon as somebody has held it
+    Mutant(  # the new priority is lost when a worker gives the request back
         "a_place_in_the_queue_is_kept",
         "reprioritise",
         ", 'score', text)",
@@ -157,33 +157,33 @@ MUTANTS = (
         "pending.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))",
         "",
     ),
-    Mutant(  # as long as a request is given back
+    Mutant(  # a returned request still counts as running
         "what_workers_hold_is_counted",
         ALL_SCRIPTS,
         "server.remove_later(keys.running_of(fields.tenant), id)",
         "",
     ),
-    Mutant(  # within one claim
+    Mutant(  # one claim may exceed the limit
         "what_workers_hold_is_counted",
         "claim",
         "numbers_held[key] + #(claimed[key] or {}) / 2 >= limit",
         "numbers_held[key] >= limit",
         LIMITED,
     ),
-    Mutant(  # what was begun is not counted any more
+    Mutant(  # a returned request is not counted again
         "the_backlog_is_what_waits",
         ALL_SCRIPTS,
         "pending.count_later('tokens', fields.tenant, numbers.whole(fields.tokens, 0))",
         "",
     ),
-    Mutant(  # of another type
+    Mutant(  # the command meets a key of another type
         "scripts_raise_no_errors",
         ALL_SCRIPTS,
         "redis.call('HDEL', keys.request(id), 'fence'",
         "redis.call('HDEL', keys.leases, 'fence'",
         in_chaos="script-raises",
     ),
-    Mutant(  # without an end
+    Mutant(  # the script never ends
         "scripts_raise_no_errors",
         "reap",
         "server.write_needs_no_memory()\nlocal returned",
@@ -196,7 +196,7 @@ MUTANTS = (
         "",
         in_chaos="rows-after-the-end",
     ),
-    Mutant(  # a deadline that is put to it when its log is gone ends it once more
+    Mutant(  # a new deadline ends a request again whose log has expired
         "what_has_ended_never_changes",
         ALL_SCRIPTS,
         "if ended or requests.is_final(fields.state) then",
@@ -224,7 +224,7 @@ MUTANTS = (
         "",
         in_chaos="lost-fence",
     ),
-    Mutant(  # an attempt at an earlier request of this id has the same number
+    Mutant(  # compares only the attempt numbers, which an earlier request of this id may share
         "only_the_newest_attempt_writes",
         "publish",
         "if request.fence ~= fence then return 'fenced' end",
@@ -243,7 +243,7 @@ MUTANTS = (
         "not request.was_finished and request.fence == fence",
         "not request.was_finished",
     ),
-    Mutant(  # a zombie goes on, though nothing of it is written
+    Mutant(  # a zombie does not learn that it lost the request
         "who_lost_a_request_learns_it",
         "publish",
         "return {row_status, held_status}",
@@ -252,7 +252,7 @@ MUTANTS = (
         "end "
         "return {row_status, held_status}",
     ),
-    Mutant(  # a token that never came counts as there
+    Mutant(  # a row after a missing token counts as a duplicate
         "an_answer_to_a_row_is_true",
         "publish",
         "index < request.count and 'duplicate' or 'gap'",
@@ -285,14 +285,14 @@ MUTANTS = (
         "local attempt = math.max(1, numbers.whole(fields.attempt, 0))",
         in_chaos="attempts-not-counted",
     ),
-    Mutant(  # what it heard of, too
+    Mutant(  # also takes back requests whose reply arrived
         "a_lost_claim_comes_back",
         "claim",
         "if is_late or last_nonce == answered then return end",
         "if is_late then return end",
         LOST,
     ),
-    Mutant(  # what another attempt has by now, too
+    Mutant(  # also takes back requests that another attempt holds by now
         "a_lost_claim_comes_back",
         "claim",
         "and string.match(fields.fence, '^%d+%-(.*)$') == last_nonce then",
@@ -307,14 +307,14 @@ MUTANTS = (
         " pending.put_back(id, fields.score, 'crashed')",
         LOST,
     ),
-    Mutant(  # nothing is known of it
+    Mutant(  # the server does not remember the claim
         "a_lost_claim_comes_back",
         "claim",
         "if session ~= '' and #claims > 0 then",
         "if false then",
         LOST,
     ),
-    Mutant(  # it takes back what the claims behind it gave
+    Mutant(  # a late claim takes back the requests of claims after it
         "a_lost_claim_comes_back",
         "claim",
         "is_late = number > 0 and number < last_number",
@@ -335,14 +335,14 @@ MUTANTS = (
         "redis.call('EXISTS', keys.request(id)) == 0",
         DEAD,
     ),
-    Mutant(  # a request that a key was used for is gone
+    Mutant(  # the key's earlier request no longer exists
         "an_answer_to_a_producer_is_true",
         "enqueue",
         "return id and redis.pcall('HEXISTS', keys.request(id), 'payload') == 1 and id",
         "return id",
         ONCE,
     ),
-    Mutant(  # what waited without a hash was ended
+    Mutant(  # a request that waited without a hash has ended
         "an_answer_to_a_producer_is_true",
         "enqueue",
         "and not requests.is_final(stored.state) then",
@@ -355,7 +355,7 @@ MUTANTS = (
         "payload, 'state', 'waiting', 'score', score",
         "payload, 'state', 'active', 'score', score",
     ),
-    Mutant(  # those in front of an id that is taken wait, though the call is refused
+    Mutant(  # the call is refused because of one id, but the requests before it wait
         "an_answer_to_a_producer_is_true",
         "enqueue",
         "elseif not nonce or (stored or {}).nonce ~= nonce then",
@@ -363,13 +363,13 @@ MUTANTS = (
         " for _, it in ipairs(fresh) do pending.put(it.id, server.now_text, it.tenant) end",
         ALL,
     ),
-    Mutant(  # a cancel that does not end what waits
+    Mutant(  # a cancel does not end a waiting request
         "an_answer_to_a_producer_is_true",
         "cancel",
         "ending.finish_bare(id, 'cancelled')",
         "",
     ),
-    Mutant(  # only the first of several
+    Mutant(  # only the first of several requests is given back
         "an_answer_to_who_gives_back_is_true",
         "release",
         "statuses[nth] = give_back(",
@@ -382,7 +382,7 @@ MUTANTS = (
         "return crashes.count(id, fields.score, max_crashes)",
         "crashes.count(id, fields.score, max_crashes) return 'waiting'",
     ),
-    Mutant(  # what another one has changed meanwhile is overwritten
+    Mutant(  # overwrites a payload that another client has changed meanwhile
         "a_change_of_priority_is_whole",
         "reprioritise",
         "if fields.payload ~= ARGV[3] then return 'stale' end",
@@ -396,7 +396,7 @@ MUTANTS = (
         "",
         MOVED,
     ),
-    Mutant(  # it jumps its delay
+    Mutant(  # a delayed request waits in `pending` at once
         "a_change_of_priority_is_whole",
         "reprioritise",
         "if queue then redis.call('ZADD', queue, text, id) end",
@@ -430,7 +430,7 @@ MUTANTS = (
         "dead = dead + 1",
         "returned = returned + 1",
     ),
-    Mutant(  # a dead letter that is to be kept
+    Mutant(  # deletes dead letters before their time
         "a_reaper_leaves_nothing_overdue",
         "reap",
         "numbers.exact(server.now - dead_ttl)",
@@ -444,35 +444,35 @@ MUTANTS = (
         "if dead_ttl > 2000000000",
         DEAD,
     ),
-    Mutant(  # before the second of a plain client's commands
+    Mutant(  # deletes at once, perhaps before a plain client's second command
         "a_sweep_lets_go_of_orphans",
         "sweep",
         "server.due(orphans, numbers.exact(server.now - grace_ms),",
         "server.due(orphans, server.now_text,",
         STRAY,
     ),
-    Mutant(  # what was an orphan an hour ago, and is none
+    Mutant(  # deletes a key that was an orphan an hour ago and is none now
         "a_sweep_lets_go_of_orphans",
         "sweep",
         "  if is_orphan(id) then\n    let_go(id)",
         "  if true then\n    let_go(id)",
         STRAY,
     ),
-    Mutant(  # somebody waits for its last event
+    Mutant(  # deletes a request without its last event, for which a client may wait
         "a_sweep_lets_go_of_orphans",
         "sweep",
         "if not fields or not (fields.state or fields.payload) then",
         "if true then",
         STRAY,
     ),
-    Mutant(  # noticed anew by each sweep
+    Mutant(  # each sweep notes the orphan as new
         "progress",
         "sweep",
         "'NX', server.now_text",
         "now_text",
         STRAY,
     ),
-    Mutant(  # what was begun is never begun again
+    Mutant(  # a request that was begun is never claimed again
         "progress",
         "claim",
         "if is_newer(fields.payload)",
@@ -480,7 +480,7 @@ MUTANTS = (
         DEAD,
         in_chaos="resume-refused",
     ),
-    Mutant(  # what waits and is gone waits on
+    Mutant(  # an id without a hash stays in the queue
         "progress",
         "claim",
         "if not fields.payload then\n",
@@ -490,14 +490,14 @@ MUTANTS = (
 )
 
 _IN_CHAOS_ALONE = (
-    Mutant(  # the position of a row that came before is not checked
+    Mutant(  # accepts a row whose position is before the end of the log
         "an_answer_to_a_row_is_true",
         "publish",
         "if not status and index ~= request.count then",
         "if not status and index > request.count then",
         in_chaos="rows-anywhere",
     ),
-    Mutant(  # hands out what is held by somebody whose lease has not run out
+    Mutant(  # returns requests whose lease has not expired
         "only_the_newest_attempt_writes",
         "reap",
         "server.due(keys.leases, server.now_text,",

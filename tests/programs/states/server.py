@@ -1,7 +1,8 @@
-"""A real server that is set to any state, runs a real script there, and returns the outcome. The
-scripts are those that workers send, after a few lines that stop their clock, keep their published
-messages, and end endless scripts. All is pipelined: setting the state, the calls, and reading take
-one round trip."""
+"""Sets a real server to any state, runs a real script there, and returns the outcome.
+
+The scripts are those that workers send, with a few lines before them that stop the clock, record
+published messages, and end endless scripts. Setting the state, the calls, and reading the outcome
+take one round trip together."""
 
 from __future__ import annotations
 

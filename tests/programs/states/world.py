@@ -1,16 +1,15 @@
 """The worlds to explore: their requests, and the moves that may happen to them.
 
-A state is all that the server keeps, so nothing else has to be modelled: workers are the most
-hostile that still speak the protocol. Every claim that was ever handed out may be used at any time,
-from any position, any number of times, by its holder. This covers:
+A state is all data on the server. Workers are not modelled: a move may use any claim that was ever
+returned, at any time, from any position and any number of times. This covers:
 
-- a crash: the claim is never used again; the lease runs out
-- a freeze: it is used again after others have gone on (a zombie)
-- a lost reply: the same call is sent once more, be it publish, release, enqueue, cancel or reap;
-  of a claim: nobody knows that it was handed out, until its session says what it heard of last
-- redelivery, reordering and delay of calls on their way
+- a crash: the claim is never used again, and the lease expires
+- a freeze: the claim is used after other workers have continued (a zombie)
+- a lost reply: the same call (publish, release, enqueue, cancel, reap) is sent again; no worker
+  knows a claim whose reply was lost, until its session reports the last reply that it got
+- calls that arrive twice, in another order, or late
 
-and more than two workers could do, as a claim may even be used by both at once.
+It covers even more than two workers could do, because two may use the same claim at once.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
 
 NOW_MS = 1_790_000_000_000
-"""The clock of the explored server stands still. The passing of time is a move, which sets an
-awaited time (the end of a lease, a delay, a deadline) to the past."""
+"""The time of the explored server's clock, which stands still. Time passes by moves that set the
+end of a lease or delay, or a deadline, to the past."""
 
 LONG_DEAD = NOW_MS - 14 * 24 * 3_600_000
 """Dead letters from this time or before have been kept long enough."""

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from promptq.shared.protocol.claims import Held
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.exit_log import Departures
+from promptq.worker.leases.exit_log import ExitLog
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.meter import Meter
 from tests.support.waiting import async_until
@@ -52,8 +52,8 @@ def world() -> World:
 
 @pytest.fixture
 def exchange(server: Server, world: World) -> Exchange:
-    departures = Departures(Meter(), None, "default", "m", "w")
-    return Exchange(cast(AsyncRequestQueue, server), world.leases, departures)
+    exit_log = ExitLog(Meter(), None, "default", "m", "w")
+    return Exchange(cast(AsyncRequestQueue, server), world.leases, exit_log)
 
 
 async def test_each_goes_back_in_its_own_way(

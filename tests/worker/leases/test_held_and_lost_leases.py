@@ -9,7 +9,7 @@ import pytest
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import RowStatus
-from promptq.worker.leases.held_and_lost_leases import Departure, Outcome
+from promptq.worker.leases.held_and_lost_leases import Exit, Outcome
 from promptq.worker.leases.lease import Lease, LeaseState
 from tests.worker.leases.world import (
     ENDING,
@@ -64,7 +64,7 @@ def test_a_request_that_another_worker_has_is_gone_and_reported_once(
     world: World, state: LeaseState
 ) -> None:
     lease = world.in_state(state)
-    assert world.leases.answered(lease, RowStatus.FENCED) is Departure.FENCED
+    assert world.leases.answered(lease, RowStatus.FENCED) is Exit.FENCED
     assert world.leases.answered(lease, RowStatus.FENCED) is None
     assert (lease.state, world.engine.sequences) == (GONE, [])
 
@@ -75,15 +75,15 @@ def test_the_call_that_gives_a_request_back_reports_it(world: World) -> None:
     for status in (RowStatus.FENCED, RowStatus.FINISHED):
         assert world.leases.answered(lease, status) is None
         assert lease.state is RETURNING
-    assert world.leases.released(lease, "waiting") is Departure.GIVEN_BACK
+    assert world.leases.released(lease, "waiting") is Exit.GIVEN_BACK
     assert lease.state is GONE
 
 
 @pytest.mark.parametrize(
     ("status", "outcome"),
     [
-        ("waiting", Departure.GIVEN_BACK),
-        ("fenced", Departure.FENCED),
+        ("waiting", Exit.GIVEN_BACK),
+        ("fenced", Exit.FENCED),
         ("finished", None),
         ("cancelled", FinishReason.CANCELLED),
     ],
@@ -103,7 +103,7 @@ def test_who_is_blamed_leaves_as_failed(world: World) -> None:
     world.leases.returning(lease, crashed=True)
     world.leases.returning(lease)
     assert lease.is_blamed, "what was said first counts"
-    assert world.leases.released(lease, "dead") is Departure.FAILED
+    assert world.leases.released(lease, "dead") is Exit.FAILED
 
 
 def test_an_end_that_comes_late_is_still_reported(world: World) -> None:
@@ -131,7 +131,7 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(world: World) -> None
     earlier = world.in_state(RETURNING)
     later = world.claimed()
     assert (earlier.state, list(world.leases)) == (GONE, [later])
-    assert world.leases.released(earlier, "waiting") is Departure.GIVEN_BACK
+    assert world.leases.released(earlier, "waiting") is Exit.GIVEN_BACK
     assert list(world.leases) == [later]
 
 
@@ -277,7 +277,7 @@ class Server:
     def of_return(self, lease: Lease) -> str:
         if lease in self.outcome:
             return str(self.of_lease(lease, None))
-        self.outcome[lease] = Departure.of(lease)
+        self.outcome[lease] = Exit.of(lease)
         return "waiting"
 
 
@@ -332,7 +332,7 @@ def test_a_random_walk_keeps_all_in_agreement_and_tells_each_outcome_once() -> N
             fields = {"score": float(chance.randrange(9)), "priority": chance.randrange(3)}
             request_id = f"r{chance.randrange(16)}"
             if (earlier := world.leases.by_request(request_id)) is not None:
-                server.outcome.setdefault(earlier, Departure.FENCED)  # else it cannot be claimed
+                server.outcome.setdefault(earlier, Exit.FENCED)  # else it cannot be claimed
                 if isinstance(server.outcome[earlier], FinishReason):
                     continue
                 note(earlier, world.leases.answered(earlier, RowStatus.FENCED))

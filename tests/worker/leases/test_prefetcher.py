@@ -21,7 +21,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.leases.coalescer import Coalescer
 from promptq.worker.leases.exchange import Exchange
-from promptq.worker.leases.exit_log import Departures
+from promptq.worker.leases.exit_log import ExitLog
 from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.meter import Meter
@@ -95,9 +95,9 @@ class House:
         self.leases.num_places = 0
         self.policy = Policy(self.leases, self.engine, depth)
         self.meter = meter = Meter()
-        departures = Departures(meter, None, "default", "m", "w")
+        exit_log = ExitLog(meter, None, "default", "m", "w")
         self.clock = Clock()
-        self.exchange = Exchange(self.queue, self.leases, departures, self.clock)
+        self.exchange = Exchange(self.queue, self.leases, exit_log, self.clock)
         self.others_report()
         tokenizer = tokenizer or ByteTokenizer()
         self.publisher = TellingPublisher(

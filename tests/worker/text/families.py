@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.chat_template import output_style
+from promptq.worker.text.output_styles import output_style
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 _TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"

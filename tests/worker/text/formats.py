@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import Request
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.chat_template import output_style
+from promptq.worker.text.output_styles import output_style
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 USER: Any = {"role": "user", "content": "Go"}
@@ -104,7 +104,7 @@ class Format:
         """The output for which the template renders this message."""
         tokenizer = self.tokenizer()
         asked, answered = (
-            tokenizer._render(Request.build({"messages": messages, "tools": TOOLS}))
+            tokenizer.chats.render(Request.build({"messages": messages, "tools": TOOLS}))
             for messages in ([USER], [USER, {"role": "assistant", **message}])
         )
         prompt = self.prompt + self.begun

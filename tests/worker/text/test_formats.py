@@ -15,9 +15,9 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.output_style import CHANNELS, ELEMENTS, LITERALS, TAGGED, OutputStyle
 from promptq.shared.protocol.request import Request
 from promptq.shared.settings.worker import WorkerSettings
-from promptq.worker.serve.build import identify
-from promptq.worker.text.chat_template import output_style, style_of
+from promptq.worker.serve.model_identity import identify
 from promptq.worker.text.output_marks import OutputMarks
+from promptq.worker.text.output_styles import output_style, style_of
 from promptq.worker.text.template_fields import with_fields_of
 from tests.worker.text.formats import ARGUMENTS, FORMATS, TEXTS, TOOLS, USER, Format
 

@@ -16,9 +16,9 @@ from promptq.shared.protocol.output_format import NO_ARGUMENTS, ToolCallOutput, 
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import Request
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.output_marks import OutputMarks
+from promptq.worker.text.output_styles import style_of
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.checkpoints.test_formats import FILES
 from tests.worker.engine.checkpoints.test_refused import rewritten

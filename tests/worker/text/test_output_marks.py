@@ -9,9 +9,9 @@ import pytest
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import Request
-from promptq.worker.text.chat_template import output_style, style_of
 from promptq.worker.text.detokenizer import TextStream
 from promptq.worker.text.output_marks import OutputMarks
+from promptq.worker.text.output_styles import output_style, style_of
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tests.worker.text.families import FAMILIES, TOOLS, Family
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Request
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+from promptq.worker.text.chat_rendering import ChatRenderer
 
 GROWING = [
     '{{ "x" * 3000000000 }}',
@@ -92,7 +92,7 @@ def rendered(template: str, **fields: Any) -> str:
     tokenizer = AutoTokenizer.from_pretrained(str(MODEL_DIR))
     tokenizer.chat_template = template
     request = Request.build({"messages": [{"role": "user", "content": "Hi"}], **fields})
-    return HuggingFaceTokenizer(tokenizer)._render(request)
+    return ChatRenderer(tokenizer).render(request)
 
 
 @pytest.mark.matrix(25)

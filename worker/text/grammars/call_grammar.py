@@ -1,6 +1,6 @@
 """Writes the grammar of a forced tool call, in the form in which the model's family writes calls.
 
-If that form cannot express all that a schema demands, the call is a JSON object instead.
+If that form cannot express the schema of a tool's arguments, the call is a JSON object instead.
 """
 
 from __future__ import annotations
@@ -20,39 +20,34 @@ from promptq.shared.protocol.output_style import (
     OutputStyle,
 )
 from promptq.shared.protocol.schema_types import target_of, types_of
+from promptq.worker.text.grammars.closed_schemas import ANNOTATIONS
+from promptq.worker.text.grammars.llguidance_calls import options_of
 from promptq.worker.text.grammars.references import all_references
 from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, any_of, terms
 
 _IDS = {":": "/0|[1-9][0-9]?[0-9]?/", "[CALL_ID]": "/[a-zA-Z0-9]{9}/"}
-"""Patterns of the ids that follow a function's name: Kimi numbers its calls, Mistral writes nine
-letters."""
-_NOTES = frozenset({
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-    "$comment", "$schema", "$id", "$defs", "definitions",
-})  # fmt: skip
-"""Keywords that do not constrain a value."""
-_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties"}
-_ARRAY = _NOTES | {"type", "items", "minItems", "maxItems"}
-_TEXT = _NOTES | {"type", "minLength", "maxLength"}
-_NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+"""Patterns of the call ids that follow a function's name: a number for Kimi, nine letters or digits
+for Mistral."""
+_OBJECT = ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
+_ARRAY = ANNOTATIONS | {"type", "items", "minItems", "maxItems"}
+_TEXT = ANNOTATIONS | {"type", "minLength", "maxLength"}
+_NUMBER = ANNOTATIONS | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MOST_REFERENCES = 16
 _MOST_BRANCHES = 4096
-"""The most branches of all tools together. If there are more, or if branches are nested deeper than
-`_MOST_REFERENCES`, a call is a JSON object."""
+"""The most schemas in the `anyOf` of all tools together. If there are more, or if they are nested
+deeper than `_MOST_REFERENCES`, a call is a JSON object."""
 _KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
-"""A pattern of property names that the schema does not name. The length is limited, because a weak
-model may continue a name for ever."""
-
-Options = Callable[[bool], dict[str, Any]]
+"""The pattern of names of further properties, which the schema does not list. Its length is
+limited, because a weak model may continue a name for ever."""
 
 
 class _UnfitError(Exception):
-    """Raised if a form of calls cannot express what a schema demands."""
+    """Raised if a form of calls cannot express a schema."""
 
 
 class CallGrammar:
-    """Writes Lark grammars for calls in one style."""
+    """Writes Lark grammars for the calls of one model, whose form `style` describes."""
 
     def __init__(
         self,
@@ -72,9 +67,7 @@ class CallGrammar:
         self._by_reference: dict[str, str] = {}
         self._terminals: dict[tuple[str, str], str] = {}
 
-    def text(
-        self, tools: Sequence[ToolSchema], options_of: Options, *, is_begun: bool = False
-    ) -> str:
+    def text(self, tools: Sequence[ToolSchema], *, is_begun: bool = False) -> str:
         """Returns a grammar that accepts one call of any of the tools.
 
         With `is_begun`, an earlier release of promptq has begun the call. That release wrote no
@@ -130,8 +123,8 @@ class CallGrammar:
         return f"{before} {self._json(self._tool.parameters)} {after}"
 
     def _channel_call(self) -> str:
-        """Returns a grammar that accepts the recipient of a call on both sides of the channel:
-        after it, as models write it, and before it, as chat templates write it."""
+        """Returns a grammar that accepts the name of the function after the channel's name, as
+        models write it, or before it, as chat templates write it."""
         style = self._style
         tool, channel = style.prelude + self._tool.name, f"{style.before}commentary"
         heads = [self._terms(text) for text in (channel + tool, tool + channel)]
@@ -144,8 +137,8 @@ class CallGrammar:
         )
 
     def _json(self, schema: Any) -> str:
-        """Returns a grammar term for JSON that matches a schema. References in the schema point
-        into the tool's parameters."""
+        """Returns a grammar term for JSON that matches a schema, which is a part of the tool's
+        parameters. Its references point into these parameters."""
         schema = dict(schema) if isinstance(schema, Mapping) else schema
         if schema is True:
             schema = {}
@@ -155,11 +148,11 @@ class CallGrammar:
         text = f"%json {json.dumps({**schema, 'x-guidance': self._options})}"
         self._num_chars += len(text)
         if self._num_chars > MAX_GRAMMAR_CHARS and schema != root:
-            raise _UnfitError  # each of these values has a copy of the whole schema
+            raise _UnfitError  # each such term has a copy of the whole schema
         return text
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
-        """Returns a schema without a reference at its top level. Raises _UnfitError."""
+        """Returns the schema, or the target if it is only a reference. Raises _UnfitError."""
         for _ in range(_MOST_REFERENCES):
             if schema is True:
                 return {}
@@ -167,7 +160,7 @@ class CallGrammar:
                 break
             if "$ref" not in schema:
                 return schema
-            if schema.keys() - _NOTES != {"$ref"}:
+            if schema.keys() - ANNOTATIONS != {"$ref"}:
                 break
             schema = target_of(schema["$ref"], self._tool.parameters)
         raise _UnfitError
@@ -183,12 +176,12 @@ class CallGrammar:
             schema.keys() - _OBJECT
             or "object" not in (kinds if isinstance(kinds, list) else [kinds])
             or not (isinstance(properties, dict) and isinstance(required, list))
-            or not properties.keys() >= {*required}
+            or not all(isinstance(name, str) and name in properties for name in required)
         ):
             raise _UnfitError
         return properties, required, others
 
-    # Elements: each value is a text as it is, or JSON, between two marks.
+    # Elements: each value stands between two marks, as plain text or as JSON.
 
     def _elements(self) -> str:
         style = self._style
@@ -203,12 +196,12 @@ class CallGrammar:
             key = f"{self._terms(style.key_before)} {self._other_key(properties)}"
             written.append(f"({key} ({self._value(others)}))*")
         body = " ".join(written)
-        if style.key_after_json and not required:  # no arguments are written as an empty line
+        if style.key_after_json and not required:  # a call without arguments has an empty line
             body = f'({body} | "\\n")' if body else '"\\n"?'
         return body
 
     def _other_key(self, properties: Mapping[str, Any]) -> str:
-        """Returns a grammar term for a name that is not the name of a property."""
+        """Returns a grammar term for a name other than those of the properties."""
         number = len(self._rules)
         names = "|".join(map(_regex, properties))
         self._rules.append(f"K{number}: /{_KEY}/" + (f" & ~/({names})/" if names else ""))
@@ -225,7 +218,7 @@ class CallGrammar:
         else:
             before = self._terms(style.key_after)
             if json_schemas and not all(texts.values()):
-                # A reader parses text as JSON if the schema allows the type of that JSON.
+                # Readers of calls parse a text as JSON if the schema allows the type of that JSON.
                 any_text = self._text({}, style.value_after)
                 if [*texts] != [any_text] or not all(map(_is_type_alone, json_schemas)):
                     raise _UnfitError
@@ -239,18 +232,19 @@ class CallGrammar:
         return " | ".join([*as_text, *as_json])
 
     def _split(self, schema: Any, depth: int = 0) -> tuple[dict[str, bool], list[dict[str, Any]]]:
-        """Returns the grammar terms for a schema's texts, and the schemas of its other values.
+        """Returns grammar terms for the strings that a schema allows, and schemas of its other
+        values.
 
-        The first result has a term for each kind of text, including the mark after the text. A
-        term's value is True if no reader can mistake such a text for JSON. `depth` is the number of
-        `anyOf` around this schema. Raises _UnfitError.
+        Each term includes the mark after the string. Its value in the dictionary is True if no
+        reader can mistake such a string for JSON. `depth` is the number of `anyOf` around this
+        schema. Raises _UnfitError.
         """
         self._num_branches += 1
         if depth > _MOST_REFERENCES or self._num_branches > _MOST_BRANCHES:
             raise _UnfitError
         resolved, texts = self._resolved(schema), dict[str, bool]()
         branches = resolved.get("anyOf")
-        if isinstance(branches, list) and not resolved.keys() - _NOTES - {"anyOf"}:
+        if isinstance(branches, list) and not resolved.keys() - ANNOTATIONS - {"anyOf"}:
             others: list[dict[str, Any]] = []
             for branch in branches:
                 of_branch = self._split(branch, depth + 1)
@@ -260,7 +254,7 @@ class CallGrammar:
         kinds = types_of(resolved, self._tool.parameters)
         values = [resolved["const"]] if "const" in resolved else resolved.get("enum")
         if isinstance(values, list):
-            if resolved.keys() - _NOTES - {"type", "enum", "const"}:
+            if resolved.keys() - ANNOTATIONS - {"type", "enum", "const"}:
                 raise _UnfitError
             notes = {key: value for key, value in resolved.items() if key not in ("enum", "const")}
             allowed = kinds if "type" in resolved else frozenset(_TYPES)
@@ -273,7 +267,7 @@ class CallGrammar:
                 texts[text] = not any(map(_is_like_json, listed))
             return texts, [{**notes, "enum": rest}] if rest else []
         if not kinds:
-            if resolved.keys() - _NOTES:
+            if resolved.keys() - ANNOTATIONS:
                 raise _UnfitError
             kinds = frozenset(_TYPES)
         other_kinds = [kind for kind in _TYPES if kind in kinds and kind != "string"]
@@ -285,7 +279,7 @@ class CallGrammar:
         return texts, [{**resolved, "type": other_kinds}] if other_kinds else []
 
     def _text(self, schema: Mapping[str, Any], mark: str) -> str:
-        """Returns a grammar term for a schema's text and the mark that ends it. The text does not
+        """Returns a grammar term for a string and the mark that ends it. The string does not
         contain the mark."""
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         length = f"{{{least},{most}}}" if "minLength" in schema or "maxLength" in schema else "*"
@@ -300,8 +294,8 @@ class CallGrammar:
         """Returns a grammar term for the content and the mark that ends it. The content does not
         contain the mark.
 
-        The content and the letters of the mark are one terminal, so that no letter of the mark
-        counts as content. No terminal contains an added token.
+        The content and the mark's letters up to an added token are one terminal, so that no letter
+        of the mark counts as content. No terminal contains an added token.
         """
         if known := self._terminals.get((content, mark)):
             return known
@@ -314,7 +308,7 @@ class CallGrammar:
         self._terminals[content, mark] = found
         return found
 
-    # Literals: a value may hold others.
+    # Literals: values are written as in Python, or with the style's quotes, and may be nested.
 
     def _literals(self) -> str:
         key_after = self._style.key_after
@@ -334,8 +328,8 @@ class CallGrammar:
         return " | ".join([self._json(schema), *(f'"{word}"' for word in words)])
 
     def _bare_pairs(self, schema: Any) -> str:
-        """Returns a grammar term for the pairs of an object. The keys are sorted as templates sort
-        them."""
+        """Returns a grammar term for the pairs of an object, whose keys are sorted as chat
+        templates sort them."""
         properties, required, others = self._pairs(schema)
         if not all(re.fullmatch(r"[A-Za-z_][\w.-]*", name) for name in properties):
             raise _UnfitError
@@ -348,16 +342,16 @@ class CallGrammar:
     def _other_pair(
         self, properties: Mapping[str, Any], others: Any, value: Callable[[Any], str]
     ) -> str:
-        """Returns a rule for a pair whose name is not the name of a property; empty if the schema
-        allows no such pair."""
+        """Returns a rule for a pair with a name other than those of the properties; empty if the
+        schema allows no such pair."""
         if others is False:
             return ""
         key = self._other_key(properties)
         return self._rule(f"{key} {json.dumps(self._style.key_after)} ({value(others)})")
 
     def _joined(self, pairs: list[tuple[str, bool]], other: str, comma: str) -> str:
-        """Returns a grammar term for pairs in their order, separated by commas. Pairs that are not
-        required may be missing."""
+        """Returns a grammar term for pairs in this order, separated by commas. The pairs are given
+        as (term, is_required). Last comes any number of `other` pairs."""
         more, first = "", ""
         if other:
             more, first = f"({comma} {other})*", f"({other} ({comma} {other})*)?"
@@ -370,11 +364,11 @@ class CallGrammar:
         return first
 
     def _bare(self, schema: Any) -> str:
-        """Returns the name of a rule for a value that is written with the style's quotes."""
+        """Returns the name of a rule for a value whose strings stand in the style's quotes."""
         reference = schema.get("$ref") if isinstance(schema, dict) else "#any" * (schema is True)
         if isinstance(reference, str) and reference in self._by_reference:
             return self._by_reference[reference]
-        rule = self._rule("")  # the value may refer to its own rule
+        rule = self._rule("")  # filled below, because the value may refer to its rule
         if isinstance(reference, str) and reference:
             self._by_reference[reference] = rule
         at = len(self._rules) - 1
@@ -383,19 +377,19 @@ class CallGrammar:
 
     def _bare_body(self, schema: dict[str, Any]) -> str:
         branches = schema.get("anyOf")
-        if isinstance(branches, list) and not schema.keys() - _NOTES - {"anyOf"}:
+        if isinstance(branches, list) and not schema.keys() - ANNOTATIONS - {"anyOf"}:
             return " | ".join(map(self._bare, branches))
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
-            if schema.keys() - _NOTES - {"enum", "const", "type"}:
+            if schema.keys() - ANNOTATIONS - {"enum", "const", "type"}:
                 raise _UnfitError
             return " | ".join(map(self._bare_constant, values))
         kinds = types_of(schema, self._tool.parameters)
         if not kinds:
-            if schema.keys() - _NOTES:
+            if schema.keys() - ANNOTATIONS:
                 raise _UnfitError
             kinds = frozenset(_TYPES)
-        if len(kinds) > 1 and schema.keys() - _NOTES - {"type"}:
+        if len(kinds) > 1 and schema.keys() - ANNOTATIONS - {"type"}:
             raise _UnfitError
         return " | ".join(self._bare_of(kind, schema) for kind in _TYPES if kind in kinds)
 
@@ -405,11 +399,11 @@ class CallGrammar:
                 self._check(schema, _TEXT)
                 return f"{self._terms(self._style.quote)} {self._text(schema, self._style.quote)}"
             case "boolean":
-                self._check(schema, _NOTES | {"type"})
+                self._check(schema, ANNOTATIONS | {"type"})
                 return '"true" | "false"'
             case "null":
-                self._check(schema, _NOTES | {"type"})
-                return '"null" | "None"'  # the template writes the latter
+                self._check(schema, ANNOTATIONS | {"type"})
+                return '"null" | "None"'  # the chat template writes None
             case "object":
                 return f'"{{" {self._bare_pairs({**schema, "type": "object"})} "}}"'
             case "array":
@@ -441,7 +435,7 @@ class CallGrammar:
 
 
 def _moved(schema: Any) -> Any:
-    """Returns the schema with its references changed from the root to the definition `root`."""
+    """Returns the schema with references into `#/$defs/root` in place of those into `#`."""
     if isinstance(schema, dict):
         return {
             key: value.replace("#", "#/$defs/root", 1)
@@ -453,11 +447,11 @@ def _moved(schema: Any) -> Any:
 
 
 def _is_type_alone(schema: dict[str, Any]) -> bool:
-    return not schema.keys() - _NOTES - {"type"}
+    return not schema.keys() - ANNOTATIONS - {"type"}
 
 
 def _is_like_json(text: str) -> bool:
-    """Whether a reader may read the text as JSON, or as a constant of Python."""
+    """Whether readers may take the text for JSON, or for a constant of Python."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -466,7 +460,7 @@ def _is_like_json(text: str) -> bool:
 
 
 def _python_words(schema: dict[str, Any]) -> list[str]:
-    """Returns the Python constants that a schema allows, among True, False and None."""
+    """Returns those of Python's constants True, False and None that a schema allows."""
     kinds = schema.get("type", [])
     if not _is_type_alone(schema):
         return []
@@ -475,5 +469,5 @@ def _python_words(schema: dict[str, Any]) -> list[str]:
 
 
 def _regex(text: str) -> str:
-    """Returns a regular expression that matches exactly this text, for a grammar."""
+    """Returns a regular expression of a grammar that matches exactly this text."""
     return re.sub(r"([][.+*?(){}|^$\\/])", r"\\\1", text).replace("\n", "\\n")

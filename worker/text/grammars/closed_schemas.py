@@ -1,6 +1,6 @@
 """Closes schemas: objects may have only the properties that the schema names.
 
-Most authors of schemas expect this.
+Most authors of schemas expect this. Also walks through the schemas inside a schema.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ _BRANCHES = ("anyOf", "oneOf", "allOf")
 _LISTS = ("prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _COMBINING = frozenset((*_BRANCH, *_BRANCHES, "$ref", "dependentSchemas", "unevaluatedProperties"))
+ANNOTATIONS = frozenset(
+    {
+        *("$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated"),
+        *("description", "examples", "readOnly", "title", "writeOnly"),
+    }
+)
+"""Keywords that do not constrain a value."""
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema, changed at all depths so that objects have only the properties it names.
 
-    References must be JSON pointers. An object with `additionalProperties` does not change. An
-    object to which other schemas add properties, such as a branch of `allOf`, does not change
-    either, because a closed object would refuse those properties.
+    References must be JSON pointers. Objects with `additionalProperties` do not change, and neither
+    do those to which other schemas add properties, such as a branch of `allOf`.
     """
     result: dict[str, Any] = _closed(schema, "#", _parts(schema))
     return result
 
 
 def _parts(schema: dict[str, Any]) -> set[str]:
-    """Returns the paths of the schemas that describe an object together with other schemas."""
+    """Returns the paths of the schemas that describe the same value as another schema."""
     schemas = dict(_by_path(schema, "#"))
     pending = [
         other
@@ -55,10 +61,8 @@ def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _described_with(schema: dict[str, Any], path: str) -> list[str]:
-    """Returns the paths of the other schemas that describe the same value as the schema at `path`.
-
-    These schemas are its branches and the target of its `$ref`.
-    """
+    """Returns the paths of the schemas that describe the same value as the schema at `path`: its
+    branches and the target of its `$ref`."""
     paths = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
     if isinstance(reference := schema.get("$ref"), str):
         paths.append(unquote(reference).rstrip("/"))
@@ -77,22 +81,19 @@ def _closed(schema: Any, path: str, parts: set[str]) -> Any:
 def _names_all(schema: dict[str, Any]) -> bool:
     """Whether the schema names properties, and names all those that it requires."""
     named, required = schema.get("properties"), schema.get("required")
-    return isinstance(named, dict) and all(
-        isinstance(key, str) and key in named
-        for key in required or ()
-        if isinstance(required, list)
-    )
+    names = required if isinstance(required, list) else []
+    return isinstance(named, dict) and all(isinstance(key, str) and key in named for key in names)
 
 
 def below(path: str, keys: tuple[Any, ...]) -> str:
-    """Returns the path of a child schema, in the form that references have."""
+    """Returns the path of a child schema as a JSON pointer, such as `#/properties/name`."""
     escaped = (str(key).replace("~", "~0").replace("/", "~1") for key in keys)
     return "/".join((path, *escaped))
 
 
 def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
-    """Yields (keys, schema, whether it describes the same value) for each direct child of a
-    schema."""
+    """Yields (keys, child, is_branch) for each direct child of a schema. A branch describes the
+    same value as the schema."""
     for name in (*_SCHEMA, *_BRANCH):
         if isinstance(child := schema.get(name), dict):
             yield (name,), child, name in _BRANCH

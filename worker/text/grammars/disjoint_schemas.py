@@ -12,7 +12,7 @@ from promptq.shared.protocol.schema_types import target_of
 _MAX_STEPS = 20_000
 _MAX_DEPTH = 12
 _KINDS = frozenset({"array", "boolean", "integer", "fraction", "null", "object", "string"})
-"""The types of JSON schema. Its type `number` is split into integers and fractions."""
+"""The types of JSON Schema, with integers and fractions in place of numbers."""
 
 
 class Disjointness:
@@ -24,7 +24,7 @@ class Disjointness:
         self._steps_left = _MAX_STEPS
 
     def of_all(self, schemas: Sequence[Any]) -> bool:
-        """Whether each two of the schemas provably exclude each other."""
+        """Whether any two of the schemas provably exclude each other."""
         return all(self._of(one, other, 0) for one, other in combinations(schemas, 2))
 
     def _of(self, one: Any, other: Any, depth: int) -> bool:
@@ -53,9 +53,8 @@ class Disjointness:
         return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
 
     def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether two schemas of objects exclude each other. This is so if one requires a property
-        that the other does not allow, or if both require a property with schemas that exclude each
-        other."""
+        """Whether two schemas of objects exclude each other: one requires a property that the other
+        does not allow, or both require a property and their schemas for it exclude each other."""
         for first, second in ((one, other), (other, one)):
             required = [name for name in _list(first, "required") if isinstance(name, str)]
             named, others = first.get("properties"), second.get("properties", {})

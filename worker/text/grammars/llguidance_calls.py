@@ -1,6 +1,6 @@
 """Calls llguidance to compile a grammar, in a worker and in the process that tests new grammars.
 
-This code is in a separate module so that the process starts quickly.
+This module imports little, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+_WHITESPACE = "[ ]"
+"""White space between the tokens of JSON: at most one space. Indentation wastes tokens, and without
+a limit a weak model may write white space for ever."""
 _SILENT = 0
 _MAX_REASON = 300
 _LISTING = re.compile(r"\n +\d+ \| ")
@@ -39,16 +42,30 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
-    """Returns a matcher at the beginning of a grammar. If the grammar is wrong, the matcher has the
-    error."""
+    """Returns a matcher for a grammar, before the first token. If the grammar is wrong, the matcher
+    has the error."""
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary, text, log_level=_SILENT)
 
 
+def options_of(strict: bool) -> dict[str, Any]:
+    """Returns llguidance's options for a schema. A schema that is not `strict` may have keywords
+    that llguidance cannot enforce."""
+    return {"lenient": not strict, "whitespace_pattern": _WHITESPACE}
+
+
+def schema_grammar(schema: dict[str, Any], strict: bool) -> str:
+    """Returns the grammar of JSON that matches a schema, as JSON. Raises ValueError."""
+    from llguidance import LLMatcher
+
+    options = cast("Any", options_of(strict))
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
 def lark_of(text: str) -> str:
-    """Returns a grammar as Lark text. `text` is Lark text already, or the JSON that functions of
-    llguidance return."""
+    """Returns a grammar as Lark text. `text` is Lark text, or the JSON that functions of llguidance
+    return."""
     header = "%llguidance {}\n"
     if text.startswith('{"grammars"'):
         (grammar,) = json.loads(text)["grammars"]

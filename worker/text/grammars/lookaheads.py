@@ -14,9 +14,9 @@ _ANY = r"[\s\S]*"
 
 
 def without_lookaheads(pattern: str) -> list[str] | None:
-    """Returns patterns without look-aheads, which together replace `pattern`. A text that matches
-    all of them matches `pattern`, but they may exclude texts that `pattern` allows. Returns None if
-    the pattern does not begin with look-aheads, or if they cannot be replaced."""
+    """Returns patterns without look-aheads. A text that matches all of them also matches `pattern`,
+    but they may exclude other texts that match `pattern`. Returns None if `pattern` does not begin
+    with look-aheads, or if they cannot be replaced."""
     if len(pattern) > _LONGEST or not pattern.startswith("^(?"):
         return None
     tokens = _TOKEN.findall(pattern)
@@ -52,9 +52,8 @@ def _beginning(alternatives: list[list[str]]) -> str | None:
 
 
 def _not_beginning(tokens: list[str]) -> str | None:
-    """Returns a pattern of the texts that a negative look-ahead for `tokens` allows. The tokens
-    must be a few characters, or one repeated character anywhere in the text; otherwise returns
-    None."""
+    """Returns a pattern of the texts that a negative look-ahead for `tokens` allows. Returns None
+    unless the tokens are a few characters, or one repeated character anywhere in the text."""
     is_anywhere, is_whole = tokens[:2] == [".", "*"], tokens[-1:] == ["$"]
     characters = tokens[2 * is_anywhere : -1 if is_whole else None]
     if not characters or not all(map(_CHARACTER.fullmatch, characters)):

@@ -1,4 +1,4 @@
-"""Rewrites keywords that llguidance refuses although they add no constraint."""
+"""Removes or rewrites keywords that llguidance does not support, where a schema can do without."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _APPLICATORS = frozenset(
         *("dependentSchemas", "else", "if", "not", "oneOf", "then"),
     }
 )
-"""Keywords that may evaluate properties or items in addition to the keywords that name them."""
+"""Keywords whose schemas may also name properties or items of the value."""
 _MAX_REFERENCES = 8
 _HINTS = frozenset(
     {
@@ -50,12 +50,12 @@ _STANDARD_FORMATS = frozenset(
         *("relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"),
     }
 )
-"""Formats of the standard. Any other format beside a `pattern` only names that pattern, as in
-zod."""
+"""Formats of JSON Schema. Another format next to a `pattern` only names the pattern, as in zod."""
 
 
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema that llguidance supports. Each value that matches it also matches `schema`.
+    """Returns the schema with fewer keywords that llguidance refuses. Each value that matches the
+    result also matches `schema`.
 
     A `oneOf` whose schemas exclude each other becomes an `anyOf`.
     """
@@ -109,10 +109,10 @@ class _Plain:
 
 
 def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with each `discriminator` of a `oneOf` as a required property of its
-    schemas.
+    """Returns the schema with the `discriminator` of each `oneOf` as a required property of the
+    schemas in it.
 
-    pydantic does not require such a property if it has a default.
+    pydantic does not require this property if it has a default.
     """
     if not any("discriminator" in node and "oneOf" in node for node in all_objects(schema)):
         return schema
@@ -123,7 +123,8 @@ def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
         for branch in branches if isinstance(branches, list) and isinstance(name, str) else ():
             reference = branch.get("$ref") if isinstance(branch, dict) else None
             target = branch if reference is None else target_of(reference, schema)
-            if isinstance(target, dict) and name in (target.get("properties") or ()):
+            properties = target.get("properties") if isinstance(target, dict) else None
+            if isinstance(properties, dict) and name in properties:
                 required = target.setdefault("required", [])
                 if isinstance(required, list) and name not in required:
                     required.append(name)
@@ -188,8 +189,7 @@ _IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": _accepts_all,
     "uniqueItems": lambda value: value is False,
 }
-"""For each keyword, a test whether its value adds no constraint, whatever the other keywords
-are."""
+"""By keyword: tests whether a value adds no constraint, whatever the other keywords are."""
 _OF_KIND = {
     "array": ("contains", "maxContains", "minContains", "unevaluatedItems", "uniqueItems"),
     "object": (
@@ -197,12 +197,12 @@ _OF_KIND = {
         *("minProperties", "propertyNames", "unevaluatedProperties"),
     ),
 }
-"""Keywords that constrain values of one type only, by type."""
+"""By type: keywords that constrain only values of that type."""
 
 
 def _idle(schema: dict[str, Any]) -> list[str]:
-    """Returns the keywords of a schema that add no constraint. Call this after `plain` for child
-    schemas."""
+    """Returns the keywords of a schema that add no constraint. Its child schemas must be the
+    results of `_Plain.of`."""
     keywords = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # refused beside a `$ref`
     keywords += [
         name for name, is_idle in _IDLE_VALUES.items() if name in schema and is_idle(schema[name])
@@ -239,7 +239,7 @@ def _idle(schema: dict[str, Any]) -> list[str]:
 
 
 def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with keywords that llguidance supports in place of others."""
+    """Returns the schema with some keywords replaced by others that llguidance supports."""
     pattern, members = schema.get("pattern"), schema.get("allOf", [])
     if isinstance(pattern, str) and isinstance(members, list):
         first, *others = without_lookaheads(pattern) or [pattern]

@@ -18,8 +18,8 @@ _RESOLVED = _NAMES.union(_REFERENCES[1:])
 def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema with JSON pointers as references, and without `$id` and anchors.
 
-    A reference to another document does not change. A dynamic reference that has several targets
-    does not change either.
+    References to another document do not change, and neither do dynamic references that have
+    several targets.
     """
     if all(_RESOLVED.isdisjoint(node) for node in all_objects(schema)):
         return schema

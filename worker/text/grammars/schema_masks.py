@@ -1,4 +1,5 @@
-"""Turns the output format of a request into masks over the vocabulary, with the library llguidance.
+"""Turns the output format of a request into masks (the tokens that may come next), with the library
+llguidance.
 
 The first request with an output format imports the library and passes the vocabulary to it.
 """
@@ -7,21 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from reprlib import repr as shown
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import (
-    IF_NOT_STRICT,
     ChoiceOutput,
     GrammarOutput,
     JsonOutput,
@@ -31,33 +29,30 @@ from promptq.shared.protocol.output_format import (
 )
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
-from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.grammars.call_grammar import CallGrammar
 from promptq.worker.text.grammars.closed_schemas import closed
-from promptq.worker.text.grammars.fault_place import path, place_of_fault
 from promptq.worker.text.grammars.llguidance_calls import (
     Vocabulary,
     compile_grammar,
     lark_of,
     reason_of,
+    schema_grammar,
 )
 from promptq.worker.text.grammars.plain_schemas import plain
+from promptq.worker.text.grammars.refusals import placed_schemas, refusal_message
 from promptq.worker.text.grammars.schema_patterns import (
     MAX_COMBINED_PATTERNS,
     num_combined_patterns,
     num_patterns_of_lark,
 )
-from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, any_of, terms
+from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, choice_grammar
 from promptq.worker.text.grammars.vetting import NotVettedError, Vetter
+from promptq.worker.text.output_styles import style_of
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
-
-WHITESPACE = "[ ]"
-"""White space between the tokens of JSON: at most one space. Indentation wastes tokens, and without
-a limit a weak model may write white space for ever."""
 
 _MAX_COMPILED = 256
 _MAX_REFUSED = 1024
@@ -67,17 +62,16 @@ memory."""
 _MAX_THREADS = 4
 
 
-class NewGrammarError(Exception):
-    """Raised if a grammar is not compiled yet and compiling it may take long."""
+class TakesLongError(Exception):
+    """Raised before work that may take so long that other requests should not wait for it."""
 
 
 class Grammars:
-    """Compiles the grammars that requests demand for their outputs. Thread-safe.
+    """Compiles grammars for the output formats of requests. Thread-safe.
 
     The 256 grammars that were used last stay compiled, or fewer if they are large. With `vets`, a
-    new grammar is first compiled in a process that can be killed. Without `vets`, all grammars are
-    trusted. `style` is the style of a forced call; by default it comes from the tokenizer's
-    template.
+    new grammar is first compiled in a process with limits. `style` is the form of forced tool
+    calls; by default, the tokenizer's chat templates determine it.
     """
 
     def __init__(
@@ -96,9 +90,9 @@ class Grammars:
         self._vets = vets
         self._masker: LLMasker | None = None
         self._vetter: Vetter | None = None
-        self._known: OrderedDict[bytes, tuple[LLMatcher, str]] = OrderedDict()  # with its text
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()  # for all of these
+        self._known: OrderedDict[bytes, tuple[LLMatcher, str]] = OrderedDict()  # (matcher, text)
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # error messages
+        self._lock = threading.Lock()  # guards the fields from `_masker` on
 
     def start(
         self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
@@ -107,11 +101,11 @@ class Grammars:
         `end_token_ids`.
 
         Raises InvalidRequestError, with the reason, if llguidance refuses the schema or if the
-        schema exceeds a limit. With `only_known`, raises NewGrammarError instead of compiling a
+        schema exceeds a limit. With `only_known`, raises TakesLongError instead of compiling a
         grammar.
         """
         if only_known and self._masker is None:
-            raise NewGrammarError
+            raise TakesLongError
         masker = self._set_up(wanted.field)
         matcher, text = self._compile(wanted, masker, only_known)
         is_same = _ends_by_itself(wanted) or end_token_ids == {self._tokenizer.end_token_id}
@@ -142,7 +136,7 @@ class Grammars:
             counts = [num_patterns_of_lark(wanted.grammar)]
         else:
             what = "schema that combines others (allOf, ...)"
-            counts = [num_combined_patterns(schema) for _, schema, _ in _placed_schemas(wanted)]
+            counts = [num_combined_patterns(schema) for _, schema, _ in placed_schemas(wanted)]
         if (count := max(counts, default=0)) > MAX_COMBINED_PATTERNS:
             raise _error(
                 wanted.field,
@@ -152,7 +146,7 @@ class Grammars:
         try:
             text = self._grammar_text(wanted)
         except ValueError as error:
-            raise _error(wanted.field, _refused(wanted, str(error), lambda _: "")) from error
+            raise _error(wanted.field, refusal_message(wanted, str(error), lambda _: "")) from error
         _check_length(len(text), wanted.field)
         return text
 
@@ -160,22 +154,21 @@ class Grammars:
         from llguidance import LLMatcher
 
         if isinstance(wanted, JsonOutput):
-            return _schema_grammar(wanted.schema, wanted.strict)
+            return schema_grammar(wanted.schema, wanted.strict)
         if isinstance(wanted, GrammarOutput):
             return LLMatcher.grammar_from_lark(wanted.grammar)
         ours = self._tokenizer
         if isinstance(wanted, RegexOutput):
-            # llguidance drops a backslash that escapes nothing.
             if (len(wanted.regex) - len(wanted.regex.rstrip("\\"))) % 2:
+                # llguidance would drop this backslash.
                 raise ValueError("it ends with a backslash, which escapes nothing")
             return LLMatcher.grammar_from_regex(wanted.regex)
         if isinstance(wanted, ChoiceOutput):
-            grammar = _choice(wanted, ours.added_tokens, ours.special_tokens)
+            grammar = choice_grammar(wanted.texts, ours.added_tokens, ours.special_tokens)
             return LLMatcher.grammar_from_lark(grammar)
         style = self._style or style_of(ours)
         calls = CallGrammar(style, ours.added_tokens, self._end_token_ids)
-        text = calls.text(wanted.tools, options_of, is_begun=wanted.is_begun)
-        return LLMatcher.grammar_from_lark(text)
+        return LLMatcher.grammar_from_lark(calls.text(wanted.tools, is_begun=wanted.is_begun))
 
     def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> tuple[LLMatcher, str]:
         key = sha256(repr(wanted).encode("utf-8", "surrogatepass")).digest()
@@ -186,7 +179,7 @@ class Grammars:
             if (refused := self._refused.get(key)) is not None:
                 raise _error(wanted.field, refused)
         if only_known:
-            raise NewGrammarError
+            raise TakesLongError
         wanted = _simplified(wanted)
         text = self._text(wanted)
         try:
@@ -206,7 +199,7 @@ class Grammars:
             if not reason:
                 self._remember(key, matcher, text)
                 return matcher, text
-            message = _refused(wanted, reason, partial(self._reason_against, masker))
+            message = refusal_message(wanted, reason, partial(self._reason_against, masker))
         with self._lock:
             self._refused[key] = message
             if len(self._refused) > _MAX_REFUSED:
@@ -214,8 +207,8 @@ class Grammars:
         raise _error(wanted.field, message)
 
     def _reason_against(self, masker: LLMasker, text: str) -> str:
-        """Returns the reason why llguidance refuses a grammar; empty if it accepts the grammar, or
-        takes too long."""
+        """Returns the reason why llguidance refuses a grammar; empty if llguidance accepts the
+        grammar or takes too long."""
         if self._vetter is None:
             return reason_of(masker.compile(text))
         try:
@@ -266,8 +259,8 @@ class LLMasker:
 
 
 class LLGrammar:
-    """Implements `Grammar` with llguidance. Also has `rollback` and `validate_tokens`, for
-    drafts."""
+    """Implements `Grammar` with llguidance. `text` is the grammar's text if an inference server may
+    use it."""
 
     __slots__ = ("_all_ends", "_ends_to_allow", "_ends_to_ban", "_text", "masker", "matcher")
 
@@ -305,8 +298,7 @@ class LLGrammar:
             raise GrammarError(reason_of(self.matcher))
 
     def correct_ends(self, mask: npt.NDArray[np.int32]) -> None:
-        """Change a mask so that it allows the end tokens of the request instead of those of the
-        model."""
+        """Change a mask so that it allows the request's end tokens instead of the model's."""
         if not (self._ends_to_allow or self._ends_to_ban):
             return
         may_end = self.matcher.is_accepting()
@@ -319,48 +311,21 @@ class LLGrammar:
 
 
 def _ends_by_itself(wanted: Output) -> bool:
-    """Whether no output matches of which another one is a continuation, as with objects. Then it
-    does not matter which token an engine takes for the end."""
+    """Whether nothing can follow a complete output, as with a JSON object. Then the output ends
+    without an end token."""
     if isinstance(wanted, JsonOutput):
         return wanted.schema.get("type") in ("object", "array")
     return isinstance(wanted, ToolCallOutput)
 
 
-def _choice(
-    wanted: ChoiceOutput, added_tokens: Mapping[str, int], special_tokens: Mapping[str, int]
-) -> str:
-    """Returns a Lark grammar that accepts one of the texts. A single terminal has all texts without
-    added tokens, because a rule for each text would make masks slow.
-
-    Raises ValueError if a text contains a special token, because outputs never show these tokens.
-    """
-    added = any_of(tuple(added_tokens))
-    letters: list[str] = []
-    others: list[str] = []
-    for text in dict.fromkeys(wanted.texts):
-        if not (held := added.findall(text)):
-            letters.append(json.dumps(text))
-            continue
-        for name in held:
-            if name in special_tokens:
-                raise ValueError(
-                    f"{shown(text)} holds {name}, a special token, which is never in a text"
-                )
-        others.append(terms(text, added_tokens))
-    if not letters:
-        return f"%llguidance {{}}\nstart: {' | '.join(others)}"
-    start = " | ".join(["TEXT", *others])
-    return f"%llguidance {{}}\nstart: {start}\nTEXT: {' | '.join(letters)}"
-
-
 def _simplified(wanted: Output) -> Output:
-    """Returns the output format with schemas that llguidance supports.
+    """Returns the output format with its schemas changed for llguidance; see `plain` and `closed`.
 
     Raises InvalidRequestError if a schema or grammar is too long.
     """
     if isinstance(wanted, GrammarOutput):
         _check_length(len(wanted.grammar), wanted.field)
-    for _, schema, _ in _placed_schemas(wanted):
+    for _, schema, _ in placed_schemas(wanted):
         _check_length(len(json.dumps(schema)), wanted.field)  # before more work is done on it
     if isinstance(wanted, JsonOutput):
         return replace(wanted, schema=closed(plain(wanted.schema)))
@@ -370,83 +335,12 @@ def _simplified(wanted: Output) -> Output:
     return wanted
 
 
-def _placed_schemas(wanted: Output) -> list[tuple[str, dict[str, Any], bool]]:
-    """Returns (path, schema, whether it is strict) for each schema in an output format."""
-    if isinstance(wanted, JsonOutput):
-        return [(f"{wanted.field}.json_schema.schema", wanted.schema, wanted.strict)]
-    if isinstance(wanted, ToolCallOutput):
-        return [(tool.place, tool.parameters, tool.strict) for tool in wanted.tools]
-    return []
-
-
 def _check_length(num_chars: int, field: str) -> None:
     if num_chars > MAX_GRAMMAR_CHARS:
         raise _error(
             field,
             f"{field}: {num_chars} characters are more than the {MAX_GRAMMAR_CHARS} allowed",
         )
-
-
-def _refused(wanted: Output, reason: str, reason_against: Callable[[str], str]) -> str:
-    """Returns the error message for an output format that llguidance refuses. The message names the
-    place of the fault in a schema."""
-    if isinstance(wanted, GrammarOutput):
-        if listed := re.match(r"(?:at )?(\d+)\(\d+\): (.*?)(?: \(at .*\))?$", reason):
-            reason = f"line {listed[1]}: {_reworded(listed[2])}"
-        elif reason.startswith("NoExtension"):
-            reason = "no text matches it"
-        return f"{wanted.field}: the grammar is refused: {reason}"
-    if isinstance(wanted, RegexOutput | ChoiceOutput):
-        kind = "regex" if isinstance(wanted, RegexOutput) else "choice"
-        return f"{wanted.field}: the {kind} is refused: {reason}"
-    for place, schema, strict in _placed_schemas(wanted):
-
-        def reason_of_schema(schema: dict[str, Any], strict: bool = strict) -> str:
-            try:
-                return reason_against(_schema_grammar(schema, strict))
-            except ValueError as error:
-                return str(error)
-
-        if fault := reason_of_schema(schema):
-            place += path(place_of_fault(schema, reason_of_schema))
-            return f"{place}: {_reworded(fault)}"
-    return f"{wanted.field}: the schema is refused: {_reworded(reason)}"
-
-
-_NOT_ENFORCED = f"cannot be enforced; leave it out{IF_NOT_STRICT}"
-
-
-def _reworded(reason: str) -> str:
-    """Returns llguidance's reason in the words of JSON schema."""
-    reason = reason.split("failed to compile JSON schema: ")[-1]
-    if match := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
-        return f"{match[1].replace(chr(34), '')} {_NOT_ENFORCED}"
-    if match := re.fullmatch(r"Unknown format: ?(.*)", reason):
-        return f"the format {shown(match[1])} {_NOT_ENFORCED}"
-    if reason.startswith("oneOf constraints are not supported"):
-        return "one value may match two of these schemas; use anyOf, or let them exclude each other"
-    if reason.startswith("regex parse error") and "look-around" in reason:
-        return "a pattern that looks ahead or behind cannot be enforced; write it without (?...)"
-    if reason.startswith(("NoExtension", "no text matches")):
-        return "no value matches it"
-    if reason.startswith("Unsatisfiable schema: "):
-        return reason.replace("Unsatisfiable schema", "no value matches it", 1)
-    if reason.startswith(("lexer error: too many", "Parser Error: ")):
-        return "it is too complex"
-    if reason.startswith("Resource "):
-        return "this refers to another document; only references inside the schema are followed"
-    return reason
-
-
-def _schema_grammar(schema: dict[str, Any], strict: bool) -> str:
-    from llguidance import LLMatcher
-
-    options = cast("Any", options_of(strict))
-    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
-
-
-def options_of(strict: bool) -> dict[str, Any]:
-    return {"lenient": not strict, "whitespace_pattern": WHITESPACE}
 
 
 def _error(field: str, message: str) -> InvalidRequestError:

@@ -1,7 +1,7 @@
 """Counts the patterns of a schema that one value may have to match all at once.
 
-Matching n such patterns costs llguidance 2^n, either at compile time or only in a step of the
-engine, when a text reaches that point. So this number is checked before llguidance gets a schema.
+For n such patterns, llguidance needs time in proportion to 2^n, either when it compiles the schema
+or in a later step of the engine. So the worker checks this number first.
 """
 
 from __future__ import annotations
@@ -12,28 +12,22 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from promptq.worker.text.grammars.closed_schemas import ANNOTATIONS
 from promptq.worker.text.grammars.references import all_objects
 
 MAX_COMBINED_PATTERNS = 12
 """The most patterns of a schema that combines others. With 12 patterns, a token takes 13 ms."""
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-_ANNOTATIONS = frozenset(
-    {
-        *("$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions"),
-        *("deprecated", "description", "discriminator", "examples", "readOnly", "title"),
-        *("writeOnly", "x-guidance"),
-    }
-)
-"""Keywords that do not constrain the value itself."""
+_IGNORED = ANNOTATIONS | {"$anchor", "discriminator", "x-guidance"}
 
 
 def num_combined_patterns(schema: Mapping[str, Any]) -> int:
     """Returns an upper bound of the different patterns that one value may have to match at once; 0
     if the schema combines no patterns.
 
-    If the schema combines anything, all of its patterns count, because an exact number would
-    require following all references. A property whose name is a keyword may count as that keyword.
+    If the schema combines any patterns, all of its patterns count, because an exact count would
+    have to follow all references. A property with the name of a keyword may count as that keyword.
     """
     patterns: set[tuple[str, str]] = set()
     combines = False
@@ -49,11 +43,11 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
 
 
 def num_patterns_of_lark(grammar: str) -> int:
-    """Returns an upper bound of the patterns that one text may have to match at once, in a Lark
-    grammar including its JSON schemas."""
+    """Returns an upper bound of the patterns in a Lark grammar and its JSON schemas that one text
+    may have to match at once."""
     count = 0
     for match in re.finditer(r"%json\s*", grammar):
-        with suppress(ValueError):  # not a schema (llguidance refuses it), or a text
+        with suppress(ValueError):  # no JSON: llguidance refuses it, or `%json` stands in a string
             schema, _ = json.JSONDecoder().raw_decode(grammar, match.end())
             count += num_combined_patterns({"schema": schema})
     num_intersections = _LARK_TEXT.sub("", grammar).count("&")
@@ -65,8 +59,8 @@ _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 
 
 def _combines(schema: dict[str, Any]) -> bool:
-    """Whether a schema sets two constraints on one value, one of them in another schema."""
-    constraints = schema.keys() - _ANNOTATIONS
+    """Whether a schema constrains a value together with another schema."""
+    constraints = schema.keys() - _IGNORED
     members = schema.get("allOf")
     if isinstance(members, list) and len(members) > 1:
         return True

@@ -1,8 +1,8 @@
-"""Compiles new grammars in a separate process, which is killed if a grammar needs too much.
+"""Compiles new grammars in a separate process, which ends if a grammar needs too much.
 
-llguidance's own limits are not enough: time and memory may double with each further pattern of a
+llguidance's limits are not enough: time and memory may double with each further pattern of a
 schema, in one call that cannot be interrupted. A worker compiles a grammar only after this process
-has compiled it within the limits. The process runs this module.
+has compiled it within the limits below. The process runs this module.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ COMPILE_SECONDS = 1.0
 COMPILE_BYTES = 128 * 2**20
 """Bytes of memory that a grammar may take."""
 MASK_SECONDS = 0.1
-"""CPU seconds that a mask may take. In a worker, the step of all sequences waits for a mask."""
+"""CPU seconds that a mask may take. In a worker, all sequences of a step wait for it."""
 _MASKS = 32
 _WALL_SECONDS = 25.0
-"""The most seconds for a grammar by the wall clock. A busy machine must not delay a preparation for
+"""The most seconds for a grammar by the wall clock, so that a busy machine delays no request for
 ever."""
 _ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 """The only environment variables that the process gets. Other variables of the worker contain the
@@ -52,10 +52,9 @@ class NotVettedError(Exception):
 
 
 class Vetter:
-    """Controls the process that tests a worker's grammars. The process starts when it is first
-    needed, and again after a kill.
+    """Controls the process that tests a worker's grammars, one at a time. Thread-safe.
 
-    Thread-safe: the process tests one grammar at a time.
+    The process starts when it is first needed, and again after it has ended.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -68,7 +67,7 @@ class Vetter:
 
         Raises NotVettedError if the grammar takes too much time or memory, or cannot be tested.
         """
-        with self._lock:  # tries twice, because the process may have been killed before
+        with self._lock:  # two tries, because the process may have been killed before this call
             reply = self._ask(grammar) or self._ask(grammar)
         if reply is None:
             raise NotVettedError(
@@ -80,8 +79,8 @@ class Vetter:
         return reply["error"]
 
     def _ask(self, grammar: str) -> dict[str, str] | None:
-        """Returns the reply of the process. Returns None if the process ended without a reply, and
-        not because of a limit."""
+        """Returns the reply of the process; None if the process ended without a reply. Raises
+        NotVettedError if it ended because of a limit."""
         process = self._process = self._process or self._start()
         is_overdue = threading.Event()
 

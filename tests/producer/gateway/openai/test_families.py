@@ -27,8 +27,8 @@ from promptq.worker.engine.core.model_free import ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.serve.build import Served
-from promptq.worker.text.chat_template import style_of
 from promptq.worker.text.grammars.schema_masks import Grammars
+from promptq.worker.text.output_styles import style_of
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.producer.batches.conftest import read_lines, write_lines
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker

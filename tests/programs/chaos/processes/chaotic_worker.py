@@ -15,7 +15,8 @@ from promptq.worker.__main__ import main as run_command
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.serve import process, worker
-from promptq.worker.serve.build import MODEL_FREE, Served, build
+from promptq.worker.serve.build import Served, build
+from promptq.worker.serve.model_identity import MODEL_FREE
 from tests.programs.states.mutants import break_scripts
 from tests.support.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
 

@@ -1,4 +1,4 @@
-"""Invariants of every state, once in words (the docstring) and once in code.
+"""Invariants of every state, each in words (the docstring) and in code.
 
 Each invariant yields a sentence for each violation.
 """
@@ -16,16 +16,18 @@ StateInvariant = Callable[[World, View], Problems]
 
 
 def keys_bear_the_queues_name(world: World, view: View) -> Problems:
-    """Every key begins with the queue's prefix, and so lies in the queue's slot."""
+    """Every key begins with the queue's prefix, so it is in the queue's slot of a Cluster."""
     for key in view.keys:
         if not key.startswith(KEYS.prefix):
             yield f"the key {key}"
 
 
 def each_request_is_in_one_place(world: World, view: View) -> Problems:
-    """A request that was accepted is waiting, delayed, active or final: exactly one of them, and
-    its sets say the same as its `state`. (What a plain client put into `pending` once more stands
-    there, too, until a claim meets it; what it put in by half, or took out, stands nowhere.)
+    """A request that was accepted is waiting, delayed, active or final, and only one of these. The
+    sets that contain its id agree with its `state`.
+
+    Exceptions by plain clients: an id that was added to `pending` again stays there until the next
+    claim. A request that was only half enqueued, or whose id was removed, is in no set.
     """
     for request_id, spec in world.by_id.items():
         if spec.plain and world.moves & STRAY and view.is_orphan(request_id):
@@ -46,8 +48,7 @@ def each_request_is_in_one_place(world: World, view: View) -> Problems:
 def nothing_is_held_after_the_end(world: World, view: View) -> Problems:
     """A request that has ended is in no set, except a dead letter, which is in `dead`.
 
-    In worlds where plain commands may add it again, it may wait, with its deadline, until a script
-    looks.
+    If plain commands add it again, it may be in `pending` and `deadlines` until a script finds it.
     """
     for request_id, spec in world.by_id.items():
         if not view.is_final(request_id):
@@ -61,9 +62,9 @@ def nothing_is_held_after_the_end(world: World, view: View) -> Problems:
 
 
 def a_log_is_the_answer_so_far(world: World, view: View) -> Problems:
-    """A log has the request's tokens from the first, each once, in order, none changed; its entries
-    are named after their ends; attempts never decrease. (A log that a stranger spoilt may hold
-    anything.)
+    """A log has the request's tokens from the first on, in order, each exactly once and unchanged.
+    The id of an entry is the number of tokens up to its end. Attempt numbers never decrease. A log
+    that a stranger has spoilt may contain anything.
     """
     for request_id, spec in world.by_id.items():
         if view.is_spoilt(request_id):
@@ -84,8 +85,8 @@ def a_log_is_the_answer_so_far(world: World, view: View) -> Problems:
 
 
 def there_is_one_last_event(world: World, view: View) -> Problems:
-    """A request has a last event if and only if it has ended; nothing stands behind it; the hash
-    keeps it, and its reason agrees with the state.
+    """A request has a last event if and only if it has ended. No entry follows this event. The hash
+    has a copy of it, and its reason agrees with the state.
     """
     for request_id in world.by_id:
         if view.is_spoilt(request_id):
@@ -118,8 +119,8 @@ _STATES_AFTER = {
 
 
 def a_result_is_the_whole_stream(world: World, view: View) -> Problems:
-    """The result in the hash says what the log says, folded, and counts its tokens. (Of a log that
-    a stranger spoilt it is one that can be read, with the reason of the end.)
+    """The result in the hash equals all events of the log together, and counts their tokens. If a
+    stranger has spoilt the log, the result is readable and has the reason of the end.
     """
     for request_id in world.by_id:
         if not (view.is_final(request_id) and view.log(request_id)):
@@ -131,7 +132,7 @@ def a_result_is_the_whole_stream(world: World, view: View) -> Problems:
             continue
         events = [TokenEvent.model_validate_json(event) for _, event in view.log(request_id)]
         if not events[-1].is_last:
-            continue  # another invariant's concern
+            continue  # another invariant checks this
         result = Result.model_validate_json(view.fields(request_id)["result"])
         if result != Result.fold(events):
             yield f"{request_id}: the result {result} is not that of its log"
@@ -140,10 +141,10 @@ def a_result_is_the_whole_stream(world: World, view: View) -> Problems:
 
 
 def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Problems:
-    """Hash and log of what has ended expire, except the hash of a dead letter; of other requests
-    nothing does. A dead letter is in its set until it is requeued. (What a plain client cancelled
-    and only then put in may expire while it waits for its end.) What is kept of claims and
-    idempotency keys expires.
+    """Hash and log of an ended request expire, except the hash of a dead letter. Those of other
+    requests do not expire. A dead letter is in its set until it is requeued. A request that a plain
+    client cancelled before enqueueing it may expire while it waits for its end. Records of claims
+    and idempotency keys expire.
     """
     for key in view.keys - view.expiring:
         if key.removeprefix(KEYS.prefix).partition(":")[0] in ("alone", "claimed", "idempotency"):
@@ -169,8 +170,8 @@ def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Proble
 
 
 def a_place_in_the_queue_is_kept(world: World, view: View) -> Problems:
-    """Whoever is given back or has waited for its time stands where it would have stood, had it
-    come with the priority that its payload says; so does who waits for its time.
+    """A request that was given back, or that is or was delayed, has the score that it would have
+    got on arrival with the priority of its payload.
     """
     for request_id in view.pending.keys() | view.delayed.keys():
         kept, priority = view.fields(request_id).get("score"), view.priority(request_id)
@@ -183,8 +184,8 @@ def a_place_in_the_queue_is_kept(world: World, view: View) -> Problems:
 
 
 def the_backlog_is_what_waits(world: World, view: View) -> Problems:
-    """The backlog of each tenant equals its waiting tokens and its delayed requests. (This does not
-    hold where plain clients take away what was counted.)
+    """The backlog of each tenant equals the tokens of its waiting and delayed requests. This does
+    not hold where plain clients remove requests that were counted.
     """
     if world.moves & STRAY:
         return
@@ -199,9 +200,7 @@ def the_backlog_is_what_waits(world: World, view: View) -> Problems:
 
 
 def what_workers_hold_is_counted(world: World, view: View) -> Problems:
-    """The requests that workers hold are counted for each tenant as they are, and none has more
-    than its limit.
-    """
+    """The count of each tenant's running requests is right, and within the tenant's limit."""
     expected: dict[str, set[str]] = {}
     for request_id in view.leases:
         expected.setdefault(world.by_id[request_id].tenant or "", set()).add(request_id)

@@ -1,4 +1,4 @@
-"""Invariants of every move, once in words (the docstring) and once in code.
+"""Invariants of every move, each in words (the docstring) and in code.
 
 Each invariant yields a sentence for each violation.
 """
@@ -53,7 +53,7 @@ StepInvariant = Callable[[Step], Problems]
 
 
 def scripts_raise_no_errors(step: Step) -> Problems:
-    """No script stops in the midst, and no row is refused by the server."""
+    """No script ends with an error, and the server refuses no row."""
     for answer in step.outcome.answers:
         if isinstance(answer, hiredis.ReplyError):
             yield f"the server says: {answer}"
@@ -62,9 +62,9 @@ def scripts_raise_no_errors(step: Step) -> Problems:
 
 
 def what_has_ended_never_changes(step: Step) -> Problems:
-    """State, last event, result and log of a request stay as they were when it ended; the log may
-    expire, then all of it. A purge may delete a dead letter, and a reaper one that was kept for its
-    time.
+    """State, last event, result and log of a request do not change after its end. The log may
+    expire, and later the whole request. A purge may delete a dead letter, and a reaper may delete
+    one that was kept for its full time.
     """
     for request_id in step.world.by_id:
         if not step.before.is_final(request_id):
@@ -85,8 +85,8 @@ def what_has_ended_never_changes(step: Step) -> Problems:
 
 
 def a_log_only_grows(step: Step) -> Problems:
-    """Entries of a log are never changed or trimmed while the request lives. (A log whose hash was
-    deleted may be swept away.)
+    """No entry of a log is changed or removed while the request exists. A sweep may delete a log
+    whose hash was deleted.
     """
     for request_id in step.world.by_id:
         if step.move.kind == "sweep" and not step.before.is_accepted(request_id):
@@ -97,8 +97,8 @@ def a_log_only_grows(step: Step) -> Problems:
 
 
 def subscribers_hear_what_the_log_gets(step: Step) -> Problems:
-    """A request's channel gets the entries of its log, byte for byte and in order, or once more the
-    last event of a request that had ended.
+    """A request's channel gets the new entries of its log, byte for byte and in order. For a
+    request that has ended, it may get the last event again.
     """
     if step.move.kind == "spoil":
         return
@@ -112,8 +112,8 @@ def subscribers_hear_what_the_log_gets(step: Step) -> Problems:
 
 
 def only_the_newest_attempt_writes(step: Step) -> Problems:
-    """A row is written, a lease renewed, a request given back only for the newest attempt, while it
-    has the request; all that others send changes nothing.
+    """Only the newest attempt, while it holds the request, can write rows, renew the lease or give
+    the request back. Calls of other attempts change nothing.
     """
     senders = {row.request_id: attempt for row, attempt in step.move.rows} | dict(step.move.holders)
     for request_id, attempt in senders.items():
@@ -124,7 +124,8 @@ def only_the_newest_attempt_writes(step: Step) -> Problems:
 
 
 def who_lost_a_request_learns_it(step: Step) -> Problems:
-    """Whoever sends for a request that it holds no longer is told so, or that it has ended."""
+    """A worker that sends a row or a fence for a request that it no longer holds gets this answer,
+    or the answer that the request has ended."""
     published = step.published
     if published is None:
         return
@@ -140,8 +141,9 @@ def who_lost_a_request_learns_it(step: Step) -> Problems:
 
 
 def an_answer_to_a_row_is_true(step: Step) -> Problems:
-    """`ok`: the row is in the log now. `duplicate`: it was before, with the same tokens. `gap`: the
-    log ends before it. `cancelled`, `expired`, `finished`: the request has ended.
+    """`ok`: the row is in the log now. `duplicate`: the row was in the log before, with the same
+    tokens. `gap`: the log ends before the row. `cancelled`, `expired`, `finished`: the request has
+    ended.
     """
     published = step.published
     if published is None:
@@ -163,8 +165,8 @@ def an_answer_to_a_row_is_true(step: Step) -> Problems:
 
 
 def nothing_follows_a_cancel_but_the_end(step: Step) -> Problems:
-    """Once a request is flagged as cancelled, or past its deadline, no token of it is published;
-    the next row or renewal of its holder ends it.
+    """Once a request is flagged as cancelled, or is past its deadline, none of its tokens is
+    published. The next row or renewal by its holder ends the request.
     """
     for request_id in step.world.by_id:
         is_cancelled = step.before.fields(request_id).get("cancelled") == "1"
@@ -182,10 +184,10 @@ def nothing_follows_a_cancel_but_the_end(step: Step) -> Problems:
 
 
 def an_answer_to_a_producer_is_true(step: Step) -> Problems:
-    """`ok` to an enqueue or requeue: the request is in the queue, with nothing of an earlier one. A
-    refusal: nothing has changed, of several requests neither. An id that was accepted before and is
-    kept (this one, or one with the same idempotency key): it has not changed. A cancel: the request
-    has ended, or its worker will hear of it, or it was over before.
+    """`ok` to an enqueue or requeue: the request is in the queue, without data of an earlier
+    request. A refusal: nothing has changed, for all requests of the call. An id that was accepted
+    before (this id, or the one of the same idempotency key): that request has not changed. A
+    cancel: the request has ended, now or before, or its worker will see the flag.
     """
     answer, script = step.outcome.answers[0], step.move.calls[0].script
     if isinstance(answer, PromptqError) or answer in ("unknown", "exists"):
@@ -230,8 +232,9 @@ def _what_is_wrong_with_cancelled(step: Step, asked: str, status: CancelStatus) 
 
 
 def an_answer_to_who_gives_back_is_true(step: Step) -> Problems:
-    """`waiting`: it held the request, which waits again, now or after a while. `cancelled`, `dead`:
-    it held it, and so it has ended. `finished`: it had ended before. `fenced`: it held it no more.
+    """`waiting`: the worker held the request, which waits again, perhaps with a delay. `cancelled`,
+    `dead`: the worker held the request, and the request has ended. `finished`: the request had
+    ended before. `fenced`: the worker no longer held it.
     """
     answer = step.outcome.answers[0]
     if step.move.calls[0].script != "release" or not isinstance(answer, list):
@@ -245,7 +248,7 @@ def an_answer_to_who_gives_back_is_true(step: Step) -> Problems:
 
 
 def others_are_left_alone(step: Step) -> Problems:
-    """A call that names requests changes nothing of those that it does not name."""
+    """A call that names requests does not change others."""
     if not step.move.ids:
         return
     for request_id in step.world.by_id:
@@ -261,12 +264,12 @@ def _holds(view: View, request_id: str, attempt: int) -> bool:
 
 
 def all_of(view: View, request_id: str) -> tuple[object, ...]:
-    """All that the server keeps of a request."""
+    """Returns all data of a request on the server."""
     return (view.fields(request_id), view.log(request_id), *sets_of(view, request_id))
 
 
 def sets_of(view: View, request_id: str) -> tuple[float | None, ...]:
-    """Its score in each set, `pending` first."""
+    """Returns the scores of the id in each set, `pending` first."""
     sets = (view.pending, view.delayed, view.leases, view.deadlines, view.dead)
     return tuple(members.get(request_id) for members in sets)
 
@@ -278,7 +281,7 @@ CHANGE_INVARIANTS: tuple[StepInvariant, ...] = (
     only_the_newest_attempt_writes,
     others_are_left_alone,
 )
-"""They hold by themselves of a move that changes nothing, of which most are."""
+"""These hold for each move that changes nothing, so they are not checked for such moves."""
 
 ANSWER_INVARIANTS: tuple[StepInvariant, ...] = (
     scripts_raise_no_errors,
@@ -291,9 +294,10 @@ ANSWER_INVARIANTS: tuple[StepInvariant, ...] = (
 
 
 def a_claim_takes_what_waits(step: Step) -> Problems:
-    """A claim, and nothing else, begins an attempt: of a request that waits, or comes back by this
-    very claim, that nobody holds and that is not to end. It is one higher than the last, and its
-    answer says so, with the log so far. The same call once more begins none, and gives the same.
+    """Only a claim begins an attempt. The request waits, or returns to the queue by this claim;
+    nobody holds it, and it need not end. The attempt's number is one higher than the last, and the
+    answer has this number and the log so far. The same call sent again begins no attempt, and gets
+    the same answer.
     """
     claimed = {claim.request_id: claim for claim in step.claims}
     if len(claimed) < len(step.claims):
@@ -333,10 +337,10 @@ def a_claim_takes_what_waits(step: Step) -> Problems:
 
 
 def a_lost_claim_comes_back(step: Step) -> Problems:
-    """If the next claim of a session shows that the reply to the last one was lost, the requests of
-    the last one wait again or are claimed anew, and no crash is counted. Requests of others, and
-    those whose reply came, stay as they are. The server knows the requests of the last claim. A
-    claim that comes after a later one returns nothing and takes nothing back.
+    """If the next claim of a session shows that the last reply was lost, the requests of that reply
+    wait again or are claimed again, and no crash is counted. Requests of other sessions, and those
+    whose reply arrived, do not change. The server remembers the requests of the last claim. A claim
+    that arrives after a later one returns no request and takes none back.
     """
     if step.move.kind not in ("claim", "session", "overtaken"):
         return
@@ -370,14 +374,14 @@ def a_lost_claim_comes_back(step: Step) -> Problems:
 
 
 def _is_overtaken(step: Step) -> bool:
-    """Whether a later claim of the session gave something already."""
+    """Whether a later claim of the session has returned requests already."""
     context = step.move.context
     return 0 < context.number < step.before.claim_numbers.get(context.session, 0)
 
 
 def _was_never_heard_of(step: Step, request_id: str) -> bool:
-    """Whether only the last claim of the session that claims now has the request, and the session
-    does not know of it.
+    """Whether the last claim of this session holds the request, and the session did not get the
+    reply.
     """
     session, answered = step.move.context.session, step.move.context.answered
     last, _ = step.before.claimed.get(session, ("", ()))
@@ -386,7 +390,7 @@ def _was_never_heard_of(step: Step, request_id: str) -> bool:
 
 
 def _is_given_again(step: Step, request_id: str) -> bool:
-    """Whether this is the session's last claim once more, and the request what it gave."""
+    """Whether this call repeats the session's last claim, which returned this request."""
     session, answered = step.move.context.session, step.move.context.answered
     last, _ = step.before.claimed.get(session, ("", ()))
     is_same = last != "" and last == step.move.nonce and last != answered

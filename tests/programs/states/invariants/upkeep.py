@@ -1,4 +1,4 @@
-"""Invariants of upkeep and control, once in words (the docstring) and once in code."""
+"""Invariants of upkeep and control, each in words (the docstring) and in code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.programs.states.world import NOW_MS
 
 
 def a_purge_deletes_dead_letters(step: Step) -> Problems:
-    """`purged`: it was a dead letter, and nothing is left of it. `unknown`: it was none, and
-    nothing has changed.
+    """`purged`: the request was a dead letter, and nothing is left of it. `unknown`: it was no dead
+    letter, and nothing has changed.
     """
     if step.move.kind != "purge":
         return
@@ -28,10 +28,11 @@ def a_purge_deletes_dead_letters(step: Step) -> Problems:
 
 
 def a_change_of_priority_is_whole(step: Step) -> Problems:
-    """`changed`: it waits, with the payload that was read; payload, hash and place say the new
-    priority; nothing else has changed. Otherwise nothing has, and it is so: a worker holds it
-    (`active`), it has ended (`finished`), it waits nowhere (`unknown`), or its payload is not the
-    one that was read (`stale`).
+    """`changed`: the request waits, and its payload was the one that was read. Payload, hash and
+    score have the new priority, and nothing else has changed. With another answer nothing has
+    changed, and the answer is true: a worker holds the request (`active`), it has ended
+    (`finished`), it is in no queue (`unknown`), or its payload is not the one that was read
+    (`stale`).
     """
     if step.move.kind != "priority":
         return
@@ -60,9 +61,10 @@ def a_change_of_priority_is_whole(step: Step) -> Problems:
 
 
 def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
-    """After a reap no lease has run out, no delay is over, nothing that waits is overdue. It tells
-    how many it put back into the queue (of which a deadline may have ended some), ended, buried,
-    and deleted: of dead letters those that were kept for their time, wholly.
+    """After a reap no lease has expired, no delay is over, and no waiting request is past its
+    deadline. The answer has the right numbers of requests that were returned to the queue (a
+    deadline may have ended some of them), ended, made dead letters, and deleted. Dead letters that
+    were kept for their full time are deleted completely.
     """
     if step.move.kind != "reap":
         return
@@ -93,8 +95,8 @@ def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
 
 
 def a_sweep_lets_go_of_orphans(step: Step) -> Problems:
-    """A sweep notes a key that nobody holds and nothing refers to. If that is still so an hour
-    later, a request ends, and any other key is deleted. Everything else stays.
+    """A sweep notes orphans: keys of requests that nobody holds and no set contains. If a key is
+    still an orphan after an hour, its request ends, or the key is deleted. Nothing else changes.
     """
     if step.move.kind != "sweep":
         return

@@ -23,7 +23,8 @@ from promptq.worker.engine.quantization.modules import (
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 from promptq.worker.engine.runner.load_runner import load_runner, runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
-from promptq.worker.serve.build import build, fits_beside_others, identify
+from promptq.worker.serve.build import build, fits_beside_others
+from promptq.worker.serve.model_identity import identify
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.quantization.test_quantization import logprobs_of
 from tests.worker.engine.tiny_models import save_model

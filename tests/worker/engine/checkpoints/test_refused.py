@@ -18,7 +18,8 @@ from promptq.shared.errors import ConfigurationError, ModelError, UnsupportedMod
 from promptq.shared.runtime import extras
 from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.engine.model.loading import load_model
-from promptq.worker.serve.build import build, identify
+from promptq.worker.serve.build import build
+from promptq.worker.serve.model_identity import identify
 from tests.worker.engine.checkpoints.test_formats import FILES
 
 CPU = torch.device("cpu")

@@ -103,7 +103,7 @@ def test_a_block_that_another_sequence_overwrote_is_noticed() -> None:
     victim.num_computed_tokens = 3
     victim.token_ids.append(4)
     runner.launch(Batch([share_of(thief)]))
-    with pytest.raises(RuntimeError, match="sequence 1 reads something else than its own"):
+    with pytest.raises(RuntimeError, match="sequence 1 reads other data than its"):
         runner.launch(Batch([share_of(victim)]))
 
 
@@ -117,7 +117,7 @@ def test_a_shared_block_behind_another_beginning_is_noticed() -> None:
     first = ScheduledSequence(reader, 0, 2, samples=False)
     runner.launch(Batch([first]))
     reader.num_computed_tokens = 4
-    with pytest.raises(RuntimeError, match="sequence 2 reads something else"):
+    with pytest.raises(RuntimeError, match="sequence 2 reads other data"):
         runner.launch(Batch([share_of(reader)]))
 
 

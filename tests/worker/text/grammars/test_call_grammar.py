@@ -231,6 +231,13 @@ def test_a_call_is_an_object_if_the_form_cannot_hold_its_schema(format: Format) 
 
 
 @OF_PAIRS
+def test_a_malformed_schema_is_refused_with_the_reason(format: Format) -> None:
+    malformed = tool("f", {"type": "object", "required": [{}]})
+    with pytest.raises(InvalidRequestError, match="Expected string for 'required'"):
+        grammar_of(format, forced(format, malformed))
+
+
+@OF_PAIRS
 def test_no_text_is_read_as_a_value_that_the_schema_refuses(format: Format) -> None:
     """Without a mark that says so, 5 between tags may be a number and a text."""
     mixed = {"type": ["string", "integer"], "minimum": 10}
@@ -355,7 +362,7 @@ def test_a_call_that_an_earlier_release_began_goes_on_in_its_form(name: str, beg
         assert not grammar.is_complete
         grammar.accept(token_id)
     assert grammar.is_complete
-    with pytest.raises(InvalidRequestError, match="what was emitted before does not fit"):
+    with pytest.raises(InvalidRequestError, match="the output of earlier attempts does not fit"):
         grammar_behind([*tokens, tokens[0]])
 
 

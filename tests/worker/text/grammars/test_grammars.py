@@ -26,7 +26,8 @@ from promptq.shared.protocol.output_format import (
 )
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.grammars.schema_masks import Grammars, _refused
+from promptq.worker.text.grammars.refusals import refusal_message
+from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.text.families import FAMILIES, byte_fallback
 from tests.worker.text.grammars.structured import SCHEMAS, assert_valid, closed, compilations
@@ -156,7 +157,9 @@ def test_a_refused_grammar_is_an_error_with_the_line(grammar: str, reason: str) 
 
 
 def test_a_grammar_without_an_end_is_refused_in_words() -> None:
-    said = _refused(GrammarOutput("start: start"), "NoExtensionBias", str)  # the vetter's word
+    said = refusal_message(
+        GrammarOutput("start: start"), "NoExtensionBias", str
+    )  # the vetter's word
     assert said == "response_format: the grammar is refused: no text matches it"
 
 
@@ -222,6 +225,11 @@ def test_one_schema_is_compiled_once_and_its_states_are_apart(
         ({"type": "string", "minLength": 3, "maxLength": 2}, "no value matches it"),
         ({"enum": []}, "no value matches it"),
         ({"type": "number", "minimum": float("inf")}, ""),
+        ({"properties": {"a": {}}, "required": 5}, "Expected array for 'required'"),
+        (
+            {"oneOf": [{"properties": 5}], "discriminator": {"propertyName": "a"}},
+            "properties must be an object",
+        ),
     ],
 )
 def test_a_refused_schema_is_an_error_with_the_reason(schema: dict[str, Any], reason: str) -> None:

@@ -15,7 +15,7 @@ CALL: Any = {
     "system": trying.SYSTEM,
     "messages": [{"role": "user", "content": trying.QUESTION}],
     "max_tokens": trying.MAX_TOKENS,
-    "extra_body": {"temperature": 0},  # the client has no name for it any more
+    "extra_body": {"temperature": 0},  # the client no longer has an argument for it
 }
 TOOL: Any = {"name": "paint", "description": "Paint a hero.", "input_schema": trying.SCHEMA}
 
@@ -24,7 +24,7 @@ def same_message(got: Any) -> str:
     wanted, [block] = trying.chat(), got.content
     same("text", block.text, wanted.text)
     same("stop_reason", got.stop_reason, "max_tokens")
-    # What was found in a cache is counted apart.
+    # Tokens that were found in a cache are counted separately.
     num_prompt_tokens = got.usage.input_tokens + (got.usage.cache_read_input_tokens or 0)
     same("usage", (num_prompt_tokens, got.usage.output_tokens), wanted.usage)
     return block.text

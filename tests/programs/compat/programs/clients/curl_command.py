@@ -1,4 +1,4 @@
-"""curl, as people try an API, and what browsers, probes and other servers' clients ask."""
+"""curl: how people try an API, and the calls of browsers, probes and other servers' clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CURL = ["curl", "-sS", "-N", "-w", "\n%{http_code}"]
 
 
 def curl(path: str, *options: str, body: Any = None, key: str = trying.KEY) -> tuple[int, str]:
-    """The status and the body of an answer."""
+    """Returns the status and the body of an answer."""
     data = [] if body is None else ["-d", json.dumps(body)]
     authorization = ["-H", f"Authorization: Bearer {key}"] if key else []
     done = subprocess.run(

@@ -54,7 +54,7 @@ FIELDS: dict[str, Any] = {
     "user": "somebody",
     "verbosity": "medium",
 }
-"""Fields that programs send, and that need not change the answer of this model."""
+"""Fields that programs send, and that do not change the answer of this model."""
 for name, value in FIELDS.items():
 
     @attempt(f"chat by an alias, with {name}")

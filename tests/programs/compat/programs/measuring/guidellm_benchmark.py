@@ -50,7 +50,8 @@ def _() -> str:
 def try_path(path: str) -> None:
     @attempt(path)
     def _() -> str:
-        """Also that each answer has as many tokens as asked for: it sends ignore_eos."""
+        """Also checks that each answer has the requested number of tokens: guidellm sends
+        ignore_eos."""
         metrics = benchmark(path)
         assert metrics["time_to_first_token_ms"]["successful"]["mean"] > 0
         same("tokens", metrics["output_token_count"]["successful"]["mean"], OUTPUT_TOKENS)

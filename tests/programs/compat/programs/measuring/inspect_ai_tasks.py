@@ -61,7 +61,7 @@ for api in ("chat", "responses"):
         got, wanted = await model(is_response).generate(MESSAGES), trying.chat()
         same("text", got.completion, wanted.text)
         same("stop_reason", got.stop_reason, "max_tokens")
-        usage = got.usage  # what was found in a cache is counted apart
+        usage = got.usage  # without tokens that were found in a cache
         num_prompt_tokens = usage.input_tokens + (usage.input_tokens_cache_read or 0)
         same("usage", (num_prompt_tokens, usage.output_tokens), wanted.usage)
         return got.completion

@@ -207,12 +207,13 @@ _REASONING = (
 
 
 def style_of(tokenizer: HuggingFaceTokenizer, name: str = AUTO) -> OutputStyle:
-    """Returns the style of a model's chats, as its chat templates show it.
+    """Returns the form of a model's calls and reasoning, according to its chat templates.
 
-    If `name` is a family, the style of calls is that family's.
+    If `name` is the name of a family, calls have the form of that family.
     """
+    chats = tokenizer.chats
     with_tools, without = (
-        output_style(tokenizer.chat_template(with_tools=shown), tokenizer.response_template, name)
+        output_style(chats.template(with_tools=shown), chats.response_template, name)
         for shown in (True, False)
     )
     if without.reasoning_marks == with_tools.reasoning_marks:
@@ -223,12 +224,13 @@ def style_of(tokenizer: HuggingFaceTokenizer, name: str = AUTO) -> OutputStyle:
 def output_style(
     chat_template: str, response_template: Any = None, name: str = AUTO
 ) -> OutputStyle:
-    """Returns the style of a model's texts. Without marks of a known family, calls are bare JSON.
+    """Returns the form of calls and reasoning. If the template is of no known family, calls are
+    bare JSON.
 
-    If a `response_template` of `transformers` states a mark literally, that mark is used. All other
-    marks come from the chat template.
+    Marks that a `response_template` of `transformers` states literally take precedence over those
+    of the chat template.
     """
-    shown = chat_template.replace('\\"', '"').replace("\\n", "\n")  # in a text of the template
+    shown = chat_template.replace('\\"', '"').replace("\\n", "\n")  # escaped in template strings
     style = _named(name) or next(
         (style for _, marks, style in _STYLES if all(mark in shown for mark in marks)),
         OutputStyle(),
@@ -272,8 +274,8 @@ def _with_response_template(style: OutputStyle, response_template: Any) -> Outpu
 
 
 def _words(field: Any, name: str) -> str | None:
-    """Returns the literal mark that opens or closes a field; None if the field has only a pattern
-    that matches many texts."""
+    """Returns the mark that opens or closes a field; None if it is a pattern that matches several
+    texts."""
     if not isinstance(field, Mapping):
         return None
     if isinstance(words := field.get(name), str):

@@ -1,0 +1,110 @@
+"""The identity of a worker's model: the name that clients use, and a fingerprint of the files."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from promptq.shared.protocol.claims import ModelIdentity
+from promptq.shared.settings.worker import WorkerSettings
+from promptq.worker.engine.checkpoints.location import (
+    check_source,
+    check_weights,
+    is_gguf,
+    library_arguments,
+)
+from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
+from promptq.worker.text.output_styles import style_of
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+
+MODEL_FREE = "model-free"
+"""The value of `--model` for the engine that has no model."""
+NATIVE = "native"
+"""The value of `--engine` for promptq's engine."""
+_HASHED_BYTES = 2**20
+
+
+def identify(settings: WorkerSettings) -> ModelIdentity:
+    """Returns the identity of the model that the settings name. Loads no weights. Raises
+    ModelError."""
+    if settings.model == MODEL_FREE and settings.engine == NATIVE:
+        return ModelIdentity(MODEL_FREE, MODEL_FREE)
+    name = settings.model or str(MODEL_DIR)
+    if settings.engine == NATIVE:
+        check_weights(check_source(name))
+    tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
+    return identity_of(settings, tokenizer)
+
+
+def identity_of(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
+    """Returns the identity of the model that the settings name, which may be the model of an
+    inference server."""
+    is_native = settings.engine == NATIVE
+    name = settings.model or str(MODEL_DIR)
+    fingerprint = _fingerprint(name, with_weights=is_native)
+    if is_native:
+        fingerprint += "".join(f"-{part}" for part in _formats(settings))
+    return ModelIdentity(
+        shown_name(settings),
+        fingerprint if is_native else f"{settings.engine}-{fingerprint}",
+        style_of(tokenizer, settings.output_style),
+    )
+
+
+def _formats(settings: WorkerSettings) -> list[str]:
+    """Returns the number formats that change outputs more than another processor would. They belong
+    to the model's identity."""
+    formats: list[str] = []
+    if settings.quantization != "none":
+        formats.append(settings.quantization)
+        if settings.quantization == "int4" and settings.quantization_group != "32":
+            formats.append(settings.quantization_group)
+        if not settings.quantize_embeddings:
+            formats.append("layers")
+    if settings.kv_cache_dtype != "auto":
+        formats.append(f"kv-{settings.kv_cache_dtype}")
+    return formats
+
+
+def shown_name(settings: WorkerSettings) -> str:
+    """Returns the name by which clients know the model."""
+    if settings.served_model_name is not None:
+        return settings.served_model_name
+    if settings.model is None:
+        return MODEL_NAME
+    path = Path(settings.model)
+    if is_gguf(settings.model):
+        return path.stem
+    return path.resolve().name if path.is_dir() else settings.model
+
+
+def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
+    """Returns a hash of the names, sizes and first MiB of a model's files.
+
+    A safetensors file begins with the names and shapes of all its tensors, a GGUF file with its
+    name and vocabulary. Without `with_weights`, the hash leaves out the weights. A worker that
+    forwards to an inference server may not have these files.
+    """
+    folder = folder_of(name_or_dir)
+    digest = hashlib.sha256()
+    names = ("config.json", "tokenizer.json", "tokenizer.model")
+    files = [folder / name for name in names if (folder / name).exists()]
+    if with_weights:
+        files += sorted(folder.glob("*.safetensors"))
+    if is_gguf(name_or_dir):  # a single file contains all of these
+        files = [Path(name_or_dir).expanduser()]
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(_HASHED_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def folder_of(name_or_dir: str) -> Path:
+    """Returns the folder of a model's files. `name_or_dir` is that folder, or a name on the hub."""
+    folder = Path(library_arguments(name_or_dir)[0])
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name_or_dir, local_files_only=True))
