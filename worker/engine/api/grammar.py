@@ -1,8 +1,7 @@
 """The interface of grammars: which tokens may come next in a sequence. The engine knows no library.
 
 A grammar is the state of one sequence. The engine passes each token to the grammar, and ends the
-sequence once no token may follow. The sampler gets the masks of all rows at once, while the model
-computes.
+sequence once no token may follow. The sampler gets the masks of all rows at once, during a forward.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class GrammarError(Exception):
-    """Raised if a grammar cannot continue: a token does not fit, or the grammar became too
-    complex."""
+    """Raised if a token does not fit the grammar, or if the grammar became too complex."""
 
 
 class Grammar(Protocol):
@@ -30,9 +28,10 @@ class Grammar(Protocol):
 
     @property
     def source(self) -> str | None:
-        """Lark text of the whole grammar for llguidance. Another engine that masks by it, and whose
-        end token is the tokenizer's, allows at least the tokens that `Masker.fill` does: before
-        llguidance 1.9, `whitespace_pattern` stands for any number. None: there is no such text."""
+        """The whole grammar as Lark text for llguidance; None if there is no such text. Another
+        engine may mask by this text, if the tokenizer's end token ends its sequences. It then
+        allows at least the tokens that `Masker.fill` allows. (Before llguidance 1.9, it repeats
+        `whitespace_pattern`.)"""
         ...
 
     @property
@@ -62,7 +61,6 @@ class Masker(Protocol):
 
         Bit i % 32 of word i / 32 is set if token i may come next. A token of text may come next if
         the grammar allows it, and an end token of the request if the output may end here. Returns
-        the error message of each row that failed, by the row's index. Releases the interpreter lock
-        while it computes.
+        the error of each row that failed, by row. Releases the interpreter lock while it computes.
         """
         ...

@@ -7,8 +7,8 @@ from promptq.worker.engine.api.messages import EngineLimits, EngineRequest
 
 
 def check_settings(limits: EngineLimits) -> None:
-    """Raise ConfigurationError if no request could run with these limits. Names the wrong
-    setting."""
+    """Raise ConfigurationError, which names a setting, if no request could run with these
+    limits."""
     if limits.max_num_batched_tokens < limits.max_num_seqs:
         raise ConfigurationError(
             f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens a step are less "
@@ -22,7 +22,7 @@ def check_settings(limits: EngineLimits) -> None:
 
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
-    """Raise ValueError if the request exceeds these limits. Names the wrong field."""
+    """Raise ValueError, which names the field, if the request exceeds these limits."""
     num_prompt_tokens = len(request.prompt_token_ids)
     num_output_tokens = len(request.output_token_ids)
     num_tokens = num_prompt_tokens + num_output_tokens

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 LEAST = -9999.0
-"""The value in place of minus infinity, which JSON does not have. vLLM uses the same value."""
+"""The log-probability that stands for minus infinity, which JSON does not have. As in vLLM."""
 
 
 @dataclass(slots=True)
@@ -36,12 +36,10 @@ class EngineRequest:
     """The random numbers of the sequence depend only on this seed and the token's position."""
 
     max_tokens: int
-    """The most output tokens over all attempts together. Prompt and output then fit the model
-    length."""
+    """The most output tokens of all attempts together, so that prompt and output fit the model."""
 
     end_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the sequence: those of the model (unless ignore_eos) and those of the
-    request."""
+    """Tokens that end the sequence: the model's (unless ignore_eos) and the request's."""
 
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear in the output (the tokenised `bad_words`)."""
@@ -59,8 +57,7 @@ class EngineRequest:
     """Only sequences with the same salt share cached prefixes."""
 
     tenant: str = ""
-    """Only sequences of the same tenant share cached prefixes, unless `share_prefix_cache` is
-    set."""
+    """Only sequences of one tenant share cached prefixes, unless `share_prefix_cache` is set."""
 
     weight: float = 1.0
     """The tenant's weight. A tenant with a larger weight may have more slots and more KV cache."""
@@ -113,9 +110,8 @@ class PromptLogprobs:
 class SequenceOutput:
     """The output of one step for one sequence.
 
-    `finish_reason` is set on the last output of a sequence. `error` is set if the reason is
-    FinishReason.ERROR. When the engine returns the last output, it has already freed the slot and
-    the blocks.
+    The last output of a sequence has a `finish_reason`. If that is FinishReason.ERROR, the output
+    has an `error`, too. The engine frees the slot and the blocks before it returns the last output.
     """
 
     sequence_id: int
@@ -123,21 +119,18 @@ class SequenceOutput:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
     """Set on the output with the first token of all attempts, if the request wants
-    log-probabilities of its prompt. All pieces together cover the prompt from its second token
-    on."""
+    log-probabilities of its prompt. Together, all pieces cover the prompt from its second token."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_refused: bool = False
     """Set together with `error` if the request itself forbids every token."""
     timing: SequenceTiming | None = None
-    """Set with the first token of an attempt, with the first token after a preemption, and on the
-    last output."""
+    """Set with the first token of an attempt or after a preemption, and on the last output."""
     embedding: npt.NDArray[np.float32] | None = None
     """[embedding_size]: the pooled hidden states, not normalised. Set on the last output if the
     request has `pooling`."""
     given_back: GivenBack | None = None
-    """Set if the engine gives the sequence back before its end. The request then returns to the
-    queue."""
+    """Set if the engine gives the sequence back unfinished. Its request returns to the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +166,7 @@ class SequenceTiming:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Statistics of an engine at one time. Counts of tokens and sequences are totals since its
-    start."""
+    """Statistics of an engine. Counts of tokens and ended sequences are totals since its start."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -229,8 +221,7 @@ class SequenceSnapshot:
 
 @dataclass(slots=True)
 class EngineSnapshot:
-    """All sequences between two steps: running sequences by slot, then waiting sequences in queue
-    order."""
+    """All sequences between two steps: running ones by slot, then waiting ones in queue order."""
 
     sequences: list[SequenceSnapshot] = field(default_factory=list)
     num_shared_blocks: int = 0
@@ -238,8 +229,7 @@ class EngineSnapshot:
     step_seconds: float = 0.0
     """Median duration of the last steps, in seconds."""
     peak_memory_bytes: int = 0
-    """The most device memory used. Not in EngineStats, because reading it on CUDA queries the
-    allocator."""
+    """The most device memory used. Not in EngineStats: reading it queries CUDA's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +239,7 @@ class EngineLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    """The most tokens of a sequence, prompt and output together. The KV cache can hold that
-    many."""
+    """The most tokens of a sequence, prompt and output together. The KV cache has room for them."""
     kv_tokens: int
     """Number of tokens that the whole KV cache can hold."""
     block_size: int
@@ -265,8 +254,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
-    """The features that an engine supports. A worker refuses a request for other features, and
-    names the field."""
+    """Features of an engine. A worker refuses requests for others, and names the field."""
 
     logprobs: bool = True
     """Whether the engine reports log-probabilities, with ranks as in the protocol."""
@@ -288,13 +276,12 @@ class EngineAbilities:
     any request that is not greedy."""
 
     head_cost: float | None = None
-    """Time to draft one token with a head of the model, as a fraction of a step's time. None: the
-    model has no such head."""
+    """Time to draft a token with the model's head, as a fraction of a step's. None: no head."""
 
     is_at_risk: bool = True
-    """Whether a running request may have caused a failure of the engine."""
+    """Whether a request that was running may be the cause when the engine fails."""
     untold: frozenset[str] = frozenset()
-    """Fields of `WorkerStats` that the engine cannot report. Their values mean nothing."""
+    """Fields of `WorkerStats` that the engine cannot report. Workers ignore their values."""
 
     @property
     def refused(self) -> list[str]:

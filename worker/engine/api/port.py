@@ -30,8 +30,7 @@ def unheard(stage: str, share: float | None = None) -> None:
 
 
 class Engine(Protocol):
-    """An engine that computes a continuous batch step by step. Not thread-safe: one thread calls
-    it."""
+    """An engine that computes a continuous batch step by step. Only one thread may call it."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -109,16 +108,14 @@ class EnginePort(Protocol):
         ...
 
     async def stop(self, patience: float) -> None:
-        """Stop after the running step, or at once if that step has already taken more than
-        `patience` seconds.
+        """Stop after the running step, or at once if that has taken more than `patience` seconds.
 
         Steps that were not fetched are dropped.
         """
         ...
 
     def add(self, request: EngineRequest) -> None:
-        """Add a sequence. If the sequence can never run, its output is an error that names the
-        reason."""
+        """Add a sequence. If it can never run, its output is an error that names the reason."""
         ...
 
     def abort(self, sequence_id: int) -> None:
@@ -133,8 +130,8 @@ class EnginePort(Protocol):
         ...
 
     async def fetch(self) -> list[StepOutput]:
-        """Returns all steps since the last call, at least one. The engine pauses while nobody
-        fetches.
+        """Returns all steps since the last call, at least one. While nobody fetches, the engine
+        pauses.
 
         Raises the exception of an engine that failed, once all earlier steps have been fetched.
         """
@@ -147,8 +144,7 @@ class EnginePort(Protocol):
 
     @property
     def num_aborting(self) -> int:
-        """Number of aborted sequences that still hold memory. An abort takes effect only after a
-        step."""
+        """Number of aborted sequences that hold memory until a step ends."""
         ...
 
     def seconds_without_progress(self) -> float:

@@ -12,8 +12,7 @@ from promptq.worker.engine.attention.types import LayerCache, LayerSpec, Scoring
 
 
 class AttentionBackend(ABC):
-    """An implementation of attention. Creating an instance imports the packages that the backend
-    needs."""
+    """An implementation of attention. The constructor imports the packages that it needs."""
 
     name: ClassVar[str]
     """The backend's name in `--attention`."""
@@ -32,8 +31,7 @@ class AttentionBackend(ABC):
     """The names in LayerSpec.features that the backend does not support."""
 
     def why_not(self, specs: Sequence[LayerSpec]) -> str:
-        """Returns the reason why the backend cannot serve a model with these layers; empty if there
-        is no such reason."""
+        """Returns why the backend cannot serve a model with these layers; empty if it can."""
         for spec in specs:
             for dtype in (spec.key_dtype, spec.value_dtype):
                 if dtype not in self.dtypes:

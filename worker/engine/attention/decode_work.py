@@ -1,9 +1,8 @@
 """Cuts the contexts of decodes into parts, and divides the parts among a device's programs.
 
 The parts of a context depend on the length of this context alone. So the bits of a row's result do
-not depend on the other rows. A kernel with a fixed number of programs takes one span after another
-from a list, where a span is one or more successive parts of a sequence. The length of spans depends
-on the batch.
+not depend on the other rows. A kernel with a fixed number of programs takes spans from a list. A
+span is one or more successive parts of a sequence. The length of spans depends on the batch.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
 
 
 def _spans(length: _Numbers, tokens: _Numbers) -> tuple[_Numbers, _Numbers]:
-    """Returns two arrays over all spans: each span's sequence, and the index of its first token
-    there."""
+    """Returns two arrays over all spans: the span's sequence, and the index of its first token."""
     count = _quotient(length, tokens)
     sequence = np.repeat(np.arange(len(length)), count)
     index = np.arange(len(sequence)) - (np.cumsum(count) - count)[sequence]
@@ -92,8 +90,7 @@ def _spans(length: _Numbers, tokens: _Numbers) -> tuple[_Numbers, _Numbers]:
 
 
 def _quotient(length: _Numbers, tokens: _Numbers) -> _Numbers:
-    """Returns the number of pieces of `tokens` tokens for each length. A length of 0 has one piece,
-    a negative length has none."""
+    """Returns the number of pieces of `tokens` tokens in each length: 1 in length 0, 0 in -1."""
     quotient: _Numbers = np.where(length < 0, 0, np.maximum(1, -(-length // tokens)))
     return quotient
 
@@ -161,8 +158,7 @@ class DecodeWork:
         return self._lists[key]
 
     def results(self, num_heads: int, num_kv_heads: int, value_size: int) -> PartResults:
-        """Returns the memory for the parts of a layer. All layers of this shape share the
-        memory."""
+        """Returns the memory for the parts of a layer. All layers of one shape share it."""
         shape = (num_heads, num_kv_heads, value_size)
         if shape not in self._results:
             places, counters = self.max_parts, (self._num_sequences, num_kv_heads)

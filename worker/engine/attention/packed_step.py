@@ -30,13 +30,13 @@ step will not be padded. Only the lengths in the layout are known."""
 
 
 def no_padding(layout: StepLayout, num_sampled: int) -> None:
-    """Returns None. A PaddedLists for a model without padded steps."""
+    """The PaddedLists of a model whose steps are not padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A packed batch: decodes, longest context first, then chunks, shortest first. A decode with a
-    draft counts as a chunk."""
+    """A packed batch: decodes, longest context first, then chunks, shortest first. A decode with
+    drafted tokens is a chunk."""
 
     items: list[ScheduledSequence]
     input_ids: torch.Tensor  # [1, T]
@@ -46,20 +46,17 @@ class PackedStep:
     """[S], int64: the rows from which tokens are sampled, in the order of `Batch.sampling`. A step
     without such rows has row 0 here, because some families cannot compute zero rows."""
     draws: torch.Tensor
-    """[D, S], float64: the data by which the token of each sampled row is drawn (see
-    `Packer.pack`)."""
+    """[D, S], float64: random number and parameters for each sampled row (see `Sampler.draws`)."""
     unknown: torch.Tensor
     """[2, U], int64: rows whose input token the previous step is still sampling, and the index of
     that token among the previous step's tokens."""
     reported: torch.Tensor | None = None
-    """[2, P], int64: the rows from which log-probabilities of prompts are reported, in the order of
-    `Batch.reporting`, and the tokens that follow these rows in the prompts. None if there are no
-    such rows."""
+    """[2, P], int64: the rows that report log-probabilities of prompts, in the order of
+    `Batch.reporting`, and the tokens that follow them in the prompts. None if there are none."""
 
     @property
     def pooled_rows(self) -> list[int]:
-        """The rows whose final hidden states become part of vectors, grouped by item in the order
-        of `items`."""
+        """Rows whose final hidden states become part of vectors, item by item."""
         ends = self.layout.query_starts[1:]
         return [
             row
@@ -171,8 +168,7 @@ class Packer:
         return lists
 
     def _block_tables(self, sequences: list[Sequence]) -> npt.NDArray[np.int64]:
-        """Returns the block tables [len(sequences), longest table]. Rewrites only the rows that
-        changed."""
+        """Returns the block tables [len(sequences), longest table]. Rewrites only changed rows."""
         slots = [slot_of(sequence) for sequence in sequences]
         width = max((len(sequence.block_table) for sequence in sequences), default=0)
         self._grow(max(slots, default=-1) + 1, width)

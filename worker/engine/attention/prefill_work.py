@@ -44,9 +44,8 @@ def longest_chunk(layout: StepLayout) -> int:
 class PrefillWork:
     """Work lists of a step's tiles, one for each size of tile that layers request.
 
-    `room` is the largest step, as (rows, chunks). With `room`, `fill` may replace the step by
-    another one. The work lists then keep their addresses, as replayed graphs need, and end with
-    tiles without rows.
+    `room` is the largest step, as (rows, chunks). With `room`, `fill` may replace the step. The
+    work lists then keep their addresses, as replayed graphs need, and end with tiles without rows.
 
     A work list that an earlier step requested is copied to the device together with the step's
     inputs. `fill` gets such copies as `lists`; without `room`, they are in `layout.lists`.

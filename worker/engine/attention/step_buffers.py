@@ -63,8 +63,7 @@ class StepBuffers:
         }
 
     def max_sequences(self, kind: StepKind) -> int:
-        """Returns the most sequences in a step of this kind, and the most rows that are sampled in
-        it."""
+        """Returns the most sequences, and the most sampled rows, of a step of this kind."""
         return min(kind.num_rows, self.max_num_seqs)
 
     def fits(self, layout: StepLayout, num_sampled: int, kind: StepKind) -> bool:
@@ -88,15 +87,13 @@ class StepBuffers:
 
     @staticmethod
     def _contexts(layout: StepLayout, kind: StepKind) -> list[int]:
-        """Returns a context for each row: that of a decode, -1 for a row of a chunk, 0 for
-        padding."""
+        """Returns a context for each row: a decode's, -1 for a row of a chunk, 0 for padding."""
         decodes, num_rows = layout.context_lens[: layout.num_decodes], layout.query_starts[-1]
         of_chunks = [-1] * (num_rows - len(decodes))
         return [*decodes, *of_chunks, *[0] * (kind.num_rows - num_rows)]
 
     def fill(self, step: PackedStep, sampled: torch.Tensor, kind: StepKind) -> None:
-        """Copy the inputs of a step, with its sampled rows, into the buffers, and pad the step to
-        `kind`."""
+        """Copy a step's inputs and its `sampled` rows into the buffers, padded to `kind`."""
         layout = step.layout
         for buffer, values, nothing in (
             (self._input_ids, step.input_ids[0], 0),

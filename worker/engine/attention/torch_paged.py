@@ -1,8 +1,7 @@
 """Paged attention in plain torch, the backend for all devices.
 
-Decodes are gathered into padded groups, and each group is computed at once. Each chunk is computed
-alone. Padding points to the first visible token of the same sequence, so no memory of other
-sequences is read.
+Decodes are computed in padded groups, and each chunk is computed alone. Padding points to the first
+visible token of the same sequence, so no memory of other sequences is read.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
 
 MAX_GATHERED_TOKENS = 1 << 16
-"""The most context tokens in a group of decodes, including padding. This limits the memory of a
-gather."""
+"""The most context tokens in a group of decodes, with padding. This limits a gather's memory."""
 MAX_SCORES = 1 << 24
 """The most scores in memory at once in the softmax that does not use torch's kernels."""
 
@@ -57,14 +55,12 @@ class TorchPaged(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows `first` to `last`, which are computed at once: a chunk, or decodes with similar
-    contexts."""
+    """Rows `first` to `last`, computed at once: a chunk, or decodes with similar contexts."""
 
     first: int
     last: int
     cache_rows: torch.Tensor | None
-    """[sequences, num_kv_heads, length], see `_cache_rows`. None: a chunk sees only its own
-    rows."""
+    """[sequences, num_kv_heads, length], see `_cache_rows`. None: a chunk sees only its rows."""
     bias: torch.Tensor | None
     """-inf for positions that a row does not see: [sequences, 1, 1, length] for decodes, [rows,
     length] for a chunk. None: decodes see all positions, and a chunk is plain causal."""
@@ -110,8 +106,7 @@ def _plan_decodes(
 
 
 def _similar(lengths: list[int]) -> list[tuple[int, int]]:
-    """Returns ranges (first, end) of decodes: groups that are not mostly padding, and whose padded
-    size is within the limit."""
+    """Returns ranges (first, end) of decodes. No group is mostly padding, or above the limit."""
     groups = []
     first, longest = 0, 0
     for index, length in enumerate(lengths):
@@ -169,8 +164,7 @@ def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _cache_rows(
     tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor, layout: StepLayout
 ) -> torch.Tensor:
-    """Returns [sequences, num_kv_heads, length]: indices into the cache viewed as [rows, head
-    size]."""
+    """Returns [sequences, num_kv_heads, length]: indices into the cache as [rows, head size]."""
     size = layout.block_size
     blocks = tables.gather(1, positions // size)
     per_head = blocks.unsqueeze(1) * len(heads) + heads.unsqueeze(1)
@@ -224,8 +218,7 @@ def _attend_explicitly(
     bias: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Returns the result of `_attend` with softcap and sinks, which torch's kernels do not
-    support."""
+    """Returns the result of `_attend` with softcap and sinks, which torch's kernels lack."""
     size, num_heads, rows, key_size = query.shape
     num_kv_heads, length = keys.shape[1:3]
     if bias is None and rows > 1:

@@ -20,8 +20,8 @@ class SpanList:
 
 
 class RequestedLists:
-    """The keys of work lists that layers requested in earlier steps. A list with a new key is
-    copied separately the first time."""
+    """The keys of work lists that layers requested in earlier steps. A new list is copied
+    separately the first time."""
 
     def __init__(self) -> None:
         self.spans: set[SpanList] = set()
@@ -32,8 +32,7 @@ class RequestedLists:
         """Returns the tile sizes that were requested in steps whose longest chunk has this length.
         The caller may add sizes to the set.
 
-        Tiles have one size for all lengths up to the next power of two (see
-        triton_kernels/prefill.py).
+        All lengths up to the next power of two share a tile size (triton_kernels/prefill.py).
         """
         return self._tile_sizes[(longest_chunk - 1).bit_length()]
 
@@ -42,8 +41,7 @@ class RequestedLists:
 class Pattern:
     """The positions that a query sees, up to and including its own position.
 
-    `full`: all positions; `sliding`: the last `size`; `chunked`: those since the last multiple of
-    `size`.
+    `full`: all; `sliding`: the last `size`; `chunked`: those since the last multiple of `size`.
     """
 
     kind: Literal["full", "sliding", "chunked"]
@@ -58,8 +56,7 @@ class Pattern:
         return 0
 
     def shortened(self, max_length: int) -> Pattern:
-        """Returns the pattern for sequences of up to `max_length` tokens. The result is FULL if
-        `size` covers them."""
+        """Returns the pattern for up to `max_length` tokens: FULL if `size` covers them."""
         return FULL if self.size >= max_length else self
 
 
@@ -95,8 +92,7 @@ class LayerSpec:
         return self.num_kv_heads * (key_bytes + self.value_size * self.value_dtype.itemsize)
 
     def in_int8(self) -> LayerSpec:
-        """Returns this layer with K and V in int8. A row then has integers, followed by their scale
-        in bf16."""
+        """Returns this layer with K and V in int8: a row has integers, then their scale in bf16."""
         if self.key_dtype == torch.uint8:
             return self
         return replace(
@@ -170,16 +166,13 @@ class StepLayout:
     plans: dict[Hashable, Any] = field(default_factory=dict)
     """Data that a backend computes once per step and uses in every layer."""
     lists: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """The work lists that were copied with the step's inputs. Lists of decodes have their SpanList
-    as key, lists of chunks the size of their tiles. In a padded step, the key is (kind, SpanList or
-    size)."""
+    """Work lists that were copied with the step's inputs. Lists of decodes have their SpanList as
+    key, lists of chunks their tile size. In a padded step, the key is (kind, SpanList or size)."""
     requested: RequestedLists = field(default_factory=RequestedLists)
-    """The backend adds the keys of the lists that it reads, so that later steps copy them in
-    advance."""
+    """Keys of the lists that the backend reads. Later steps copy these lists in advance."""
 
 
 DECODE_WORK = "decode work"
-"""Key in `plans` of the DecodeWork of a step's decodes. Code that replays a step with other lengths
-sets the value in advance."""
+"""Key in `plans` of a step's DecodeWork. Code that replays a step sets the value in advance."""
 PREFILL_WORK = "prefill work"
 """Key in `plans` of the PrefillWork of a step's chunks."""

@@ -20,7 +20,7 @@ _NAMES: dict[str, Pooling] = {
 
 
 def pooling_of(folder: Path) -> Pooling | None:
-    """Returns the pooling that a folder's file names: `last` if there is no file, None if the named
+    """Returns the pooling that a folder's file names: `last` if there is no file, None if the
     pooling is not supported.
 
     Raises ConfigurationError for a file that cannot be read.
@@ -38,8 +38,7 @@ def pooling_of(folder: Path) -> Pooling | None:
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """Returns the names of the poolings that are on. Newer files have a name, older files have
-    switches."""
+    """Returns the poolings that are on. Newer files name one, older files have switches."""
     if isinstance(name := config.get("pooling_mode"), str):
         return [name]
     return [

@@ -1,5 +1,4 @@
-"""Reads FP8 weights with a scale for each block, the format of DeepSeek and of transformers'
-`fp8`."""
+"""Reads FP8 weights with a scale for each block: the format of DeepSeek and transformers' `fp8`."""
 
 from __future__ import annotations
 

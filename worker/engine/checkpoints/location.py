@@ -30,8 +30,7 @@ def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
 
 
 def check_source(name_or_dir: str) -> str:
-    """Returns the directory or GGUF file after checking that it has a model. A hub name is returned
-    unchanged.
+    """Returns a directory or GGUF file that has a model, or a hub name as it is.
 
     Raises ModelNotFoundError, and ConfigurationError if a package is missing that reads the file.
     """

@@ -41,8 +41,8 @@ _PART_OF_HEAD = re.compile(r"(^|\.)(mtp|eh_proj|enorm|hnorm|shared_head)\.")
 class Format(Protocol):
     """Reads the layers of one quantization method.
 
-    The constructor takes the `quantization_config`, and raises UnsupportedModelError for a variant
-    that is not supported.
+    The constructor takes the `quantization_config`. Raises UnsupportedModelError for a variant that
+    is not supported.
     """
 
     marker: str
@@ -51,8 +51,7 @@ class Format(Protocol):
     """Bits of a number. A 32-bit word has several numbers."""
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor:
-        """Returns the weight of a linear layer from its tensors. Raises KeyError if a tensor is
-        missing."""
+        """Returns a linear layer's weight from its tensors. Raises KeyError if one is missing."""
         ...
 
 
@@ -63,8 +62,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "fp8": FP8,
 }
 _OF_THE_CACHE = {"q_scale", "k_scale", "v_scale"}
-"""Scales for a quantized KV cache. They are not read, because promptq's cache computes its
-scales."""
+"""Scales for a quantized KV cache. promptq does not read them: its cache computes its scales."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEADER = 100_000_000
 """The most bytes of a safetensors file's header. The safetensors library has the same limit."""
@@ -74,8 +72,7 @@ class ModelFolder:
     """A model in a directory or on a hub. Another tool may have quantized its weights."""
 
     def __init__(self, source: str, trust_remote_code: bool) -> None:
-        """Read the configuration. Raises ModelNotFoundError, or UnsupportedModelError for weights
-        of another format."""
+        """Read the configuration. Raises ModelNotFoundError, or UnsupportedModelError."""
         self.source = source
         self.config = _load_config(source, trust_remote_code)
         check_weights(source)
@@ -144,8 +141,8 @@ class ModelFolder:
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None:
         """Returns the weights for a model that computes in `dtype`; None if no weight is quantized.
 
-        Raises UnsupportedModelError if a tensor of a layer is missing, and SafetensorError for a
-        file that cannot be read.
+        Raises UnsupportedModelError if a layer lacks a tensor, SafetensorError if a file is
+        damaged.
         """
         if self._format is None:
             return None
@@ -174,8 +171,7 @@ class ModelFolder:
         return saved
 
     def damaged_file(self) -> str:
-        """Returns the name of the first weights file that is incomplete or not a safetensors file;
-        empty if all are whole."""
+        """Returns the name of the first damaged file with weights; empty if all are whole."""
         for file in self._files_in(self._folder(is_loaded=True)):
             try:
                 with safe_open(file, "pt"):
@@ -211,8 +207,8 @@ class ModelFolder:
 
     def _of_head(self, names: Iterable[str]) -> list[str]:
         """Returns those of `names` that name a head's tensors. Such names begin with `mtp`
-        (Qwen3-Next), or with a layer after the last one, if that layer has parts of a head
-        (DeepSeek-V3, GLM-4.5)."""
+        (Qwen3-Next), or with a layer after the last one that has parts of a head (DeepSeek-V3,
+        GLM-4.5)."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         found = [name for name in names if of_head.fullmatch(name)]
@@ -254,8 +250,7 @@ class ModelFolder:
 
 
 def _check_index_of_hub(name: str) -> None:
-    """Raise UnsupportedModelError if the index names files that are not safetensors, before
-    transformers downloads them."""
+    """Before the download, raise UnsupportedModelError if the index names other formats."""
     if Path(name).is_dir():
         return
     with suppress(OSError):  # no index, or transformers reports the error
@@ -316,8 +311,7 @@ def _num_numbers(file: Path, packed: int) -> int:
 
 
 def _tensors(file: Path) -> dict[str, Any]:
-    """Returns the entries of all tensors in a safetensors file's header; empty if the file is
-    damaged."""
+    """Returns a safetensors file's header, tensor by tensor; empty if the file is damaged."""
     try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")

@@ -20,20 +20,17 @@ from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
 _READ = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".spm", ".tiktoken", ".txt"})
 """Endings of the files that promptq or transformers may read."""
 MAX_BYTES = 128 * 2**20
-"""The most bytes of a file that is read whole, that is, of any file but weights. Gemma's tokenizer,
-one of the largest, has 33 MB."""
+"""The most bytes of a file other than weights. Gemma's tokenizer, one of the largest, has 33 MB."""
 HEAD_FOLDER = "mtp"
 _FOLDERS = ("", "additional_chat_templates", "1_Pooling", HEAD_FOLDER)
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
 MAX_PARTS = 2000
-"""The most layers, experts of a layer, or labels. transformers creates an object for each of
-them."""
+"""The most layers, experts of a layer, or labels. transformers creates an object for each."""
 _SIZES = (
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"),
     *("head_dim", "num_attention_heads", "num_key_value_heads"),
 )
-"""Names of the sizes of a model's matrices. The check multiplies all except the first by the hidden
-size."""
+"""Sizes of a model's matrices. The check multiplies all except the first by the hidden size."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 _CONTENTS = ("vocab", "merges")
@@ -43,8 +40,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def check_files(folder: Path) -> None:
-    """Raise UnsupportedModelError if a file leads out of the folder, or is not a regular file,
-    or is too large.
+    """Raise UnsupportedModelError if a file is outside the folder, too large, or not regular.
 
     Files in the hub's cache are links to the folder `blobs`, beside `snapshots`. These are allowed.
     """
@@ -113,8 +109,7 @@ def check_config(source: str, config: Any) -> None:
 
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
-    """Raise UnsupportedModelError if one matrix would have more elements than all weights files
-    together.
+    """Raise UnsupportedModelError if one matrix would be larger than all files with weights.
 
     transformers would fill the memory with such a matrix before it compares the sizes.
     """

@@ -19,8 +19,7 @@ class SavedWeights:
     dtype: torch.dtype
     """The dtype in which the model computes."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """All parameters by name, in `dtype`. A quantized parameter has a shape but no memory until
-    `widen`."""
+    """All parameters by name, in `dtype`. A quantized one takes no memory until `widen`."""
     quantized: dict[str, SavedWeight] = field(default_factory=dict)
     """The quantized weights, by the name of their module."""
 
@@ -38,8 +37,7 @@ class SavedWeights:
             self.tensors[name] = torch.zeros(1, dtype=self.dtype).expand(shape)
 
     def widen(self, module: str) -> None:
-        """Dequantize a module's weight: give its parameters memory, and their numbers in
-        `dtype`."""
+        """Dequantize a module's weight, so that its parameters have memory and numbers."""
         weight = self.quantized[module]
         if isinstance(weight, ExpertsWeight):
             for part, numbers in weight.dequantized().items():

@@ -13,8 +13,7 @@ from promptq.worker.engine.core.sequence import Sequence
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Returns the number of blocks for this many tokens of one sequence. The last block may be
-    partly filled."""
+    """Returns the number of blocks for this many tokens of one sequence."""
     return -(-num_tokens // block_size)
 
 
@@ -24,8 +23,7 @@ class BlockManager:
     Every block is in one of three states. A *free* block holds nothing. An *owned* block is in as
     many block tables as it has references. A *cached* block has no owner, but can be found by its
     hash until it is evicted. The hash of a block covers its tokens, all tokens before them, the
-    tenant and the cache salt. A block can be found as soon as it is completely computed, also while
-    it is owned.
+    tenant and the cache salt. A block can be found once it is computed as a whole, owned or not.
 
     Eviction is LRU (least recently used): when no block is free, the next one to allocate is the
     cached block that lost its last owner first. Of one sequence, the last blocks go first.
@@ -66,8 +64,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be allocated: free blocks, and cached blocks, which are then
-        evicted."""
+        """Number of blocks that can be allocated: free blocks, and cached blocks after eviction."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -121,9 +118,8 @@ class BlockManager:
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Yields each sequence of `leaving` with the number of free blocks after this sequence and
-        all before it have left. Blocks of `prefix` do not become free: `num_needed` counts them as
-        owned."""
+        """Yields each sequence of `leaving`, with the number of blocks that are free once it and
+        all before it have left. Blocks of `prefix` stay: `num_needed` counts them as owned."""
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
         for sequence in leaving:
@@ -197,8 +193,7 @@ class BlockManager:
             self.num_gained += last  # a waiting sequence may need fewer blocks now
 
     def free(self, sequence: Sequence) -> None:
-        """Take back a sequence's blocks. Findable blocks stay cached; the last blocks are evicted
-        first."""
+        """Take back a sequence's blocks. Findable ones stay cached; the last are evicted first."""
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -217,8 +212,7 @@ class BlockManager:
             sequence.state_source = sequence.state_target = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare all blocks with the block tables of `sequences`, which must be all sequences with
-        blocks.
+        """Compare all blocks with the block tables of `sequences`: all sequences with blocks.
 
         Raises RuntimeError, which names the inconsistency.
         """
@@ -264,8 +258,7 @@ class BlockManager:
         return block
 
     def _evict(self) -> int:
-        """Make the least recently used cached block unfindable, and return the block for another
-        use."""
+        """Make the least recently used cached block unfindable, and return it for another use."""
         block, _ = self._cached.popitem(last=False)
         block_hash, self._hashes[block] = self._hashes[block], None
         if block_hash is not None:
@@ -277,8 +270,7 @@ class BlockManager:
     def _hash_blocks(self, sequence: Sequence) -> None:
         """Extend the chain of block hashes of the sequence up to its last full block.
 
-        The hash is cryptographic, because a sequence that finds a block reads what another request
-        wrote.
+        The hash is cryptographic: a sequence reads what another request wrote to a found block.
         """
         hashes, size = sequence.block_hashes, self.block_size
         for index in range(len(hashes), sequence.num_tokens // size):
@@ -290,8 +282,7 @@ class BlockManager:
         """Returns the first hash in the chains of a tenant and salt.
 
         The parameter `person` of BLAKE2 keeps it different from each hash within a chain. The
-        tenant is hashed first, to a fixed length. So no salt of one tenant can imitate another
-        tenant and salt.
+        tenant is hashed first, to a fixed length, so no salt can imitate another tenant and salt.
         """
         tenant = "" if self._senders is not None else sequence.request.tenant
         salt = sequence.request.cache_salt.encode("utf-8", "surrogatepass")

@@ -112,8 +112,7 @@ class Committer:
         )
 
     def _pool(self, share: ScheduledSequence) -> Iterator[tuple[Sequence, SequenceOutput]]:
-        """Pool the hidden states of a share. The states of the last token complete the vector and
-        end the sequence."""
+        """Pool a share's hidden states. The last token's states complete the vector."""
         sequence = share.sequence
         if share.start == 0:
             sequence.pool.clear()  # preempted, so it starts again

@@ -1,5 +1,4 @@
-"""Drafts the next tokens of a sequence (speculative decoding): from its text, or with a head of its
-model.
+"""Drafts the next tokens of a sequence (speculative decoding), from its text or by a model's head.
 
 A step with a few more rows costs little more, as long as it mostly waits for the weights. So a
 decode may carry drafted tokens. Prompt lookup (Saxena 2023) finds the last occurrence of the
@@ -7,8 +6,7 @@ sequence's last tokens in the prompt or output, and drafts the tokens that follo
 may also have a head that predicts further tokens (multi-token prediction). Then the runner drafts.
 
 The step samples after each drafted token too. A drafted token is accepted if and only if it equals
-the token that would have been sampled without a draft. A wrong draft costs only time, and this
-module limits that time.
+the token that the model would sample without it. So wrong drafts cost only time, which is limited.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ _ALLOWANCE = 0.01
 """The cost that failing drafts may have, as a fraction of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
-"""The most credit for drafts, in tokens. A higher limit would waste more drafts on a text that has
-stopped repeating itself."""
+"""The most credit, in tokens. More would waste drafts after a text stops repeating itself."""
 _LARGEST_DEBT = 1.0
 _FIRST_LENGTH = 3
 _LONGEST, _SHORTEST = 4, 2
@@ -39,8 +36,7 @@ UNKNOWN = -1
 _MOST_BY_HEAD = 8
 """The most tokens that the head drafts in a step. It drafts one token after the other."""
 _FIRST_RATE = 0.7
-"""The expected rate at which the head's tokens are accepted, each if the token before it was
-right."""
+"""The expected rate of acceptance of a token that the head drafts after right ones."""
 _FIRST_FOUND = 3.0
 """The expected number of accepted tokens of a prompt lookup, if the model also has a head."""
 _WEIGHT = 1 / 16
@@ -86,8 +82,7 @@ class Head:
     cost: float
     """See `EngineAbilities.head_cost`."""
     rates: list[float] = field(default_factory=lambda: [_FIRST_RATE] * _MOST_BY_HEAD)
-    """For each position in a draft, the expected rate of acceptance if all tokens before it are
-    right."""
+    """For each place in a draft: the rate of acceptance if all tokens before it are right."""
 
     def settle(self, num_drafted: int, num_accepted: int) -> None:
         for place in range(min(num_accepted + 1, num_drafted)):
@@ -122,8 +117,7 @@ class Drafter:
     """Drafts tokens for one sequence, as many as pay off.
 
     Drafts are paid from a credit. Each accepted token adds to the credit, and each step adds a
-    little. So failing drafts cost at most what the steps add, and drafts that are right become
-    longer.
+    little. So failing drafts cost at most the small addition, and right drafts become longer.
     """
 
     max_drafted: int

@@ -1,5 +1,4 @@
-"""Computes a failed step again, first as a whole and then in parts, to find the sequence that
-fails.
+"""Computes a failed step again, as a whole and then in parts, to find the sequence that fails.
 
 Nothing of a failed step was committed. Computing a share again writes the same K and V, and begins
 with the same states of recurrent layers. So a step can be computed any number of times. To find one
@@ -57,9 +56,9 @@ class StepRecovery:
     """Computes the shares of a step that failed.
 
     `commit` stores the results of a batch and returns outputs. `leave` removes a sequence and
-    returns outputs. Its second argument is the error message, or None to give the sequence back.
-    `set_back` makes a sequence wait that lacked memory even alone. It returns whether the engine
-    will try the sequence again.
+    returns its output. Its second argument is the error message, or None to give the sequence back.
+    If a sequence lacked memory even alone, `set_back` makes it wait, and returns whether the engine
+    will try it again.
     """
 
     def __init__(
@@ -78,8 +77,7 @@ class StepRecovery:
         """Compute and commit shares, in parts if that fails. Returns the outputs.
 
         A sequence that fails alone ends with an error, if the runner can still compute anything
-        else. Otherwise raises the exception. A lack of memory is not the fault of any sequence,
-        because it may pass.
+        else. Otherwise raises the exception. Lacking memory is no sequence's fault: it may pass.
         """
         batch = Batch(shares)
         try:
@@ -112,8 +110,7 @@ class StepRecovery:
 
 
 def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[ScheduledSequence]]:
-    """Returns the parts to try after shares failed with `error`; empty if nothing smaller is left
-    to try.
+    """Returns the parts to try after shares failed with `error`; empty if nothing smaller is left.
 
     Several sequences are halved. A single sequence is tried without its draft. If memory was short,
     it is then tried with half of its tokens, and later steps compute the rest.
@@ -130,11 +127,9 @@ def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[Sc
 
 
 def _probe(failed: Sequence) -> Batch:
-    """Returns a batch with a prompt of one token, in the slot and the last block of a failed
-    sequence.
+    """Returns a batch with a one-token prompt, in a failed sequence's slot and last block.
 
-    The last block is for the last known token, which is not computed yet. So no other sequence
-    shares this block.
+    No sequence shares that block: it is for the last known token, which is not computed.
     """
     sequence = Sequence.of(EngineRequest(_PROBE_ID, [0], NEUTRAL, seed=0, max_tokens=1))
     sequence.slot = failed.slot

@@ -9,8 +9,7 @@ from promptq.worker.engine.core.sequence import Sequence
 
 
 class KeptStates:
-    """Hands out the places for kept states, and finds a state by the hash of the last block before
-    it.
+    """Hands out the places of kept states, and finds a state by the hash of the block before it.
 
     A place is an index into the runner's pool of states. It is free, reserved for a sequence that
     will write its state there, or has a state that can be found. A sequence that begins with a
@@ -42,8 +41,7 @@ class KeptStates:
         self._pins[place] -= 1
 
     def reserve(self) -> int | None:
-        """Returns a place to write a state to, which is then reserved; None if all places are in
-        use."""
+        """Reserves a place for a state, and returns it; None if all places are in use."""
         if self._free:
             return self._free.pop()
         for block_hash, place in self._findable.items():

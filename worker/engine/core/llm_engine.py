@@ -175,8 +175,7 @@ class LLMEngine:
         """Schedule, compute and commit one step.
 
         If the runner raises an exception, nothing is committed: no sequence gains a token, and the
-        next step schedules the same work again. `recover` finds the sequence that caused the
-        failure.
+        next step schedules the same work. `recover` finds the sequence that caused the failure.
         """
         self._uncommitted = None
         if not self.has_work:
@@ -256,8 +255,7 @@ class LLMEngine:
         return _Step(batch, self._runner.launch(batch))
 
     def _launch_after(self, step: _Step) -> _Step | None:
-        """Launch the step after `step`, which is not collected yet. Returns None if it cannot be
-        planned yet."""
+        """Launch the step after `step`, which still runs. Returns None if planning must wait."""
         pacing = self._pacing
         batch = self._scheduler.follow(step.batch, pacing.chunk, pacing.prompt_tokens)
         if batch is None:

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Computes the mean of rows. The result is the same to the last bit, however steps cut the rows
-    into chunks."""
+    """Computes the mean of rows, to the same last bit however steps cut the rows into chunks."""
 
     def __init__(self) -> None:
         self._sum: npt.NDArray[np.float64] | None = None

@@ -26,13 +26,13 @@ Their medians are used, because a single delayed step says little."""
 _GROWTH = 4
 """A chunk has at most this many times the tokens of the largest recent chunk."""
 _CAUTION, _BOLDNESS = 4, 16
-"""A token is assumed to cost at least 1 / n of its share of a step's time. The first n applies
-while all chunks had one size, the second once their sizes differ."""
+"""A token is assumed to cost at least 1 / n of its part of a step's time: the first n applies while
+all chunks had one size, the second once sizes differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptStep:
-    """The prompt tokens of a step, its seconds, and the seconds beyond those of its decodes."""
+    """A step with prompts: their tokens, its seconds, and its seconds beyond those of decodes."""
 
     num_tokens: int
     seconds: float

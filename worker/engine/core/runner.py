@@ -27,15 +27,13 @@ class KVLayout:
     block_size: int
     bytes_per_token: int
     num_states: int | None = None
-    """The number of sequences for which recurrent layers have states. None: the model has no
-    recurrent layers."""
+    """The number of sequences for which recurrent layers have states. None: no recurrent layers."""
     num_kept_states: int = 0
     """The number of further states, which are kept after shared prefixes."""
     state_bytes: int = 0
     """Bytes of all states together."""
     states_skip_drafts: bool = False
-    """Whether a step may have drafted rows although the model has states: the states after the step
-    do not include drafted rows."""
+    """Whether the states after a step leave its drafted rows out, so that steps may have drafts."""
 
 
 class Runner(Protocol):
@@ -69,9 +67,9 @@ class Runner(Protocol):
         ...
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
-        """Returns sampled tokens for each share of `batch.sampling`, in that order: the token after
-        the last known token, and one after each drafted token. Also sets `states` of each share
-        whose `num_pooled` is not 0."""
+        """Returns sampled tokens for each share of `batch.sampling`, in that order: one after the
+        last known token, and one after each drafted token. Also sets `states` of each share whose
+        `num_pooled` is not 0."""
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:

@@ -1,5 +1,4 @@
-"""Decides what a step computes: which sequences continue, which are admitted, and which are
-preempted."""
+"""Decides what a step computes: which sequences continue, are admitted, or are preempted."""
 
 from __future__ import annotations
 
@@ -123,9 +122,9 @@ class Scheduler:
         long_prompt_chunk: int | None = None,
         prompt_tokens: int | None = None,
     ) -> Batch | None:
-        """Plan the step after `batch` before the tokens of `batch` are known. The plan has the next
-        chunks of prompts, and one more decode of each sequence that samples in `batch` and does not
-        reach its length there.
+        """Plan the step after `batch` before the tokens of `batch` are known: the next chunks of
+        prompts, and one more decode of each sequence that samples in `batch` without reaching its
+        length there.
 
         Returns None if a waiting sequence may be admitted, or if the plan depends on the tokens.
         """
@@ -221,8 +220,7 @@ class Scheduler:
         must admit each one before it takes the next.
 
         First come sequences that are more urgent than a running one, which they preempt. Then come
-        sequences of tenants that run nothing. They preempt sequences of tenants that have more than
-        their share.
+        sequences of tenants that run nothing, which preempt tenants with more than their share.
         """
         while (sequence := self._next_urgent()) is not None:
             if (room := self._find_room(sequence, plan, self._less_urgent)) is None:
@@ -249,8 +247,7 @@ class Scheduler:
                 return
 
     def _next_urgent(self) -> Sequence | None:
-        """Returns the most urgent waiting sequence if it is more urgent than a running one, else
-        None."""
+        """Returns the most urgent waiting sequence if it is more urgent than a running one."""
         if self._waiting_by_urgency and self.running:
             sequence = self._waiting_by_urgency[0]
             if sequence.request.priority < self.running[-1].request.priority:
@@ -335,8 +332,7 @@ class Scheduler:
         return num_missing <= 0
 
     def _still_lacks_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Whether a sequence certainly has too little room still. Cheap: does not look up its
-        prefix."""
+        """Whether a sequence surely still lacks room. Cheap: does not look up its prefix."""
         known, num_gained = self._without_room
         return (
             known == sequence.sequence_id
@@ -393,8 +389,7 @@ def _order(sequence: Sequence) -> tuple[Any, ...]:
 
 
 def _urgency(sequence: Sequence) -> tuple[Any, ...]:
-    """Returns a sort key by which the most urgent sequence comes first. The last running sequence
-    is preempted first."""
+    """Returns a sort key, lowest for the most urgent sequence. The last is preempted first."""
     return (sequence.request.priority, *_order(sequence))
 
 

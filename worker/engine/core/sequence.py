@@ -27,8 +27,7 @@ class Sequence:
 
     Its KV cache has the first `num_computed_tokens` of `token_ids`. A sequence has no phases: the
     scheduler gives it work while it has known tokens that are not computed. A step that computes
-    the last known token samples the next one. If the request is for a vector, the step ends the
-    sequence instead.
+    the last known token samples the next one, or ends a sequence whose request is for a vector.
     """
 
     request: EngineRequest
@@ -114,15 +113,13 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """A sequence's share of one step: its tokens from `start` to `start + num_tokens`, and a
-    draft."""
+    """A sequence's share of one step: its tokens from `start` on, and drafted ones after them."""
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
-    """Whether the share's tokens include the last known token, so that the step samples the next
-    one."""
+    """Whether the tokens include the last known one, so that the step samples the next one."""
     draft: tuple[int, ...] = ()
     """Drafted next tokens. The step also samples after each of them. If they are UNKNOWN, the
     model's head chooses them at launch."""
@@ -148,8 +145,7 @@ class ScheduledSequence:
 
     @property
     def reported_rows(self) -> range:
-        """The positions in the sequence whose rows report the log-probability of the next prompt
-        token."""
+        """Positions whose rows report the log-probability of the next prompt token."""
         sequence, start = self.sequence, self.start
         if start >= sequence.num_rows_to_report:
             return range(0)

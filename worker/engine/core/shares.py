@@ -22,9 +22,8 @@ class TenantCounts(dict[str, int]):
             del self[tenant]
 
     def in_turn(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Returns the sequences in the order in which their prompts are computed. They are sorted
-        by priority. Within a priority, the first sequence of each tenant comes before the second of
-        any tenant."""
+        """Returns the sequences in the order in which their prompts are computed: by priority, and
+        within a priority, the first sequence of each tenant before the second of any tenant."""
         if len(self) < 2:
             return sequences
         numbers: Counter[tuple[int, str]] = Counter()
@@ -62,8 +61,7 @@ class Shares:
         self, victim: EngineRequest, blocks: int, newcomer: EngineRequest, needed: int
     ) -> bool:
         """Whether `victim` may be preempted for `newcomer`. Without the victim's `blocks`, its
-        tenant must still have at least the share that the newcomer's tenant has with `needed` more
-        blocks.
+        tenant must have at least the share of the newcomer's tenant with `needed` more blocks.
 
         So no tenant falls below its share, and a tenant that made room cannot take the room back.
         """
@@ -91,8 +89,7 @@ def beyond_their_share(
     running: list[Sequence], shares: Shares, newcomer: EngineRequest, num_needed: int
 ) -> Iterator[Sequence]:
     """Yields the running sequences to preempt for `newcomer`, which needs `num_needed` blocks. Each
-    is the last one of the tenant with the largest share at that time. No tenant falls below its
-    share."""
+    is the last of the tenant that then has the largest share. No tenant falls below its share."""
     by_tenant: dict[str, list[Sequence]] = {}
     for sequence in running:
         if sequence.request.priority >= newcomer.priority:

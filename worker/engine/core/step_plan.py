@@ -33,8 +33,7 @@ class StepPlan:
     """The sequences in the plan that do not decode."""
 
     def limit_prompts(self, num_tokens: int | None) -> None:
-        """Leave at most `num_tokens` for prompts if the plan already has decodes. None: no
-        limit."""
+        """Leave at most `num_tokens` (None: all) for prompts if the plan already has decodes."""
         if self.shares and num_tokens is not None:
             self.num_tokens_left = min(self.num_tokens_left, num_tokens)
 
@@ -77,8 +76,7 @@ class StepPlan:
             self.num_reported_rows_left += len(share.reported_rows)
 
     def computes_next_block(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Whether another sequence in this plan is about to compute the next block after this
-        prefix.
+        """Whether another sequence in this plan will compute the next block after this prefix.
 
         `sequence` should then wait for a step and share the block. Only sequences that make
         progress in this step count, so that no sequence waits for a stalled one.
@@ -116,8 +114,7 @@ class StepPlan:
 
 
 def can_plan_next(share: ScheduledSequence) -> bool:
-    """Whether the sequence's next share can be planned before this share's sampled token is
-    known."""
+    """Whether the sequence's next share can be planned before this share's token is known."""
     sequence = share.sequence
     return not share.samples or (
         not share.draft

@@ -35,11 +35,9 @@ class Attention:
     num_kv_heads: int
     head_size: int
     shares_kv: bool
-    """Whether the layer reads the keys and values of an earlier layer, and computes only
-    queries."""
+    """Whether the layer computes only queries, and reads an earlier layer's keys and values."""
     is_gated: bool
-    """Whether a head's output is multiplied by the sigmoid of a gate. The gate's weights follow
-    those of the head's query."""
+    """Whether the sigmoid of a gate multiplies a head's output. A head's gate follows its query."""
     scale: float
     """The factor of the scores `q k`."""
     softcap: float | None

@@ -1,8 +1,7 @@
 """Splits a layer's mixture of experts into its parts.
 
 A router's formula is not visible in its modules. So promptq tries each formula that it supports on
-random inputs, and chooses the formula whose results equal those of transformers' router. No family
-needs special code.
+random inputs, and chooses one whose results equal the router's. No family needs special code.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ class Routing:
     top_k: int
     scores: str = "softmax"
     choice_bias: torch.Tensor | None = None
-    """fp32 [num_experts]. Added to the scores to choose the experts, but not to compute their
-    shares."""
+    """fp32 [num_experts]. Added to the scores for the choice of experts, not for their shares."""
     num_groups: int = 1
     top_groups: int = 1
-    """Experts are chosen only from this many groups: those whose two best experts have the largest
-    sums."""
+    """Experts come only from this many groups: those with the largest sums of two best experts."""
     normalizes: bool = False
     """Whether a row's shares are divided by their sum. The divisor is at least `least_sum`."""
     least_sum: float = 1e-20
@@ -89,9 +86,8 @@ class Routing:
 
 
 class Limits(NamedTuple):
-    """The parameters of a limited gate, `g * sigmoid(alpha * g) * (u + 1)` for a gate `g` and an up
-    `u`. First `g` and `u` are cut to at most `limit`, and `u` to at least `-limit`. Limit 0 means
-    that the gate is not limited."""
+    """A limited gate: `g * sigmoid(alpha * g) * (u + 1)` for a gate `g` and an up `u`. First `g`
+    and `u` are cut to at most `limit`, and `u` to at least `-limit`. Limit 0 means no limit."""
 
     alpha: float = 0.0
     limit: float = 0.0
@@ -114,13 +110,11 @@ class Expert(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
-    """A mixture of experts: the sum of a row's experts, each times its share, and of the shared
-    experts."""
+    """A mixture of experts: the sum of a row's experts, times their shares, and shared experts."""
 
     routing: Routing
     router: torch.Tensor
-    """fp32 [num_experts, hidden size]. If the shared experts have a gate, one more row computes
-    it."""
+    """fp32 [num_experts, hidden size]. A gate of the shared experts takes one more row."""
     router_bias: torch.Tensor | None
     """fp32, with the same outputs as `router`."""
     is_gated: bool
@@ -159,8 +153,7 @@ class ExpertParts:
 
     @classmethod
     def routed(cls, fused: Any, routing: Routing, router: torch.Tensor) -> ExpertParts:
-        """Returns the parts of transformers' module with the experts. Raises NotOfThisKindError for
-        unknown experts."""
+        """Returns the parts of `fused`, transformers' experts. Raises NotOfThisKindError."""
         plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
         require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
         activation, limits = _activation(plain)
@@ -281,8 +274,7 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
 
 
 def _activation(fused: Any) -> tuple[str, Limits]:
-    """Returns the activation and limits with which the result equals that of transformers'
-    experts."""
+    """Returns the activation and limits that give the result of transformers' experts."""
     if not fused.has_gate:
         return activation_of(fused.act_fn), Limits()
     generator = torch.Generator("cpu").manual_seed(0)

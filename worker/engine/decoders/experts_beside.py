@@ -31,8 +31,7 @@ class ExpertsBeside:
 
     @classmethod
     def of(cls, parts: dict[str, Any], found: Found) -> ExpertsBeside:
-        """Returns the experts among the `parts` of a layer. Raises NotOfThisKindError for an
-        unknown part."""
+        """Returns the experts among the `parts` of a layer. Raises NotOfThisKindError."""
         router = parts["router"]
         of_router = parts_of(router)
         is_known = of_router.keys() == {"norm", "proj", "scale", "per_expert_scale"}

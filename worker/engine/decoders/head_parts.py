@@ -64,8 +64,7 @@ class HeadParts:
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """The T rows in which a head drafts for S sequences. Sequences with the most drafted tokens
-    come first.
+    """The T rows in which a head drafts for S sequences, those with the most drafts first.
 
     The last row of a sequence drafts its first token. Each further drafted token has one more row.
     The block table has room for the K and V of these rows.

@@ -92,8 +92,7 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the corresponding sum with
-    the MLP.
+    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP.
 
     Any of the norms may be missing, and the mixer or the MLP. At the end, `hidden *= output_scale`.
     """
@@ -150,8 +149,7 @@ class ModelParts:
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_attending: int | None = None) -> ModelParts:
-        """Returns the parts of a model. `num_attending` is the number of layers with attention;
-        None if it is unknown.
+        """Returns a model's parts. `num_attending`: how many layers attend; None if unknown.
 
         Raises NotOfThisKindError if the model has an unknown part.
         """
@@ -282,8 +280,7 @@ def _recurrent(mixer: Mixer) -> Recurrent:
 
 
 def _mlp(mlp: Any, shared: Any, found: Found) -> MLP:
-    """Returns the parts of an MLP. `shared` is a dense MLP in addition to experts, or the only
-    MLP."""
+    """Returns the parts of an MLP. `shared` is a dense MLP beside experts, or the only MLP."""
     if not hasattr(mlp, "experts"):
         return DenseMLP.of(shared if mlp is None else mlp)
     experts = ExpertParts.of(mlp, found)

@@ -40,8 +40,7 @@ _SYNONYMS = {
 
 
 def parts_of(module: nn.Module) -> dict[str, Any]:
-    """Returns child modules and parameters by their usual names. Leaves out modules without
-    effect."""
+    """Returns child modules and parameters by their usual names, without dropouts."""
     parts: dict[str, Any] = {
         **{name: each for name, each in module.named_children() if type(each) is not nn.Dropout},
         **dict(module.named_parameters(recurse=False)),
@@ -50,8 +49,7 @@ def parts_of(module: nn.Module) -> dict[str, Any]:
 
 
 def linears_of(parts: dict[str, Any], names: tuple[str, ...]) -> tuple[nn.Linear, ...]:
-    """Returns the linear layers of these names. Raises NotOfThisKindError for another kind of
-    module."""
+    """Returns the linear layers of these names. Raises NotOfThisKindError for other modules."""
     linears = tuple(parts[name] for name in names)
     require_linears(linears)
     return linears

@@ -185,8 +185,7 @@ NativeDecoder.unpacked = UnpackedDecoder
 
 
 def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
-    """Returns a native description of a step's rows, and the memory that the description refers
-    to."""
+    """Returns a native description of a step's rows, and the memory that it refers to."""
     layout = step.layout
     num_sequences, tables = len(layout.context_lens), layout.block_tables.contiguous()
     numbers = np.array([*layout.query_starts, *layout.context_lens], dtype=np.int64)

@@ -20,8 +20,7 @@ class NativeTensors:
     """Describes tensors, and keeps references to those that the native code reads."""
 
     _is_packed = True
-    """Whether the native code copies the weights into the order in which matrix products read
-    them."""
+    """Whether native code copies weights into the order in which matrix products read them."""
     _dtypes: AbstractSet[torch.dtype] = frozenset()
     """Other dtypes that weights of linear layers and embeddings may have."""
 
@@ -36,8 +35,7 @@ class NativeTensors:
         (self._copied if self._is_packed else self._kept).append(weights)
 
     def _weights(self, linears: Sequence[nn.Linear], count: int) -> list[library.Weight]:
-        """Returns descriptions of the weights of linear layers. Empty descriptions fill the list up
-        to `count`."""
+        """Returns descriptions of the layers' weights, and empty ones up to `count`."""
         weights = [self._weight(linear) for linear in linears]
         return weights + [library.Weight() for _ in range(count - len(weights))]
 
@@ -47,8 +45,7 @@ class NativeTensors:
         return self._bias_of([RowsOfLinear.all_of(linear) for linear in linears])
 
     def _bias_of(self, parts: Sequence[RowsOfLinear]) -> int | None:
-        """Returns the address of the biases of some outputs of linear layers; None if no layer has
-        a bias."""
+        """Returns the address of some outputs' biases; None if no layer has a bias."""
         if all(rows.linear.bias is None for rows in parts):
             return None
         biases = [
@@ -97,8 +94,7 @@ class NativeTensors:
         return bias.data_ptr()
 
     def _in_float32(self, numbers: torch.Tensor | None) -> int | None:
-        """Returns the address of a copy in fp32, and keeps a reference to the copy. None for
-        None."""
+        """Returns the address of a copy in fp32, which is kept. Returns None for None."""
         if numbers is None:
             return None
         self._kept.append(numbers := numbers.to(torch.float32, copy=True).contiguous())
@@ -106,8 +102,7 @@ class NativeTensors:
 
 
 def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeight:
-    """Returns the weight [outputs, inputs] of a linear layer, or [tokens, hidden size] of an
-    embedding."""
+    """Returns the weight: [outputs, inputs], or of an embedding [tokens, hidden size]."""
     if isinstance(module, QuantizedLinear | QuantizedEmbedding):
         assert isinstance(module.quantized, QuantizedWeight), "the decoder takes no others"
         return module.quantized
@@ -115,8 +110,7 @@ def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeig
 
 
 def native_weight(weight: QuantizedWeight) -> library.Weight:
-    """Returns the description of a quantized weight. The caller must keep a reference to the
-    weight."""
+    """Returns the description of a quantized weight, which the caller must keep."""
     return library.Weight(
         numbers=weight.numbers.data_ptr(),
         scales=weight.scales.data_ptr(),

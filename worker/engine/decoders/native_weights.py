@@ -300,8 +300,7 @@ def _gates_last(attention: Attention) -> list[RowsOfLinear]:
 
 
 def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
-    """Returns the description of a layer's K and V, whose memory the native code continues to
-    use."""
+    """Returns the description of a layer's K and V, whose memory native code keeps using."""
     key, value = cache.key, cache.value
     assert key.stride() == value.stride(), "K and V are laid out alike"
     assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"

@@ -10,8 +10,7 @@ from torch.func import functional_call
 
 
 class NotOfThisKindError(Exception):
-    """Raised if a model has a part that promptq's decoders do not support. The message names the
-    part."""
+    """Raised if promptq's decoders do not support a part of a model. The message names the part."""
 
 
 def require(holds: bool, otherwise: str) -> None:
@@ -21,8 +20,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 Found = dict[tuple[Any, ...], Any]
-"""Formulas that were found so far, by the kind and sizes of their module. Each kind of module is
-tried only once."""
+"""Formulas that were found, by the type and sizes of a module, so that each is tried once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ class RotationTables:
     cosine: torch.Tensor
     sine: torch.Tensor
     is_interleaved: bool
-    """Whether the pairs are neighbours. Otherwise, the first half of the numbers are paired with
-    the second half, as in Llama."""
+    """Whether neighbours are pairs. Otherwise, the first half of a head pairs with the second."""
 
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:
         """Returns heads [positions, 2 * pairs], rotated."""
@@ -38,8 +37,7 @@ class RotationTables:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of some layers' heads. If the tables are smaller than a head, only the head's
-    first numbers are rotated."""
+    """The rotation of some layers' heads, or of the head's first numbers that the tables cover."""
 
     module: nn.Module
     """The module that computes the tables."""
@@ -51,9 +49,8 @@ class Rotation:
     def is_of(self, attention: nn.Module, size: int) -> bool:
         """Whether an attention module, for rows of `size` numbers, rotates its heads.
 
-        Derivatives show which inputs the output depends on. They are computed on the device `meta`,
-        so no weight is read. Raises NotOfThisKindError if the output also depends on positions in
-        another way.
+        Derivatives on the device `meta` show which inputs the output depends on, so no weight is
+        read. Raises NotOfThisKindError if positions have another effect on the output.
         """
         like = torch.empty(1, device=next(attention.parameters()).device)
         with torch.inference_mode(False), torch.enable_grad():

@@ -15,8 +15,7 @@ import torch
 
 
 def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns the values as a tensor on the device. An array keeps its dtype, other values are
-    int64.
+    """Returns a tensor on the device. An array keeps its dtype, other values become int64.
 
     On a CPU the tensor shares the array's memory, so the array must not change afterwards.
     """
@@ -29,8 +28,7 @@ def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) ->
 def to_device_at_once(
     arrays: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Copy several arrays of any dtypes to the device in one transfer. Returns a view for each
-    array."""
+    """Copy arrays of any dtypes to the device in one transfer. Returns a view for each."""
     if device.type != "cuda":
         return [torch.from_numpy(array) for array in arrays]
     # Triton compiles kernels again for addresses that are not multiples of 16.

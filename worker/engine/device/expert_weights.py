@@ -1,5 +1,4 @@
-"""Reads the weights of a layer's experts (MoE) from transformers' modules, and computes experts in
-fp32."""
+"""Reads the weights of experts (MoE) from transformers' modules, and computes experts in fp32."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def input_weights(module: Any) -> torch.Tensor:
 
 
 def take_any_sizes(model: Any) -> None:
-    """Make transformers multiply experts one by one if its grouped products refuse the size of the
-    experts' rows."""
+    """Make transformers multiply experts one by one if grouped products refuse their sizes."""
     experts = [module for module in model.modules() if has_experts(module)]
     rows = [
         weight.shape[1 if module.is_transposed else 2] * weight.itemsize

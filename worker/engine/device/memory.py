@@ -37,8 +37,7 @@ class MemoryPeak:
         self._allocated = torch.cuda.memory_allocated(device)
 
     def bytes(self) -> int:
-        """Returns the peak number of bytes since the beginning, minus the bytes in use at the
-        beginning.
+        """Returns the peak number of bytes minus the bytes in use at the beginning.
 
         Returns the larger one of two such differences: of reserved bytes and of allocated bytes.
         Reserved memory has gaps, and the same work will have these gaps again.
@@ -50,8 +49,7 @@ class MemoryPeak:
 
 
 def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
-    """Returns the bytes of device memory that the result of `make` occupies, including the driver's
-    memory."""
+    """Returns the bytes on the device, with the driver's, that the result of `make` occupies."""
     give_back(device)
     before = free_bytes(device)
     result = make()

@@ -28,8 +28,7 @@ _PART = 2**22
 
 
 def has_fast_bf16_products() -> bool:
-    """Whether torch has vector code for bf16 products on this processor. If not, torch multiplies
-    one number at a time."""
+    """Whether torch multiplies bf16 in vectors on this processor, not one number at a time."""
     ops: Any = torch.ops
     return bool(ops.mkldnn._is_mkldnn_bf16_supported())
 

@@ -48,8 +48,7 @@ class CheckedModel:
 
     @property
     def takes_padding(self) -> bool:
-        """Whether steps may be padded to the size of a CUDA graph. Padding rows have no recurrent
-        states."""
+        """Whether steps may be padded to the size of a CUDA graph. Padding has no states."""
         return self.backend.takes_padding and not self.mixers
 
     @property
@@ -93,6 +92,5 @@ class CheckedModel:
         )
 
     def leave(self) -> None:
-        """Remove the PackedModel that was built last from the modules, so that its cache and states
-        can be freed."""
+        """Remove the last PackedModel from the modules, to free its cache and states."""
         leave_seam(self.modules, self.mixers)

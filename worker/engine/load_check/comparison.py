@@ -48,9 +48,8 @@ TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 """Tolerance in fp32 if the environment forces TF32, which rounds to 11 bits."""
 
 _DECODER_POSITIONS = 1024
-"""The largest position in tests of promptq's decoders. Larger positions need no test: the decoders'
-table of positions comes from the model's module, and layers that use positions in any other way are
-refused."""
+"""The largest position in tests of promptq's decoders. Their table of positions comes from the
+model's module, and layers that use positions in another way are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +179,7 @@ def compare(
 
 
 def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Returns [rows]: the distance of each row of logits from the expected row, divided by the
-    spread of the expected row."""
+    """Returns each row's distance from the expected row, divided by that row's spread: [rows]."""
     spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
     off: torch.Tensor = (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
     return off

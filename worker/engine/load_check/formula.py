@@ -101,8 +101,7 @@ def _check(
     refused: UnsupportedModelError | None,
 ) -> CheckedModel:
     """Check a model once. For `by_parts` see `in_float32`. `refused` is the error of an earlier
-    check with `by_parts`. If wrong logits caused that error, the model now passes only if it
-    computes in fp32."""
+    check with `by_parts`. If wrong logits caused it, the model now passes only in fp32."""
     family, model = loaded.family, loaded.model
     mixers = mixers_of(model)
     # Recurrent layers know positions from their states.
@@ -179,11 +178,9 @@ def _with_decoder(
     tolerance: float,
     by_parts: bool,
 ) -> CheckedModel:
-    """Returns `checked` with the first decoder that passes, or with the reasons why no decoder
-    passes.
+    """Returns `checked` with the first decoder that passes, or with the reasons why none passes.
 
-    `by_parts`: weights are in fp32 only while they are used, so the decoder is checked with
-    unpacked weights.
+    `by_parts`: weights are in fp32 only while in use, so the unpacked decoder is checked.
     """
     probes = decoder_probes(loaded, max_length)
     reasons = []

@@ -31,8 +31,7 @@ from promptq.worker.engine.model.model_length import model_length
 
 
 def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) -> None:
-    """Compare promptq's decoder with transformers' model, with rounded weights or a rounded KV
-    cache.
+    """Compare promptq's decoder with transformers' model if weights or the KV cache are rounded.
 
     transformers' model computes with the dequantized weights. Call this after `check_model` has
     shown that the decoder is right without rounding. `options` names the options that cause
@@ -56,9 +55,8 @@ class Expectation:
     ) -> Expectation | None:
         """Returns the expected logits, computed in fp32 with the unpacked weights.
 
-        `checked` shows that the decoder computes the same formula as the model's modules. The model
-        will serve sequences of up to `max_length` tokens on `cache`. Returns None if there is too
-        little memory.
+        `checked` shows that the decoder computes the formula of the model's modules. The model will
+        serve sequences of up to `max_length` tokens on `cache`. Returns None if memory is short.
         """
         assert checked.decoder is not None, "only promptq's decoders pack weights"
         most = cache.num_blocks // len(LENGTHS) * cache.block_size

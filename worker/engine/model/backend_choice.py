@@ -31,8 +31,7 @@ def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
     """Returns the backends that run on the device, the fastest first. If `name` is not `auto`,
     returns only the backend of this name.
 
-    Raises ConfigurationError if there is no backend of this name, or if it does not run on the
-    device.
+    Raises ConfigurationError if no such backend exists, or if it does not run on the device.
     """
     if name != "auto" and name not in (names := [each.name for each in BACKENDS]):
         raise ConfigurationError(f"--attention: {name!r} is not one of auto, {', '.join(names)}")
@@ -67,8 +66,7 @@ def first_that_serves(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the device of this name. `auto` is the first CUDA device, or the CPU if there is
-    none.
+    """Returns the device of this name. `auto` is the first CUDA device, else the CPU.
 
     Raises ConfigurationError if the device cannot be used.
     """
@@ -90,8 +88,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def why_no_native_code(loaded: LoadedModel) -> str:
-    """Returns the reason why native code cannot compute the model on its device and in its dtype;
-    empty if native code can."""
+    """Returns why native code cannot serve this device and dtype; empty if it can."""
     device, dtype = loaded.model.device, loaded.model.dtype
     if device.type != "cpu":
         return f"it is for the CPU, and the device is {device.type}"

@@ -104,8 +104,7 @@ def rotary_of(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _cost(model: PreTrainedModel, head: nn.Module) -> float:
-    """Returns the time that the head takes for a drafted token, as a fraction of the time of a
-    step.
+    """Returns the time that the head takes for a drafted token, as a fraction of a step's time.
 
     The times are estimated from the numbers of weights that are read. Head and step both read the
     output layer. A step also has work other than reading weights.
@@ -194,8 +193,7 @@ class HeadOfModules:
 
 
 def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
-    """Returns the layout of one more row for each of the first `count` sequences: `depth` rows
-    after the last row of a step."""
+    """Returns the layout of `count` sequences with one row each, `depth` rows after a step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
     device = layout.block_tables.device
     return layout_of_rows(

@@ -27,8 +27,7 @@ WINDOWS = {"sliding_window": Pattern("sliding", 5), "attention_chunk_size": Patt
 sizes differ, so that a mask shows which kind of window made it."""
 
 THRESHOLDS = {"floor_scale": 4}
-"""transformers' names for positions from which modules treat queries differently (Llama 4), and
-their shrunk values."""
+"""Positions from which Llama 4 scales queries: transformers' names, and shrunk values."""
 
 SCORING = {"softcap": "softcap", "sinks": "s_aux"}
 """Features that backends may refuse, and transformers' names for them."""
@@ -69,8 +68,7 @@ AttentionMaskInterface.register(RECORD, eager_mask)
 
 @contextmanager
 def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
-    """In this block, make the model's windows a few tokens long. Yields the true pattern of each
-    shrunk pattern."""
+    """Shrink the model's windows to a few tokens in this block. Yields {shrunk: true pattern}."""
     config = model.config.get_text_config(decoder=True)
     true_patterns = {FULL: FULL}
     originals: list[tuple[Any, str, int]] = []
@@ -98,9 +96,8 @@ def record_layers(
     true_patterns: dict[Pattern, Pattern],
     mixers: list[Mixer],
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
-    """Returns the attention modules in order of call, and the spec of each. The specs have the
-    small windows of this recording in place of the model's. `mixers` are the model's recurrent
-    modules of known kinds.
+    """Returns the attention modules in order of call, and the spec of each, with the small windows
+    of this recording. `mixers` are the model's recurrent modules of known kinds.
 
     Raises UnsupportedModelError if a layer needs an unknown argument, or has several attention
     calls. A layer without an attention call must be one of `mixers`.

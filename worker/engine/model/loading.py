@@ -44,14 +44,12 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_COPIES = 2
-"""The most copies of a weight in memory at once, while the weight is rearranged for promptq's
-code."""
+"""The most copies of a weight in memory while it is rearranged for promptq's code."""
 
 
 def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
-    """Returns the files of a model in any format. Raises ModelNotFoundError if there is no model,
-    UnsupportedModelError if the model cannot be read, and ConfigurationError if a package is
-    missing."""
+    """Returns the files of a model in any format. Raises ModelNotFoundError if there are none,
+    UnsupportedModelError if they cannot be read, ConfigurationError if a package is missing."""
     source = check_source(name_or_dir)
     if not is_gguf(source):
         return ModelFolder(source, trust_remote_code)
@@ -301,8 +299,7 @@ def fits_beside_others(
 def _check_memory(
     files: ModelFiles, dtype: DType, device: torch.device, decoder: type[Decoder] | None
 ) -> None:
-    """Raise ConfigurationError if the weights do not fit into memory. Otherwise the system would
-    kill the process."""
+    """Raise ConfigurationError for too little memory, before the system kills this process."""
     # Quantized weights are read on the host first.
     places = {device, torch.device("cpu")} if files.is_quantized else {device}
     device = min(places, key=free_bytes)

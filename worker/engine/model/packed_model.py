@@ -1,5 +1,4 @@
-"""Connects transformers' models to the paged KV cache, through one attention function for all
-families (the seam).
+"""Connects transformers' models to the paged KV cache through one attention function, the seam.
 
 A model that uses this function builds no mask, because transformers makes masks only for functions
 with a registered mask function. Each attention module has an attribute with its layer's cache, so
@@ -65,8 +64,7 @@ class RowStarts:
 
 
 class PackedModel:
-    """A transformers model on the paged KV cache. Its attention modules, in order of call, use
-    `caches`.
+    """A transformers model whose attention modules, in order of call, use `caches`.
 
     Its recurrent modules are replaced by `mixers`, with states for `num_slots` sequences. With
     `counts_rows` the family also gets the positions through RowStarts.
@@ -99,16 +97,14 @@ class PackedModel:
         set_attention(model, SEAM)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [len(rows), vocab_size] of `rows`. Writes K and V of all rows of the
-        step."""
+        """Returns the logits [len(rows), vocab_size] of `rows`. Writes K and V of all rows."""
         return self._forward(step, rows)
 
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the logits of `rows`, and the final hidden states [len(kept), hidden size] of the
-        rows `kept`: transformers' `last_hidden_state`. Raises UnsupportedModelError if the family
-        has none."""
+        """Returns the logits of `rows`, and of the rows `kept` the final hidden states [len(kept),
+        hidden size]. Raises UnsupportedModelError if the family returns no `last_hidden_state`."""
         states_of_kept: list[torch.Tensor] = []
 
         def keep(body: nn.Module, arguments: Any, output: Any) -> None:

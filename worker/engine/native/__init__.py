@@ -1,2 +1,1 @@
-"""Native code for the CPU: each step of the decoder is one call of C++ code, compiled on this
-machine."""
+"""Native code for the CPU, in C++: one call computes a step of the decoder."""

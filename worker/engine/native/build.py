@@ -66,8 +66,7 @@ class NativeCodeError(Exception):
 
 
 def library_path() -> Path:
-    """Returns the path of the library for this machine. Compiles a library if the wheel has none
-    for its processor.
+    """Returns the library for this machine. Compiles it if the wheel has none for the processor.
 
     Raises NativeCodeError if this is impossible.
     """
@@ -112,8 +111,7 @@ def _compiled_here() -> Path:
 
 
 def build_for(kinds: Iterable[str], folder: Path) -> list[Path]:
-    """Compile a library for each of these kinds of processors, and return their paths. Raises
-    NativeCodeError."""
+    """Compile a library for each of these kinds, and return the paths. Raises NativeCodeError."""
     compiler = shutil.which(_compiler())
     if compiler is None:
         raise NativeCodeError(f"there is no compiler {_compiler()}")

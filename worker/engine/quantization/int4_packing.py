@@ -1,5 +1,4 @@
-"""Packs and unpacks integers of 4 bits. Two successive inputs of an output share a byte: the first
-is in the lower half.
+"""Packs integers of 4 bits. Two successive inputs share a byte, the first in its lower half.
 
 native/src/quantizing.cpp packs the weights that promptq rounds, in the same order. Matrix products
 unpack the integers in registers (decoders/kernels/quantized_product.py,
@@ -13,8 +12,7 @@ from torch import nn
 
 
 def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns uint8 [outputs, ceil(inputs / 2)] for uint8 [outputs, inputs], whose numbers are
-    below 16."""
+    """Returns uint8 [outputs, ceil(inputs / 2)] for uint8 [outputs, inputs] below 16."""
     numbers = nn.functional.pad(numbers, (0, numbers.shape[1] % 2))
     return numbers[:, ::2] | numbers[:, 1::2] << 4
 

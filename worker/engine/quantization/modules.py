@@ -30,8 +30,7 @@ SavedWeight = FewBits | ExpertsWeight
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with quantized weights, in a model of `dtype`. Its parameter `weight` is
-    empty."""
+    """A linear layer with quantized weights, in a model of `dtype`. Its `weight` is empty."""
 
     def __init__(self, weight: FewBits, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         outputs, inputs = weight.shape
@@ -52,8 +51,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """An embedding with quantized weights, in a model of `dtype`. Its parameter `weight` is empty,
-    and sets the output's dtype."""
+    """An embedding with quantized weights. Its empty `weight` has the output's dtype."""
 
     def __init__(self, weight: FewBits, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__(*weight.shape, device="meta")
@@ -98,8 +96,7 @@ class QuantizedExperts(nn.Module):
 
     @classmethod
     def rounded(cls, plain: Any, bits: int, group: int | None) -> QuantizedExperts:
-        """Returns the experts of transformers' module `plain` with rounded weights. Frees the
-        module's weights."""
+        """Returns the experts of `plain` with rounded weights. Frees the module's weights."""
         rounded = partial(QuantizedWeight.of, bits=bits, group=group)
         experts = []
         for index in range(len(plain.down_proj)):

@@ -1,5 +1,4 @@
-"""Integer weights with 8 or 4 bits per number. int4_packing.py describes how two integers share a
-byte."""
+"""Integer weights of 8 or 4 bits. int4_packing.py describes how two integers share a byte."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from promptq.worker.engine.quantization.int4_packing import pack_int4, unpack_in
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs]: `scale * n + offset`. A group of inputs shares scale and
-    offset."""
+    """A weight [outputs, inputs]: `scale * n + offset`. A group of inputs shares both factors."""
 
     numbers: torch.Tensor
     """uint8 [outputs, inputs], or with 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""
@@ -26,8 +24,7 @@ class QuantizedWeight:
     group: int
     inputs: int
     offsets: torch.Tensor | None = None
-    """Offsets with the shape and dtype of `scales`. None: the offsets are `-2 ** (bits - 1) *
-    scale`."""
+    """With the shape and dtype of `scales`. None: the offsets are `-2 ** (bits - 1) * scale`."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:

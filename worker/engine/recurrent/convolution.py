@@ -11,8 +11,7 @@ from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 
 def window_spec(convolution: Any) -> StateSpec:
-    """Returns the spec of a convolution's state: the last rows, which a `torch.nn.Conv1d` needs
-    together with the next row."""
+    """Returns the spec of a convolution's state: the rows that it needs before the next one."""
     channels, _, size = convolution.weight.shape
     return StateSpec((size - 1, channels), convolution.weight.dtype)
 
@@ -22,8 +21,7 @@ def convolve(
 ) -> torch.Tensor:
     """Returns the convolution [T, channels] of a step's `inputs` [T, channels], in their dtype.
 
-    `windows` [num_entries, size - 1, channels] is the pool of the layer's last inputs. Sums are in
-    fp32.
+    `windows` [num_entries, size - 1, channels] is the pool of last inputs. Sums are in fp32.
     """
     weight = convolution.weight.squeeze(1).t().float()  # [size, channels]
     before = windows.index_select(0, rows.read)

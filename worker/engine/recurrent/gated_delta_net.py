@@ -45,8 +45,7 @@ class _Projected(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """The inputs of the recurrence, in fp32. Each key head serves several successive value
-    heads."""
+    """The inputs of the recurrence, in fp32. A key head serves several successive value heads."""
 
     query: torch.Tensor  # [rows, key heads, key size]
     key: torch.Tensor  # [rows, key heads, key size]
@@ -102,8 +101,7 @@ class GatedDeltaNet(Mixer):
         return [getattr(self.module, name) for name in names]
 
     def _arranged(self, outputs: Sequence[torch.Tensor]) -> _Projected:
-        """Splits the outputs [..., outputs of one projection] of all projections into their named
-        parts."""
+        """Returns the outputs [..., outputs of one projection] of all projections by name."""
         module = self.module
         if len(outputs) == len(_PROJECTIONS[0]):
             query, key, value, gate, b, a = outputs
@@ -180,11 +178,9 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns the outputs for the rows of chunks, and updates the states [chunks, value heads, key
-    size, value size] in place.
+    """Returns the outputs of chunks. Updates `states` [chunks, value heads, key size, value size].
 
-    Within a piece, the changes of all rows solve a triangular system. Only the states pass from
-    piece to piece.
+    Within a piece, the changes of all rows solve a triangular system. Only states leave a piece.
     """
     served = tokens.value.shape[1] // tokens.key.shape[1]
     query, key, value, decay, beta = map(pieces.cut, tokens)

@@ -69,8 +69,7 @@ class KimiDeltaAttention(Mixer):
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs for one token of each sequence, and updates the states [rows, heads, key
-    size, value size] in place."""
+    """Returns the outputs of decodes. Updates `states` [rows, heads, key size, value size]."""
     query, key = tokens.query.unsqueeze(-2), tokens.key.unsqueeze(-2)
     states *= tokens.decay.exp().unsqueeze(-1)
     change = (tokens.value.unsqueeze(-2) - key @ states) * tokens.beta[..., None, None]

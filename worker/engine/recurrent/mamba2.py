@@ -84,8 +84,7 @@ class Mamba2(Mixer):
         )
 
     def _arranged(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Splits the outputs [..., outputs] of the single projection into the convolution's inputs,
-        the gates and the time steps."""
+        """Splits outputs [..., width] of the single projection: inputs, gates and time steps."""
         module, [projected] = self.module, outputs
         sizes = [module.num_heads * module.head_dim, module.conv1d.in_channels, module.num_heads]
         gate, x_b_c, time = torch.split(projected, sizes, dim=-1)
@@ -138,8 +137,7 @@ class Mamba2(Mixer):
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs for one token of each sequence, and updates the states [rows, heads, head
-    size, state size] in place."""
+    """Returns the outputs of decodes. Updates `states` [rows, heads, head size, state size]."""
     served = tokens.inputs.shape[1] // tokens.b.shape[1]
     flat = states.flatten(0, 1)
     b, c = (
@@ -153,9 +151,8 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns the outputs for the rows of chunks, and updates the states [chunks, heads, head size,
-    state size] in place. Within a piece, a row sees earlier rows as in attention. Only the states
-    pass from piece to piece."""
+    """Returns the outputs of chunks. Updates `states` [chunks, heads, head size, state size].
+    Within a piece, a row sees earlier rows as in attention. Only states leave a piece."""
     served = tokens.inputs.shape[1] // tokens.b.shape[1]
     inputs, b, c, time, decay = map(pieces.cut, tokens)
     inputs = inputs * time.unsqueeze(-1)

@@ -41,8 +41,7 @@ class Mixer(ABC):
     @classmethod
     @abstractmethod
     def knows(cls, module: Any) -> bool:
-        """Whether the module has the parts of this kind. The check at load shows whether its
-        formula is the same."""
+        """Whether the module has this kind's parts. The check at load tests its formula."""
 
     @property
     @abstractmethod

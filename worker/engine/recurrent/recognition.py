@@ -33,8 +33,7 @@ def unknown_memory(model: nn.Module, known: Collection[nn.Module]) -> str:
     """Returns the name and type of a module that remembers tokens but is not in `known`; empty if
     there is none. Among nested modules, the innermost one is returned.
 
-    Whole layers do not count: even a layer that has only an MLP accepts transformers' cache as an
-    argument.
+    Whole layers do not count: even those with only an MLP accept transformers' cache.
     """
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = {layer for layers in lists for layer in layers}

@@ -1,5 +1,4 @@
-"""The rows of a step as recurrent layers need them: their sequences, and the entries of their
-states."""
+"""The rows of a step for recurrent layers: their sequences, and the entries of their states."""
 
 from __future__ import annotations
 
@@ -23,9 +22,8 @@ Tokens = TypeVar("Tokens", bound="tuple[torch.Tensor, ...]")
 
 @dataclass(frozen=True, slots=True)
 class RecurrentRows:
-    """The rows of a step. The first `num_decodes` rows belong to one sequence each. The rows of the
-    chunks follow, the shortest chunk first. Sequence i has the rows `starts[i]` up to `starts[i +
-    1]`."""
+    """The rows of a step. The first `num_decodes` rows belong to one sequence each. Then come the
+    rows of the chunks, the shortest first. Sequence i begins at row `starts[i]`."""
 
     num_decodes: int
     starts: list[int]
@@ -60,12 +58,10 @@ class RecurrentRows:
         compute_chunks: Callable[[Tokens, torch.Tensor, Pieces], torch.Tensor],
         longest_piece: int = LONGEST_PIECE,
     ) -> torch.Tensor:
-        """Returns the outputs for the rows, and writes the states to `pool` [num_entries, *shape],
-        in fp32.
+        """Returns the outputs for the rows. Writes fp32 states to `pool` [num_entries, *shape].
 
         `tokens` is a named tuple of tensors [T, ...]. `decode` and `compute_chunks` get a part of
-        the rows, and copies of the states of the part's sequences. They update these copies in
-        place.
+        the rows and copies of their sequences' states, which they update in place.
         """
         columns, num_decodes = pool[0].numel(), self.num_decodes
         copies = self.scratch.take(f"states of {columns}", len(self.read), columns)
@@ -108,8 +104,7 @@ class Pieces:
         self.size = max(_SHORTEST_PIECE, self.size)
         counts = [-(-length // self.size) for length in lengths]
         self.rounds: list[tuple[slice, slice]] = []
-        """Ranges of pieces that are computed at the same time, each with the chunks that the pieces
-        belong to."""
+        """Ranges of pieces that are computed at the same time, with their chunks."""
         begins = [sum(lengths[:index]) for index in range(len(lengths))]
         rows: list[int] = []  # of each place in the pieces; a padding place has the row after all
         places = [0] * self._num_rows  # of each row
@@ -142,11 +137,10 @@ class Pieces:
         return rows.view(-1, self.size, *rows.shape[1:]).transpose(1, 2)
 
     def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three products of the decays `exp(decay)` [pieces, ..., size] for each row. The
-        first product is over the rows from the beginning of the piece up to this row. The second is
-        over the rows after another row up to this row [pieces, ..., size, size], and zero if the
-        other row comes later. The third is over the rows after this row up to the end of the
-        piece."""
+        """Returns three products of the decays `exp(decay)` [pieces, ..., size] for each row: over
+        the rows from the piece's beginning up to this row; over the rows after another row up to
+        this row [pieces, ..., size, size], zero if the other row comes later; and over the rows
+        after this row up to the piece's end."""
         # Differences of long sums would lose too many bits in fp32.
         sums = decay.double().cumsum(dim=-1)
         between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).float()

@@ -33,8 +33,7 @@ def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
 
 
 def num_kept_states(num_slots: int) -> int:
-    """Returns the number of states after shared prefixes that a pool keeps, in addition to those of
-    slots."""
+    """Returns the number of states that a pool keeps after shared prefixes, beside the slots'."""
     return -(-num_slots // 2)
 
 
@@ -58,8 +57,7 @@ class StatePool:
             [zeros_in_pages((num_entries, *spec.shape), spec.dtype, device) for spec in mixer.state]
             for mixer in mixers
         ]
-        """The states: for each mixer, a tensor [num_entries, *shape] for each tensor of its
-        `state`."""
+        """For each mixer, a tensor [num_entries, *shape] for each tensor of its `state`."""
         self.num_slots = num_slots
         self._num_tokens = [[_NONE] * ENTRIES_PER_SLOT for _ in range(num_slots)]
         """For each slot and each of its entries, the number of tokens that the state covers."""
@@ -112,8 +110,7 @@ class StatePool:
                     tensor[self._first_kept + place] = tensor[self._entry(slot, target)]
 
     def pretend(self, items: Sequence[ScheduledSequence]) -> None:
-        """Accept any content of the slots as the states before these shares, which belong to a
-        dummy step."""
+        """For a dummy step, accept what the slots have as the states before these shares."""
         for item in items:
             if item.start not in (held := self._num_tokens[slot_of(item.sequence)]):
                 held[:] = [item.start, _NONE]

@@ -29,8 +29,7 @@ TOLERANCE = 1e-3
 """The largest median difference of the rows in fp32 (see `off_by`). Fused operations round less
 often, so results differ a little."""
 GRAPHS = 32
-"""The most graphs of the layers of a model. The compiler's default of 8 is enough for only four
-kinds of layers."""
+"""The most graphs of a model's layers. The default of 8 is enough for four kinds of layers."""
 
 logger = logging.getLogger(__name__)
 

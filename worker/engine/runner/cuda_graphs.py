@@ -4,9 +4,8 @@ A graph has fixed addresses and a fixed number of rows. So the inputs of a step 
 permanent buffers, and padded to the next size for which a graph was captured. Padding rows write
 and read no K and V (see AttentionBackend.takes_padding), and their results are dropped.
 
-There are graphs for steps with decodes only, and graphs for steps with chunks of prompts (mixed
-steps), which have one more kernel per layer. Work lists on the device tell which rows are decodes
-and which belong to chunks.
+Some graphs are for decodes only. Others are for steps with chunks of prompts (mixed steps), and
+have one more kernel per layer. Work lists on the device list the decodes and the chunks.
 
 A graph ends with the choice of tokens, and reads the random numbers and parameters from the device.
 """
@@ -27,16 +26,14 @@ from promptq.worker.engine.device.memory import bytes_held
 from promptq.worker.engine.sampling.temperature_and_choice import DRAWS, Chosen
 
 MAX_GRAPH_SIZE = 256
-"""The most rows of a graph for decodes. A larger batch computes for longer than its launches take,
-so it needs no graph."""
+"""The most rows of a graph for decodes. Larger steps compute for longer than launches take."""
 MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
-"""The numbers of rows of graphs for mixed steps. Larger steps need no graph, for the same
-reason."""
+"""Numbers of rows of graphs for mixed steps. Larger ones need no graph, for the same reason."""
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Chosen]
 """A function that chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""
 Results = tuple[torch.Tensor, Chosen | None]
-"""The logits of a step, and the tokens that its graph chose from them; None without a graph."""
+"""The logits of a step, and the tokens that its graph chose; None if no graph chose any."""
 
 
 class Model(Protocol):
@@ -50,8 +47,7 @@ class Model(Protocol):
 
 
 def graph_kinds(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepKind]:
-    """Returns the kinds of steps to capture graphs for. For decodes, the sizes are a few small
-    ones, then multiples of eight."""
+    """Returns the kinds of steps to capture. For decodes: small sizes, then multiples of eight."""
     largest = min(max_num_seqs, MAX_GRAPH_SIZE)
     small = [size for size in (1, 2, 4) if size < largest]
     decodes = [*small, *range(8, largest, 8), largest]
@@ -143,8 +139,7 @@ class GraphedModel:
         return logits[: len(rows)], chosen
 
     def lists(self, layout: StepLayout, num_sampled: int) -> Lists | None:
-        """Returns the work lists of a step that will be padded, otherwise None. See
-        `Packer.pack`."""
+        """Returns the work lists of a step; None if it will not be padded. See PaddedLists."""
         kind = self._kind(layout, num_sampled)
         return None if kind is None else self._buffers.lists(layout, kind)
 
@@ -179,11 +174,9 @@ class _Capture:
         self._logits: torch.Tensor | None = None
 
     def of(self, step: PackedStep) -> Callable[[], Results]:
-        """Returns a function that replays the step. Raises RuntimeError if the step cannot be
-        captured.
+        """Returns a function that replays the step. Raises RuntimeError if capturing fails.
 
-        A failed capture leaves the allocator in a broken state. So a trial run first detects a step
-        that waits for the device.
+        A failed capture breaks the allocator. So a trial run first detects waiting for the device.
         """
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
@@ -235,7 +228,6 @@ def _no_waiting() -> Iterator[None]:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a CUDA device this thread's current device. Does nothing for other devices.
 
-    Kernels of Triton, streams, graphs and events go to the current device, wherever their tensors
-    are.
+    Triton's kernels, streams, graphs and events use the current device, not their tensors' one.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,14 +1,12 @@
 """Drafts with a model's own head (multi-token prediction).
 
 The head is one more layer on the paged cache. Its K and V are in the same blocks as the model's, at
-the positions of the hidden states from which they are computed. A row also needs the token after
-it. So the head computes the rows of a step before the next step of the sequence, and only if it
-drafts for that step.
+the positions of the hidden states that they are computed from. A row also needs the token after it.
+So the head computes a step's rows before the sequence's next step, and only if it drafts then.
 
-The head decides only which tokens are drafted, so some of its rows may be missing: because nothing
-was drafted for a while, or because a cached prefix was computed without them. This module counts
-the computed first rows of each block. The head attends from the first block after which no row is
-missing.
+The head decides only which tokens are drafted, so some of its rows may be missing: nothing was
+drafted for a while, or a cached prefix was computed without them. This module counts each block's
+computed first rows. The head attends from the first block after which no row is missing.
 """
 
 from __future__ import annotations
@@ -44,9 +42,8 @@ from promptq.worker.engine.model.packed_model import PackedModel
 from promptq.worker.engine.sampling.sampler import Sampler
 
 MOST_HELD = 512
-"""The most hidden states that are stored for the head, for each sequence: those of the sequence's
-last rows. So a long prompt costs little more with a head, but the head does not see the first
-tokens."""
+"""The most hidden states that are stored for the head: those of a sequence's last rows. So a long
+prompt costs little more with a head, but the head does not see its beginning."""
 
 
 class DraftHead(Protocol):
@@ -107,8 +104,7 @@ class HeadDrafts:
         self._sampler = sampler
         self._device = device
         self._num_filled = [0] * cache.num_blocks
-        """For each block, the number of first rows that the head has computed, after the model
-        computed them last."""
+        """For each block, how many first rows the head has computed since the model did."""
         self._held: dict[int, _Held] = {}
 
     def draft(self, batch: Batch) -> None:
@@ -166,8 +162,7 @@ class HeadDrafts:
         self._held = held
 
     def _forget(self, item: ScheduledSequence) -> None:
-        """Record that the model overwrites the rows of an item, so that the head must compute them
-        again."""
+        """Record that the model overwrites an item's rows, so the head must compute them again."""
         table, size = item.sequence.block_table, self._block_size
         for index in range(item.start // size, num_blocks_for(item.start + item.num_rows, size)):
             first = max(item.start - index * size, 0)
@@ -175,8 +170,7 @@ class HeadDrafts:
                 self._num_filled[table[index]] = first
 
     def _rows(self, share: ScheduledSequence) -> _Rows | None:
-        """Returns the rows that the head must compute before it can draft; None if it lacks
-        states."""
+        """Returns the rows that the head must compute before a draft; None if it lacks states."""
         held = self._held.get(share.sequence.sequence_id)
         if held is None:
             return None

@@ -1,5 +1,4 @@
-"""Loads a model into a runner: checks the model, quantizes it, allocates its cache, and warms it
-up."""
+"""Loads a model into a runner: checks and quantizes it, allocates its cache, and warms it up."""
 
 from __future__ import annotations
 
@@ -152,8 +151,7 @@ def runner_of(
 def _bytes_beside_cache(
     loaded: LoadedModel, checked: CheckedModel, length: int, options: LoadOptions
 ) -> int:
-    """Returns the bytes of CUDA memory that the largest step and the graphs need. Measures them
-    with a cache of a few blocks."""
+    """Returns the CUDA bytes of the largest step and the graphs, measured with a small cache."""
     device, block_size = loaded.model.device, options.block_size
     fitting_tokens = free_bytes(device) // max(1, bytes_per_token(checked.specs))
     context = min(length, max(1, fitting_tokens // options.max_num_seqs))
@@ -174,8 +172,7 @@ def _bytes_beside_cache(
 
 @contextmanager
 def _refusing_shortage(option: str, where: str) -> Iterator[None]:
-    """In this block, turn a lack of memory for a step into a ConfigurationError that names
-    `option`."""
+    """If a step in this block lacks memory, raise a ConfigurationError that names `option`."""
     try:
         yield
     except torch.OutOfMemoryError as error:

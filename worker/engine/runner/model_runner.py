@@ -81,19 +81,16 @@ class ModelStep:
     reported: HostCopies | None = None
     """Log-probabilities of prompts, as the columns of ChosenLogprobs; None if there are none."""
     reported_of: list[tuple[int, int]] = field(default_factory=list)
-    """For each prompt: the number of reported rows, and the number of likeliest tokens in each
-    row."""
+    """For each prompt: the number of reported rows, and of likeliest tokens in each row."""
     pooled: PooledStates | None = None
 
     @property
     def sampled_at(self) -> dict[int, int]:
-        """For each sequence id, the index of its last token among the tokens that this step
-        samples."""
+        """By sequence id, the index of its last token among the tokens that this step samples."""
         return {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
 
     def fill_in(self, step: PackedStep) -> None:
-        """Write the tokens that this step samples into the inputs of `step`, which begins with
-        them."""
+        """Write the sampled tokens into the inputs of `step`, which begins with them."""
         if self.sampled is not None:
             rows, places = step.unknown
             tokens = self.sampled.token_ids.index_select(0, places)
@@ -134,8 +131,7 @@ class ModelRunner:
         self.model: Model = model
         self.states = model.states
         self.compiled: CompiledModel | None = None
-        """The compiled model; None unless the options request compiling and transformers' modules
-        compute."""
+        """None unless the options request compiling and transformers' modules compute."""
         if options.compile and self.states is not None:
             logger.warning("the model runs without torch.compile: it has recurrent layers")
         elif options.compile and isinstance(model, PackedModel):
@@ -153,11 +149,9 @@ class ModelRunner:
         self._masks = Masks(self.device)
         self.embedding_size = 0  # known once the model has run
         self.is_row_invariant = False
-        """Whether a row's logits are equal to the last bit, whatever other rows the step has. Known
-        only after the model has run."""
+        """Whether a row's logits have the same bits beside any other rows. Set by `warm_up`."""
         self.why_no_head = loaded.why_no_head
-        """The reason why the head in the files does not draft; empty if it drafts, or if there is
-        none."""
+        """Why the head in the files does not draft; empty if it drafts, or if there is none."""
         self._head_cost: float | None = None
         self._drafts: HeadDrafts | None = None
         if loaded.head is not None and head_cache is not None:
@@ -291,8 +285,7 @@ class ModelRunner:
 
     @property
     def why_no_graphs(self) -> str:
-        """The reason why steps are not replayed as CUDA graphs although the options request it;
-        otherwise empty."""
+        """Why steps are not replayed as CUDA graphs although the options request it; or empty."""
         return self.model.why_no_graphs if isinstance(self.model, GraphedModel) else ""
 
     @property
@@ -302,8 +295,7 @@ class ModelRunner:
         return is_torch_on_cpu and self.dtype == torch.bfloat16 and not has_fast_bf16_products()
 
     def peak_memory_bytes(self) -> int:
-        """Returns the peak memory in bytes: of the device on CUDA, of the whole process on a
-        CPU."""
+        """Returns the peak memory in bytes: of a CUDA device, or of this process."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

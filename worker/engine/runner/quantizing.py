@@ -1,5 +1,4 @@
-"""Quantizes weights and KV cache for promptq's decoders. Dequantizes weights that no decoder can
-use."""
+"""Quantizes weights and KV cache for promptq's decoders, and dequantizes weights for others."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ def quantize(
 
 
 def _wide(loaded: LoadedModel) -> int:
-    """Returns the number of linear layers whose weights are not quantized, except the output
-    layer."""
+    """Returns the number of linear layers without quantized weights, except the output layer."""
     model: Any = loaded.model
     head = model.get_output_embeddings()
     return sum(type(module) is nn.Linear and module is not head for module in model.modules())

@@ -1,7 +1,6 @@
 """Dummy batches for warm-up and memory measurement at startup.
 
-A step is described by its shares: for each sequence, its context after the step and its rows in the
-step.
+Shares describe a step: for each sequence, its context after the step, and its rows in it.
 """
 
 from __future__ import annotations
@@ -103,8 +102,7 @@ def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator
     """Yields steps that together launch every variant of the kernels that serving can launch.
 
     Kernels have variants for the longest chunk and for the number of rows or of samples, rounded up
-    to a power of two. A decode is also tried alone, because a tensor with one row may have any
-    strides.
+    to a power of two. A decode is also tried alone: a tensor with one row may have any strides.
     """
     for num_rows in powers_of_two(min(num_tokens, max_context)):
         yield [(num_rows, num_rows)]

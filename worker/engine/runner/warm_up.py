@@ -1,5 +1,4 @@
-"""Runs dummy steps at startup. They set up libraries and kernels, and show whether the largest step
-fits."""
+"""Runs dummy steps at startup, to set up libraries and kernels, and to try the largest step."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ BANNED = float("-inf")
 
 
 class Constraints:
-    """The constraints of some sequences: end tokens before `min_tokens`, bad words and
-    `logit_bias`."""
+    """Constraints of sequences: end tokens before `min_tokens`, bad words and `logit_bias`."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
         self._device = device
@@ -60,8 +59,7 @@ class Constraints:
         return bool(self._banned or self._bias or self._early or self._words)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Apply the constraints to `logits` [R, vocab_size] in place. Rows are in the order of the
-        sequences."""
+        """Apply the constraints to `logits` [R, vocab_size] of the sequences, in place."""
         if self._banned is not None:
             logits[self._banned] = BANNED
         if banned := [*self._early_ends(), *self._bad_endings()]:
@@ -76,8 +74,7 @@ class Constraints:
         return [(row, end) for row, _, ends in self._early for end in ends]
 
     def _bad_endings(self) -> list[tuple[int, int]]:
-        """Returns (row, last token of the bad word) for each bad word whose other tokens end a
-        row's output."""
+        """Returns (row, last token) for each bad word whose other tokens end a row's output."""
         return [
             (row, bad[-1])
             for row, sequence, words in self._words

@@ -17,18 +17,15 @@ FILTERS = ("min_p", "top_k", "top_p")
 """Fields of SamplingParams, in the order of `Filters` in native/src/sampling.cpp."""
 
 FIRST_CANDIDATES = 256
-"""Number of likeliest tokens that top_p examines first. If they are not enough, it examines eight
-times as many, and so on."""
+"""Number of likeliest tokens that top_p examines first, then eight times as many, and so on."""
 
 _LOWEST = -60.0
-"""A token whose scaled logit is this far below the largest one is never drawn. This limit keeps
-sums of exponentials finite."""
+"""A token whose scaled logit is this far below the largest is never drawn: sums stay finite."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 
 def filter_values(params: list[SamplingParams], vocab_size: int) -> list[tuple[float, int, float]]:
-    """Returns each row's values in the order of FILTERS. A top_k that would keep all tokens becomes
-    0."""
+    """Returns each row's values in the order of FILTERS. A top_k that keeps all becomes 0."""
     return [
         (each.min_p, each.top_k if 0 < each.top_k < vocab_size else NEUTRAL.top_k, each.top_p)
         for each in params
@@ -62,8 +59,7 @@ def thresholds(scaled: torch.Tensor, kept: Filters, scratch: torch.Tensor) -> to
     `scaled` [R, vocab_size] are logits divided by temperature, shifted so that each row's maximum
     is 0. The order is that of vLLM and transformers. First min_p applies, relative to the likeliest
     token. Then top_k applies to the remaining tokens. Then their probabilities are normalised, and
-    top_p keeps the fewest tokens that together reach it. `scratch` has the shape of `scaled`, and
-    is overwritten.
+    top_p keeps the fewest that together reach it. Overwrites `scratch`, of the same shape.
     """
     min_p, top_k, top_p = kept.min_p, kept.top_k, kept.top_p
     if min_p is None and top_k is None and top_p is None:
@@ -82,8 +78,7 @@ def thresholds(scaled: torch.Tensor, kept: Filters, scratch: torch.Tensor) -> to
 
 
 def weights_above(scaled: torch.Tensor, threshold: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write unnormalised probabilities [R, vocab_size] to `out` and return it. Tokens below the
-    threshold get 0."""
+    """Returns `out` with unnormalised probabilities [R, vocab_size], 0 below the threshold."""
     torch.sub(scaled, threshold.clamp_min(_LOWEST), out=out).exp_()
     return torch.threshold_(out, _JUST_BELOW_ONE, 0.0)
 
@@ -96,8 +91,7 @@ def _top_p(
     scratch: torch.Tensor,
 ) -> torch.Tensor:
     """Returns [R, 1]: the logit of the last token that is needed to reach `top_p` of the weights
-    that pass `threshold`. `likeliest` [R, candidates] are the largest logits in descending
-    order."""
+    that pass `threshold`. `likeliest` [R, candidates] are the largest logits, descending."""
     wanted = top_p * totals(weights_above(scaled, threshold, scratch))
     result, is_reached = _last_needed(likeliest, threshold, wanted)
     candidates, vocab_size = likeliest.shape[1], scaled.shape[1]
@@ -114,8 +108,8 @@ def _top_p(
 def _last_needed(
     likeliest: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds weights, beginning with the likeliest token. Returns the logit at which the sum reaches
-    `wanted`, and whether it does."""
+    """Adds weights in order. Returns the logit at which they reach `wanted`, and whether they
+    do."""
     weights = (likeliest - threshold.clamp_min(_LOWEST)).exp().double()
     needed = (weights.cumsum(dim=1) < wanted).sum(dim=1, keepdim=True)
     is_reached = needed < likeliest.shape[1]

@@ -50,8 +50,7 @@ def report(
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """The rows of a step that report log-probabilities, and the number of likeliest tokens of
-    each."""
+    """The rows that report log-probabilities, each with its number of likeliest tokens."""
 
     rows: list[int]
     num_top: list[int]

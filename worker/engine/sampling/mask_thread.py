@@ -16,8 +16,7 @@ from promptq.worker.engine.sampling.constraints import BANNED
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIAS_OF_BYTE = np.where(_BITS == 1, np.float32(0.0), np.float32(BANNED))
-"""[256, 8]: for each value of a byte of a mask, the numbers to add to the logits of its eight
-tokens."""
+"""[256, 8]: for each byte of a mask, the numbers to add to the logits of its eight tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,7 @@ class PendingMasks:
     def apply(self, logits: torch.Tensor) -> dict[int, str]:
         """Wait for the masks, and ban the tokens that they do not allow.
 
-        Changes `logits` [R, vocab_size] in place. Returns the error message of each row whose
-        grammar failed, by row.
+        Changes `logits` [R, vocab_size] in place. Returns the error of each row that failed.
         """
         masks, errors = self.words.result()
         if masks.dtype == torch.int32:
@@ -60,8 +58,7 @@ class Masks:
         self._bias = np.empty((0, 0, 8), dtype=np.float32)
 
     def start(self, sequences: list[Sequence]) -> PendingMasks | None:
-        """Start computing the masks of each sequence's next token. Returns None if no sequence has
-        a grammar."""
+        """Start computing the masks of the next tokens. Returns None if there is no grammar."""
         rows = [
             (row, sequence.request.grammar)
             for row, sequence in enumerate(sequences)

@@ -1,5 +1,4 @@
-"""Applies repetition, presence and frequency penalties. Reads and writes only the logits of tokens
-that have occurred."""
+"""Applies repetition, presence and frequency penalties, only to tokens that have occurred."""
 
 from __future__ import annotations
 
@@ -52,12 +51,10 @@ class Penalties:
         num_ahead: list[int] | None = None,
         last_tokens: torch.Tensor | None = None,
     ) -> None:
-        """Apply the penalties to `logits` [R, vocab_size] in place. Rows are in the order of the
-        sequences.
+        """Apply the penalties to `logits` [R, vocab_size] of the sequences, in place.
 
-        Where `num_ahead` [R] is 1, the host does not know the last token of the sequence yet.
-        `last_tokens` [R] has the last token of each row on the device. It may be None only if the
-        host knows all last tokens.
+        Where `num_ahead` [R] is 1, the host does not know the sequence's last token yet.
+        `last_tokens` [R] are on the device, and may be None only if the host knows them all.
         """
         if not self:
             return

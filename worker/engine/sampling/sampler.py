@@ -57,8 +57,7 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Chooses a token for each row. Prepares the parameters of the sequences again only when the
-    set of sequences changes."""
+    """Chooses a token for each row. Prepares parameters anew only when the sequences change."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, native: bool = False) -> None:
         """`native` is for a CPU with loaded native code (see `kernels_on`)."""
@@ -87,8 +86,7 @@ class Sampler:
     def choose(
         self, logits: torch.Tensor, sequences: list[Sequence], num_ahead: list[int]
     ) -> torch.Tensor:
-        """Returns token ids [R], chosen as in `sample`, but only by temperature, filters and
-        seed."""
+        """Returns token ids [R], chosen as in `sample`, but only by temperature, filters, seed."""
         draws = to_device(self.draws(sequences, num_ahead), self._device)
         return self._kernels.choose(logits, self.distributions(sequences), draws)[0]
 

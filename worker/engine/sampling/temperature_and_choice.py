@@ -1,5 +1,4 @@
-"""The computations over the whole vocabulary, in three versions: native code for a CPU, Triton for
-a GPU, and torch.
+"""Computations over the whole vocabulary, in three versions: native code, Triton, and torch.
 
 All versions compute the same, except for the rounding of fp32: exponentials and their sums can
 differ in the last bit. So a seed draws the same token in all versions, unless its random number
@@ -49,8 +48,7 @@ class Distributions:
         self._device = device
         self.any_is_sampled = any(each.temperature > 0.0 for each in params)
         self.draws = np.zeros((len(DRAWS), len(params)))
-        """[len(DRAWS), R], in the order of DRAWS. The random numbers are 0 here. Each step sets
-        them in a copy."""
+        """[len(DRAWS), R], in the order of DRAWS. Each step sets the random numbers in a copy."""
         self.draws[1] = [each.temperature and max(each.temperature, _COLDEST) for each in params]
         self.draws[2:] = np.array(filter_values(self._params, vocab_size)).T
 
@@ -71,8 +69,7 @@ class Distributions:
 
 
 Chosen = tuple[torch.Tensor, torch.Tensor]
-"""Token ids [R], and whether the largest logit of each row is finite [R]. If it is not, the row's
-token id means nothing."""
+"""Token ids [R], and whether the row's largest logit is finite [R]; if not, ignore its token."""
 
 
 class TorchKernels:
@@ -101,8 +98,7 @@ class TorchKernels:
     def report(
         self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
     ) -> ChosenLogprobs:
-        """Returns the log-probabilities of `rows`. `chosen` [R] are the token ids chosen in all
-        rows."""
+        """Returns the log-probabilities of `rows`. `chosen` [R] are the tokens of all rows."""
         return report(logits, rows, chosen, num_top, self._scratch)
 
 

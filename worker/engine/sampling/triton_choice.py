@@ -18,11 +18,9 @@ _LOWEST = tl.constexpr(-60.0)
 
 
 def choose_tokens(logits: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids [R] from `logits` [R, vocab_size], and whether each row's largest logit is
-    finite.
+    """Returns token ids [R] for `logits` [R, vocab_size], and whether the largest is finite.
 
-    `draws` [len(DRAWS), R] are float64 (see temperature_and_choice.py). The token of a row does not
-    depend on the other rows.
+    `draws` [len(DRAWS), R] are float64 (see temperature_and_choice.py). Rows are independent.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -53,8 +51,7 @@ def _draw_kernel(
     draws_stride: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program draws the token of one row. Where nothing is drawn, the likeliest token
-    stays."""
+    """Each program draws the token of one row. A greedy row keeps the likeliest token."""
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(draws + row)
     temperature = tl.load(draws + draws_stride + row).to(tl.float32)
@@ -101,8 +98,7 @@ def _draw_kernel(
 def _tile(
     row_logits: tl.tensor, vocab_size: tl.tensor, start: tl.tensor, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Returns TILE logits of a row from index `start` on, float32; -inf beyond the end of the
-    row."""
+    """Returns TILE logits of a row from `start` on, float32; -inf beyond the row's end."""
     place = start + tl.arange(0, TILE)
     logit = tl.load(row_logits + place, mask=place < vocab_size, other=float("-inf"))
     return logit.to(tl.float32)
@@ -110,8 +106,7 @@ def _tile(
 
 @triton.jit
 def _weights(logit: tl.tensor, highest: tl.tensor, rate: tl.tensor, lowest: tl.tensor) -> tl.tensor:
-    """Returns [TILE]: unnormalised probabilities of the logits that reach `lowest`, and 0 for
-    others."""
+    """Returns [TILE]: unnormalised probabilities, 0 for logits that do not reach `lowest`."""
     return tl.where(logit >= lowest, tl.exp2((logit - highest) * rate), 0.0)
 
 
@@ -143,9 +138,8 @@ def _reached(
     WEIGHS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the largest logit such that the tokens with at least this logit reach `wanted`. Never
-    returns less than `lowest`. `wanted` is a fraction of the sum of all weights if WEIGHS is true,
-    otherwise a number of tokens.
+    """Returns the largest logit such that the tokens with at least this logit reach `wanted`, or
+    `lowest` if that is larger. `wanted` is a fraction of all weights if WEIGHS, else a count.
 
     The function searches for the key of this logit (see `_key`). Each pass over the row finds two
     bits of the key, from the highest bits down. Logits of 16 bits need fewer passes, because only

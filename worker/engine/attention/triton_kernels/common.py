@@ -1,7 +1,6 @@
 """Functions that the Triton kernels share: scores, visible positions, and sizes of tiles.
 
-Without a GPU the kernels run in Triton's interpreter, if TRITON_INTERPRET=1 is set before they are
-imported.
+Without a GPU, kernels run in Triton's interpreter if TRITON_INTERPRET=1 is set before the import.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ def dot(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def widened(tile: tl.tensor, queries: tl.tensor) -> tl.tensor:
-    """Returns a tile of K or V. If the cache has 8-bit numbers, the tile is converted to the dtype
-    of the queries."""
+    """Returns a tile of K or V. 8-bit numbers are converted to the dtype of the queries."""
     if tile.dtype.primitive_bitwidth == 8:
         tile = tile.to(queries.dtype)
     return tile
@@ -91,8 +89,7 @@ def in_fp8(numbers: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def as_kept(tile: tl.tensor, cache: tl.tensor) -> tl.tensor:
-    """Returns a tile of K or V in the dtype of the cache: converted to FP8 if the cache has 8-bit
-    numbers."""
+    """Returns a tile of K or V in the cache's dtype, which is FP8 if it has 8 bits."""
     if cache.dtype.element_ty.primitive_bitwidth == 8:
         tile = in_fp8(tile)
     return tile
@@ -121,9 +118,9 @@ def attend_tile(
     """Adds one tile of keys to a softmax that is computed tile by tile.
 
     `scores` [queries, keys] are -inf where not visible, and `value` is [keys, value size]. The
-    other arguments are each query's highest score, the sum of its weights, and its weighted values
-    so far. Returns these three, updated. See Milakov and Gimelshein, "Online normalizer calculation
-    for softmax".
+    other arguments are each query's highest score, sum of weights, and weighted values so far.
+    Returns these three, updated (Milakov and Gimelshein, "Online normalizer calculation for
+    softmax").
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     # For a query that has seen no key yet, -inf - -inf would be NaN.
@@ -146,8 +143,7 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
 
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
-    """Returns the number of keys, with their values, in a tile. `num_tiles` such tiles fit into
-    shared memory."""
+    """Returns the keys of a tile. `num_tiles` tiles of K and V fit into shared memory."""
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.

@@ -1,9 +1,8 @@
 """Attention of sequences that have one query each, over the block table.
 
 The heads of a group are the rows of one tile, so K and V are read once for all of them. Contexts
-are cut into parts (see decode_work.py). A program computes some successive parts. The program that
-finishes the last part of a sequence combines all of them (Dao and others, "Flash-Decoding for
-long-context inference").
+are cut into parts (see decode_work.py). A program computes some successive parts. The last program
+of a sequence combines all parts (Dao and others, "Flash-Decoding for long-context inference").
 """
 
 from __future__ import annotations
@@ -35,17 +34,15 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
 
 PROGRAMS_PER_PROCESSOR = 4
-"""The number of programs on a processor. While one program starts or ends a span, the others keep
-the memory busy."""
+"""Programs on a processor. While one starts or ends a span, the others keep the memory busy."""
 NUM_WARPS = 2
 _MAX_REGISTERS = 255
 """The most registers of a thread, so that the planned programs fit on a processor. Without this
 limit the compiler may use more registers, and spill."""
 NUM_STAGES = 2
-"""The depth of the pipeline of loads: one tile of K and V is loaded while the previous tile is
-computed from registers. The compiler does this only if the block ids of a tile are known an
-iteration earlier (see `block_ids`). More stages, with fewer programs on a processor, were
-slower."""
+"""The depth of the pipeline of loads: one tile of K and V is loaded while the previous one is
+computed from registers. The compiler does this only if a tile's block ids are known an iteration
+earlier (see `block_ids`). More stages, with fewer programs on a processor, were slower."""
 _BESIDE_TILES = 12 * 1024
 """Bytes of shared memory that a program needs in addition to its tiles of K and V."""
 MAX_COMBINED = 2048
@@ -163,8 +160,7 @@ def _decode_kernel(
     COMBINED_HEADS: tl.constexpr,
     COMBINED_PARTS: tl.constexpr,
 ) -> None:
-    """Computes spans. Each of n programs takes every n-th item of the work list: a span and a KV
-    head.
+    """Computes spans. Each of n programs takes every n-th item of the work list times KV heads.
 
     The length of the list is read from the device, so a captured launch can compute any list.
     """

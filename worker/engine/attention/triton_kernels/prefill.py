@@ -36,13 +36,11 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Scoring
 
 MAX_QUERY_TILE = 128
-"""The most rows of a tile. Half of this for heads larger than 128, and a quarter in fp32, because
-sums are in registers."""
+"""The most rows of a tile: half for heads above 128, a quarter in fp32, to fit the registers."""
 
 NUM_STAGES = 3
-"""The depth of the pipeline of loads: two tiles of K and V are loaded while a third tile is
-computed. The compiler does this only if the block ids of a tile are known an iteration earlier (see
-`block_ids`)."""
+"""The depth of the pipeline of loads: two tiles of K and V are loaded while a third is computed.
+This needs a tile's block ids an iteration earlier (see `block_ids`)."""
 
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -55,8 +53,7 @@ def prefill(
     work: PrefillWork,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of the chunks' rows of `query` [T, num_heads, key_size], and write it to
-    `output`.
+    """Compute attention of the chunks in `query` [T, num_heads, key_size], into `output`.
 
     The cache already has the K and V of the chunks.
     """
@@ -138,8 +135,7 @@ def _prefill_kernel(
     VALUE_TILE: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one tile of queries for one KV head. A program for a tile without rows
-    ends at once."""
+    """Each program computes one tile of queries for one KV head. A tile may have no rows."""
     tile = tiles + tl.program_id(0) * _FIELDS
     kv_head = tl.program_id(1)
     sequence = tl.load(tile).to(tl.int64)

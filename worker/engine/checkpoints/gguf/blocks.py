@@ -20,15 +20,13 @@ def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q4_0: a scale in fp16, then 16 bytes. The lower halves are inputs 0 to 15, the upper halves
-    are inputs 16 to 31."""
+    """Q4_0: a scale in fp16, then 16 bytes: lower halves for inputs 0 to 15, upper for 16 to 31."""
     scales, numbers = _halves(blocks[..., :2]), _nibbles(blocks[..., 2:])
     return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 4, 32)
 
 
 def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q5_0: a scale in fp16, the fifth bits of all inputs in 4 bytes, then the lower bits as in
-    Q4_0."""
+    """Q5_0: a scale in fp16, the fifth bits of all inputs in 4 bytes, then the rest as in Q4_0."""
     scales, upper = _halves(blocks[..., :2]), _bits(blocks[..., 2:6]).flatten(-2)
     numbers = (_nibbles(blocks[..., 6:]) | upper << 4) + (128 - 16)
     return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 8, 32)
@@ -97,7 +95,7 @@ def _split(data: torch.Tensor, *sizes: int) -> torch.Tensor:
 
 
 def _halves(data: torch.Tensor) -> torch.Tensor:
-    """Returns fp32 [..., n] for fp16 numbers that are given as bytes [..., 2 n]."""
+    """Returns fp32 [..., n] for the bytes [..., 2 n] of fp16 numbers."""
     return data.contiguous().view(torch.float16).float()
 
 
@@ -107,6 +105,5 @@ def _bits(data: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(data: torch.Tensor) -> torch.Tensor:
-    """Returns the 4-bit halves [..., 2 n] of bytes [..., n]: all lower halves, then all upper
-    halves."""
+    """Returns the 4-bit halves [..., 2 n] of bytes [..., n]: lower halves, then upper halves."""
     return torch.cat((data & 15, data >> 4), -1)

@@ -1,5 +1,4 @@
-"""Reads the header of a GGUF file: its fields, except the vocabulary, and the list of its
-tensors."""
+"""Reads a GGUF file's header: its fields, except the vocabulary, and the list of its tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GGUFHeader:
-    """The header of a GGUF file, which is mapped into memory. Tensors are read only when they are
-    used."""
+    """The header of a GGUF file, which is mapped into memory. Tensors are read when used."""
 
     def __init__(self, source: str) -> None:
         """Read the header. Raises ModelNotFoundError if the file cannot be read."""
@@ -50,16 +48,14 @@ class GGUFHeader:
         }
 
     def field(self, name: str) -> Any:
-        """Returns the value of a field; None if the file lacks it. Raises ValueError for an
-        array."""
+        """Returns a field's value; None if the file lacks it. Raises ValueError for an array."""
         field = self._reader.get_field(name)
         if field is not None and field.types[0] == GGUFValueType.ARRAY:
             raise ValueError(f"its {name} is an array")
         return None if field is None else field.contents()
 
     def own_field(self, name: str) -> Any:
-        """Returns the value of a field whose name begins with the model's architecture; see
-        `field`."""
+        """Returns the `field` whose name begins with the model's architecture."""
         return self.field(f"{self.architecture}.{name}")
 
     def _vocab_size(self) -> int:

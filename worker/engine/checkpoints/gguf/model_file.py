@@ -25,8 +25,7 @@ from promptq.worker.engine.checkpoints.saved_weights import SavedWeights
 from promptq.worker.engine.quantization.weight import ExpertsWeight
 
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-"""The supported architectures, with transformers' name for each. `llama` with experts is
-`mixtral`."""
+"""The supported architectures, with transformers' names. `llama` with experts is `mixtral`."""
 _NAMES: Any = GGUF_CONFIG_MAPPING
 _FIELDS: dict[str, dict[str, str | None]] = {
     **_NAMES,
@@ -40,11 +39,9 @@ _FIELDS: dict[str, dict[str, str | None]] = {
         "expert_feed_forward_length": "moe_intermediate_size",
     },
 }
-"""For each family: the names of GGUF fields, with the names of the same settings in
-transformers."""
+"""For each family: transformers' name of a setting, by its name in GGUF files."""
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The parameters of all experts of a layer, each with the names of the tensors that it is made
-of."""
+"""The parameters of all experts of a layer, each with the tensors that it is made of."""
 _ROUTER = "ffn_gate_inp.weight"
 _ROTATED = ("attn_q", "attn_k")
 """Weights of the architecture `llama` whose rows llama.cpp's converter rearranges in pairs."""
@@ -56,14 +53,12 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFFile:
-    """A model in a GGUF file, which is mapped into memory. Weights are read only when they are
-    used."""
+    """A model in a GGUF file, which is mapped into memory. Weights are read when used."""
 
     generation_config: GenerationConfig | None = None
 
     def __init__(self, source: str) -> None:
-        """Read the header. Raises ModelNotFoundError, or UnsupportedModelError for an unsupported
-        model."""
+        """Read the header. Raises ModelNotFoundError, or UnsupportedModelError."""
         self.source = source
         self._header = header = GGUFHeader(source)
         self._tensors = header.tensors
@@ -88,8 +83,7 @@ class GGUFFile:
 
     @property
     def _kinds(self) -> set[str]:
-        """The GGUF types of the matrices, such as Q4_0. Routers do not count: they are always in
-        fp32."""
+        """The GGUF types of the matrices, such as Q4_0, except routers, which are in fp32."""
         return {
             each.tensor_type.name
             for name, each in self._tensors.items()
@@ -205,8 +199,7 @@ class GGUFFile:
         return saved
 
     def _add_experts(self, saved: SavedWeights, module: str, places: list[str]) -> None:
-        """Add the weights of a layer's experts. `places` are the names of the gate, up and down
-        tensors."""
+        """Add a layer's experts. `places` are the names of the gate, up and down tensors."""
         tensors = [self._tensors[place] for place in places]
         if all(tensor.tensor_type.name in READERS for tensor in tensors):
             parts = []
@@ -262,8 +255,7 @@ class GGUFFile:
         return places
 
     def _rows(self, place: str) -> torch.Tensor | None:
-        """Returns the order in which transformers has a weight's rows; None if the file has the
-        same order."""
+        """Returns transformers' order of a weight's rows; None if the file has the same order."""
         part = place.split(".")[-2]
         if self._architecture != "llama" or part not in _ROTATED:
             return None
@@ -273,8 +265,7 @@ class GGUFFile:
         return rows.view(heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
 
     def _scale_positions(self, config: Any) -> None:
-        """Set the rope scaling of Llama 3, of which the file has only the factors of the
-        frequencies."""
+        """Set the rope scaling of Llama 3. The file has only the factors of the frequencies."""
         factors = torch.from_numpy(self._tensors[_LLAMA3_FREQUENCIES].data.copy())
         plain = dict(config.rope_parameters)
         config.rope_parameters = {

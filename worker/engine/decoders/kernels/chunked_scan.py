@@ -1,8 +1,7 @@
 """Scans the rows of chunks, in pieces of several rows.
 
 See Yang et al. 2024, "Parallelizing linear transformers with the delta rule", and Dao and Gu 2024,
-"Transformers are SSMs". Operands of products are rounded to the dtype of the rows, and sums are in
-fp32.
+"Transformers are SSMs". Operands of products have the dtype of the rows, sums are in fp32.
 """
 
 from __future__ import annotations

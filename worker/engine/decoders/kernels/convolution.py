@@ -22,8 +22,7 @@ def convolve(
     *,
     is_gated: bool,
 ) -> torch.Tensor:
-    """Returns the convolution [T, channels] for the rows of a step, and writes the windows after
-    the step.
+    """Returns the convolution [T, channels] of a step's rows, and writes the windows after it.
 
     `inputs` [T, channels] may be some columns of a larger tensor. SiLU follows the convolution. If
     `is_gated`, the inputs are b, c and x [T, 3 * channels] of a short convolution, and the result
@@ -71,9 +70,8 @@ def _inputs_at(
     NUM_CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the inputs [positions, channels] of sequences that read `entry` and begin at the row
-    `first`. A negative `position` is before the step. `entry`, `first` and `position` are
-    [positions]."""
+    """Returns the inputs [positions, channels] at each `position`; a negative one is before the
+    step. The sequence of a position reads `entry` and begins at row `first` ([positions] both)."""
     is_new = (position >= 0)[:, None]
     mask = is_read[:, None] & (channel < NUM_CHANNELS)[None, :]
     new = inputs + ((first + position) * stride)[:, None] + channel[None, :]
@@ -106,9 +104,8 @@ def _convolution_kernel(
     ROW_TILE: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ) -> None:
-    """Computes outputs or windows. The first programs each compute a tile of rows and channels. The
-    other programs each write a sequence's window for a tile of channels. No entry is both read and
-    written."""
+    """The first programs each compute a tile of rows and channels. The others each write a
+    sequence's window for a tile of channels. No entry is both read and written."""
     num_tiles = (num_rows + ROW_TILE - 1) // ROW_TILE
     program = tl.program_id(0)
     channel = tl.program_id(1) * CHANNEL_TILE + tl.arange(0, CHANNEL_TILE)

@@ -1,5 +1,4 @@
-"""Computes a mixture of experts: the choice of experts, their products, and the sum of their
-results."""
+"""A mixture of experts: the choice of experts, their products, and the sum of their results."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ _SOFTMAX, _SIGMOID, _SPARSEMIXER = map(tl.constexpr, range(len(SCORES)))
 
 
 class Experts:
-    """A layer of experts, from rows [T, hidden size] to rows of the same shape. Never waits for the
-    device."""
+    """A layer of experts, with inputs and outputs [T, hidden size]. Never waits for the device."""
 
     def __init__(self, parts: ExpertParts, shared: Product | None) -> None:
         """`shared` computes the shared experts; None if there are none."""

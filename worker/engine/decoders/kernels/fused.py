@@ -80,8 +80,7 @@ class _Attention:
         self._is_gated = parts.is_gated
         self._scoring = Scoring(parts.scale, pattern, parts.softcap, parts.sinks)
         self._row_norms: list[tuple[slice, Norm]] = []
-        """Ranges of columns of Q, K and V, with the norm that normalises such a range as a
-        whole."""
+        """Ranges of columns of Q, K and V, each with the norm over the whole range."""
         self._head_norms: HeadNorms | None = None
         query, key = parts.query_norm, parts.key_norm
         if query is not None and key is not None:
@@ -254,8 +253,7 @@ class FusedDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The sum `hidden + scale * after(update)` of tensors [T, hidden size], before it is
-    computed."""
+    """The sum `hidden + scale * after(update)` [T, hidden size], not computed yet."""
 
     hidden: torch.Tensor
     update: torch.Tensor

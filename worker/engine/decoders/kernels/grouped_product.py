@@ -34,8 +34,7 @@ class Groups:
 
     @classmethod
     def of(cls, experts: torch.Tensor, num_experts: int) -> Groups:
-        """Returns the pairs of `experts` [T, top_k], int32. Pairs of the same expert keep their
-        order."""
+        """Returns the pairs of `experts` [T, top_k], int32, in order within each expert."""
         num_pairs = experts.numel()
         order = torch.empty_like(experts).flatten()
         starts = experts.new_empty(num_experts + 1)
@@ -161,9 +160,9 @@ def _grouped_kernel(
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one tile of an expert's rows and one tile of outputs. There may be more
-    programs than tiles. A row has SLOTS pairs. Weights are the left side of products. BITS is 0 if
-    the weights are not quantized."""
+    """Each program computes one tile of an expert's rows and one tile of outputs. Programs beyond
+    the tiles end at once. A row has SLOTS pairs. Weights are the left side of products. BITS 0:
+    weights are not quantized."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     IS_EVEN: tl.constexpr = NUM_INPUTS % STEP == 0
     index = tl.arange(0, EXPERT_TILE)

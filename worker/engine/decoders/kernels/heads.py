@@ -54,8 +54,7 @@ def place_heads(
 
     `qkv` [T, (num_heads + 2 * num_kv_heads) * head size] is the output of the projections.
     `positions` are [T]. If `is_gated`, a gate follows the query of each head. `tables`, in the
-    model's dtype, rotate the first numbers of heads. Rows whose block is -1 only pad the step:
-    their K and V are not written.
+    model's dtype, rotate the first numbers of heads. Does not write rows with block -1 (padding).
     """
     num_rows = len(qkv)
     _, num_kv_heads, block_size, size = cache.key.shape

@@ -55,8 +55,7 @@ def joined_weights(weights: Sequence[Weight]) -> Weight:
 
 
 def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns one tensor with all parameters, one after the other. Copies them only if they are not
-    already adjacent in memory."""
+    """Returns one tensor with all parameters, in order. Copies them unless they are adjacent."""
     first = parameters[0].data
     num_rows = sum(len(each) for each in parameters)
     if not _lie_together(parameters):

@@ -41,8 +41,7 @@ _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
 
 
 def programs_per_processor(architecture: int) -> int:
-    """Returns the number of programs that a processor runs at once. On older GPUs a third program
-    would spill registers."""
+    """Returns how many programs a processor runs at once. On older GPUs, three spill registers."""
     return 3 if architecture >= 90 else 2
 
 
@@ -173,8 +172,7 @@ def _product_kernel(
 ) -> None:
     """Each program computes one tile of rows and outputs, for one split of the inputs.
 
-    Weights are the left side of products. The program that finishes a tile last adds the sums of
-    the tile's splits, in order.
+    Weights are the left side of products. A tile's last program adds its splits' sums in order.
     """
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     split = tl.program_id(2)

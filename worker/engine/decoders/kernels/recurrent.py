@@ -34,8 +34,7 @@ class ShortConvolution:
 
 
 class Recurrence:
-    """A layer with a gated linear recurrence, from rows [T, hidden size] to rows of the same
-    shape."""
+    """A layer with a gated linear recurrence, with inputs and outputs [T, hidden size]."""
 
     def __init__(self, parts: RecurrenceParts, windows: torch.Tensor, states: torch.Tensor) -> None:
         self._inputs, self._output = fused(*parts.projections), fused(parts.output)
@@ -46,8 +45,7 @@ class Recurrence:
         num_values = parts.num_value_heads * parts.value_size
         sizes = [num_channels, num_values, len(places) - num_channels - num_values]
         self._order: torch.Tensor | None = None
-        """The columns of the projections in the order of the parts; None if the projections already
-        have this order."""
+        """The columns of the projections in the order of the parts; None if that is their order."""
         if any((part.diff() != 1).any() for part in torch.split(places, sizes)):
             self._order, places = places.to(device), torch.arange(len(places), device="cpu")
         self._columns = [
@@ -81,8 +79,7 @@ def recurrent_layer(
 
 
 def places_of(parts: RecurrenceParts) -> torch.Tensor:
-    """Returns the indices of the outputs that `parts.inputs` describes, among the outputs of all
-    projections."""
+    """Returns the places of `parts.inputs` among the outputs of all projections."""
     sizes = [linear.out_features for linear in parts.projections]
     firsts = dict(zip(parts.projections, accumulate(sizes, initial=0), strict=False))
     begins = [firsts[rows.linear] + rows.first for rows in parts.inputs]

@@ -13,8 +13,7 @@ from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """The sequences of a step. They are made once for all layers, without waiting for the
-    device."""
+    """The sequences of a step, made once for all layers, without waiting for the device."""
 
     table: torch.Tensor
     """See `RecurrentRows.table`."""
@@ -34,9 +33,8 @@ class StepSequences:
 
 @triton.jit
 def sequence_at(table: tl.tensor, index: tl.tensor, num_sequences: tl.tensor) -> tl.tuple:
-    """Returns the number of the state that a sequence reads, the number of the state that the
-    sequence writes, its first row, its number of rows, and the number of these rows that are not
-    drafted."""
+    """Returns the state entry that a sequence reads, the entry that it writes, its first row, its
+    number of rows, and how many of these are not drafted."""
     place = table + index
     count = tl.load(place + 3 * num_sequences)
     return (

@@ -11,8 +11,7 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 STEP = 64
 """The number of inputs in an iteration."""
 _STAGES = tl.constexpr(4)
-"""The depth of the pipeline: the data of three iterations are being loaded while a program computes
-a fourth."""
+"""The depth of the pipeline: three iterations' data are loaded while a fourth is computed."""
 
 
 def part_of(weight: QuantizedWeight) -> int:
