@@ -4,14 +4,14 @@
 //   each layer: hidden += scale * after(mixer(before(hidden))); hidden += scale * after(mlp(before(hidden)))
 //   logits = head(norm(hidden of the sampling rows))
 //
-// A layer may lack norms, the mixer or the MLP. A recurrence beside attention has the same input, and adds its
-// result, too. A layer may scale the hidden states after it, and may have further inputs
+// A layer may lack norms, the mixer or the MLP. A recurrence beside attention has the same input, and adds
+// its result, too. A layer may scale the hidden states at its end, and have further inputs
 // (layers/layer_inputs.h). A head that drafts is one more layer, with another input and another norm:
 //
 //   hidden = projection(norm(embed(ids)), norm(states of the rows before))
 //
-// Python builds the decoder from the parts of a model
-// (decoders/layer_parts.py, decoders/native.py) and compares it with the library's own model at load.
+// Python builds the decoder from the parts of a model (decoders/layer_parts.py, decoders/native.py), and
+// compares it with the library's own model at load.
 #pragma once
 
 #include <algorithm>
@@ -150,7 +150,7 @@ class DecoderOf : public Decoder {
   // The number of layers without the head's.
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()) - (head_input_ ? 1 : 0); }
 
-  // Computes some of the layers, and `norm` at the end. `states` are null, or inputs of the head.
+  // Computes some of the layers, and the norm at their end. `given_states` are null, or inputs of the head.
   void compute(const Step& step, Range some_layers, const Norm& last_norm, const T* given_states) {
     const int64_t num_rows = step.num_rows, size = shape_.size;
     T *hidden = hidden_.reserve(num_rows * size), *normed = normed_.reserve(num_rows * size);
@@ -181,9 +181,9 @@ class DecoderOf : public Decoder {
     }
     Team::run(num_threads_, [&](Team& team) {
       std::vector<float> scratch;
-      const Norm* pending = nullptr;  // of `update`, which is not yet added to `hidden`
-      float scale = 1.0f;             // of what a layer's parts add
-      float scale_after = 1.0f;       // of the hidden states, at the end of a layer
+      const Norm* pending = nullptr;  // the norm of `update`, which is not yet added to `hidden`
+      float scale = 1.0f;             // the factor of the result of a part
+      float scale_after = 1.0f;       // the factor of the hidden states at the end of a layer
       // Begins a part of a layer: adds what is pending, and returns before(hidden).
       const auto enter = [&](const Norm& before) -> const T* {
         if (pending || before || scale_after != 1.0f) {
@@ -287,8 +287,8 @@ class DecoderOf : public Decoder {
       scale_row(row, static_cast<float>(shape_.embedding_scale), shape_.size);
   }
 
-  // Replaces embeddings by the head's projection of their norms and those of `states`, in two phases. `both`
-  // is memory for the norms.
+  // Two phases: replaces embeddings by the head's projection of their norms and of `states`' norms. `both` is
+  // memory for the norms.
   void join(Team& team, const T* states, int64_t num_rows, T* both, T* hidden) const {
     const int64_t size = shape_.size;
     team.share(num_rows, [&](int64_t row) {

@@ -1,10 +1,10 @@
 // Functions that Python calls (native/library.py has the same structures). This code includes no header of
 // Python or torch, so that one library serves all their versions.
 //
-// Numbers lie one after the other. They belong to the caller, which keeps them as long as stated here.
-// Matrices are [rows, columns]. Weights, K and V, activations and logits are all fp32 or all bf16, but
-// weights of linear layers may have 8 or 4 bits.
-// Functions that can fail return null or an error message, valid until the thread's next call.
+// Numbers are one after the other in memory of the caller, which keeps it as long as stated here. Matrices
+// are [rows, columns]. Weights, K and V, activations and logits are all fp32 or all bf16, but weights of
+// linear layers may have 8 or 4 bits. Functions that can fail return null or an error message, valid until
+// the thread's next call.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ inline Matrix matrix(const Weight& weight, int64_t outputs, int64_t inputs) {
           weight.row_stride, weight.column_stride};
 }
 
-// The inputs that layers have beside the hidden states of the layer before (layers/layer_inputs.h).
+// The inputs that layers have beside the hidden states (layers/layer_inputs.h).
 struct LayerInputsWeights {
   int64_t num_layers, size;         // numbers of a layer's inputs
   Weight table;                     // [vocab_size, num_layers size]
@@ -57,8 +57,8 @@ struct LayerInputWeights {
   Norm after;                       // [size of hidden states]
 };
 
-// The caller keeps these as long as the decoder, except the head and the inputs' projection if weights are
-// packed.
+// The caller keeps these as long as the decoder. It may drop the head and the inputs' projection if weights
+// are packed.
 struct ModelWeights {
   Weight embedding;       // [vocab_size, size]
   Norm norm;              // [size]
@@ -87,7 +87,7 @@ struct AttentionWeights {
 
 struct MlpWeights {
   int64_t inner_size, activation, is_gated;
-  double gate_scale;                // of what the activation gets
+  double gate_scale;                // the factor of the inputs of the activation
   double numbers[4];                // of the activation (layers/activation.h)
   Weight gate, up;                  // [inner_size, size]; without numbers in `up`, `gate` has the rows of both
   const void* input_bias;           // of both, one after the other
@@ -105,7 +105,7 @@ struct Routing {
   int64_t num_groups, top_groups;   // experts are chosen from the best groups, of equal size
   int64_t normalizes;               // whether shares sum to 1; their sum counts as at least `least_sum`
   double least_sum, scale, jitter;
-  const float* expert_scales;       // [num_experts], of the shares; may be null
+  const float* expert_scales;       // [num_experts], factors of the shares; may be null
 };
 
 struct ExpertWeights {
@@ -145,7 +145,7 @@ struct RecurrenceWeights {
   const RowsOfWeight* inputs;       // one after the other: the channels, a gate for each value, in the delta
                                     // rule a rate for each value head, and a time step for each value head
   const void* input_bias;
-  const float* input_scale;         // of the same outputs, or null
+  const float* input_scale;         // factors of these outputs, or null
   Convolution convolution;          // followed by SiLU
   int64_t query_first, key_first, value_first;  // the channels with which these begin
   double query_scale;
@@ -162,12 +162,12 @@ struct RecurrenceWeights {
 
 // The caller keeps norms, rotations, sinks, convolutions, rates, K and V, states, and weights that are not
 // packed as long as the decoder, which copies the rest. Biases may be null. A layer has a mixer, an MLP, or
-// both; the pointers to all other parts are null.
+// both. Pointers to missing parts are null.
 struct LayerWeights {
   Norm before_mixer, after_mixer, before_mlp, after_mlp;  // [size]
   int64_t is_parallel;              // the MLP has the input of the mixer
-  double mixer_scale, beside_scale, mlp_scale;  // of what the parts add to the hidden states
-  double output_scale;              // of the hidden states at the end of the layer
+  double mixer_scale, beside_scale, mlp_scale;  // factors of the results of the parts
+  double output_scale;              // the factor of the hidden states at the end of the layer
   const AttentionWeights* attention;            // the mixer is one of these three
   const ShortConvolutionWeights* convolution;
   const RecurrenceWeights* recurrence;          // or it is beside attention, and has the same input
@@ -178,7 +178,7 @@ struct LayerWeights {
 };
 
 // A head that drafts tokens: a layer whose input is made of a token's embedding and of the final hidden state
-// of the row before. Output layer and embedding are those of the model. The caller keeps norms as above.
+// of the row before. It uses the model's embedding and output layer. The caller keeps norms as above.
 struct HeadWeights {
   Norm of_embedding, of_state;      // [size]
   Weight projection;                // [size, 2 size], of the normed embedding and then the normed state
@@ -209,7 +209,7 @@ struct Choice {
   const double* uniforms;
 };
 
-// Sequences with more drafted tokens come first. K and V of the drafted tokens have room in their blocks.
+// Sequences with more drafted tokens come first. Blocks have room for K and V of the drafted tokens.
 struct Draft {
   Step step;                       // without outputs; `ids` are the tokens after the rows of `states`
   const void* states;              // [T, size], final hidden states of the model
@@ -244,8 +244,8 @@ const char* decoder_run(promptq::Decoder* decoder, const promptq::Step* step);
 const char* decoder_add_head(promptq::Decoder* decoder, const promptq::HeadWeights* weights);
 const char* decoder_draft(promptq::Decoder* decoder, const promptq::Draft* draft);
 
-// Chooses tokens [rows] by logits [rows, vocab_size], and says whether each is sound. `filters` are
-// [rows, num_filters]; the other inputs are [rows].
+// Chooses tokens [rows] by logits [rows, vocab_size]. `is_sound`: whether a row's largest logit is finite.
+// `filters` are [rows, num_filters]; the other inputs are [rows].
 const char* choose_tokens(
     int64_t is_bf16, const void* logits, int64_t rows, int64_t vocab_size, const bool* is_sampled,
     const float* temperature, const double* filters, int64_t num_filters, const double* uniforms,
@@ -258,14 +258,14 @@ const char* report_logprobs(
     const int64_t* chosen, int64_t num_top, int64_t num_threads, float* logprob, int64_t* rank,
     int64_t* ids, float* logprobs);
 
-// Rounds `weight` [rows, columns] to `bits`, as Matrix has them: `numbers` [rows, row_bytes], `scales` [rows,
+// Rounds `weight` [rows, columns] to the format of Matrix: `numbers` [rows, row_bytes], `scales` [rows,
 // groups].
 const char* quantize(
     int64_t is_bf16, const void* weight, int64_t rows, int64_t columns, int64_t bits, int64_t group,
     int64_t num_threads, uint8_t* numbers, float* scales);
 
-// Makes the C library keep freed memory. Otherwise it would request the activations and logits of each step,
-// some megabytes, from the system, which would clear every page.
+// Makes the C library keep freed memory. Otherwise each step would request some megabytes from the system,
+// which would clear every page.
 void keep_freed_memory();
 
 // Parts of decoders, for tests.
@@ -274,8 +274,8 @@ void keep_freed_memory();
 const char* paged_attention(
     int64_t is_bf16, const void* query, int64_t num_heads, const promptq::LayerCache* cache,
     const promptq::Layout* layout, const promptq::Scoring* scoring, void* out);
-// y [rows, outputs] = x w' + b of `x` [rows, inputs] and `weight` [outputs, inputs], with `in_tiles` in tile
-// registers, if has_tile_registers().
+// y [rows, outputs] = x w' + b of `x` [rows, inputs] and `weight` [outputs, inputs]. `in_tiles`: in tile
+// registers, only if has_tile_registers().
 const char* linear(
     int64_t is_bf16, int64_t in_tiles, const void* x, int64_t rows, const promptq::Weight* weight,
     int64_t outputs, int64_t inputs, const void* bias, void* y);

@@ -1,7 +1,6 @@
-// Rounds weights to 8 or 4 bits, and packs those of 4 bits. Threads share the rows.
-//
-// 8 bits: the largest number of a group is 127 or -127 steps. 4 bits: steps of some sizes are tried, and the
-// one with the least squared error is used.
+// Rounds weights to 8 or 4 bits, and packs those of 4 bits. Threads share the rows. With 8 bits, the largest
+// number of a group is 127 or -127 steps. With 4 bits, some step sizes are tried, and the one with the least
+// squared error is used.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,6 +1,5 @@
-// Chooses tokens and reports log-probabilities. Threads share the rows, and each takes a row at a time.
-//
-// sampling/filters.py, draw.py and logprobs.py define what is computed.
+// Chooses tokens and reports log-probabilities, as sampling/filters.py, draw.py and logprobs.py define.
+// Threads share the rows, and each takes a row at a time.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -1,6 +1,5 @@
-// Finds the greatest numbers of a row, or the number at some place in descending order, without sorting.
-//
-// The maxima of a row's blocks show which few blocks have the greatest numbers. If many numbers are needed,
+// Finds the greatest numbers of a row, or the number at some place in descending order, without sorting. The
+// maxima of a row's blocks show which few blocks have the greatest numbers. If many numbers are needed,
 // histograms over the bits of the numbers find the number at the place.
 #pragma once
 
@@ -91,7 +90,7 @@ float reached_by(int64_t count, Workspace& space) {
 }
 
 // Writes the numbers of a row that reach the threshold to `values`, or their tokens to `tokens`. Returns
-// how many there are.
+// their count.
 template <bool AsTokens, typename T>
 int64_t gather(const T* row, int64_t size, float threshold, Workspace& space) {
   int64_t count = 0;
@@ -115,10 +114,9 @@ struct Digit {
 constexpr Digit kDigits[] = {{20, 1 << 11}, {10, 1 << 10}, {0, 1 << 10}};
 
 // Adds up the weights of the first `count` values, which are at most 0, in descending order of the values.
-// Returns the value at which the sum reaches `wanted`, or the last one. Overwrites both arrays.
-//
-// Magnitudes have the order of their bits. So a histogram over the upper bits shows the part in which the
-// value is, a histogram over the next bits shows the part of that part, and so on.
+// Returns the value at which the sum reaches `wanted`, or the last one. Overwrites both arrays. Magnitudes
+// have the order of their bits. So a histogram over the upper bits shows the part that has the value, a
+// histogram over the next bits shows the part of that part, and so on.
 float value_that_reaches(double wanted, int64_t count, Workspace& space) {
   float *values = space.values.data(), *weights = space.weights.data();
   double before = 0.0;

@@ -1,9 +1,7 @@
-// Attention over the paged KV cache, straight through the block tables.
-//
-// Neighbouring rows of a sequence attend together and read each K and V once. The operations for a row
-// and their order depend only on its query and context, not on the rows beside it. So a decode, a drafted
-// token and a row of a chunk have the same bits. (K and V must be finite, because positions that only
-// other rows see have the weight zero.)
+// Attention over the paged KV cache, straight through the block tables. Neighbouring rows of a sequence
+// attend together, and read each K and V once. The operations for a row and their order depend only on its
+// query and context. So a decode, a drafted token and a row of a chunk have the same bits. (K and V must be
+// finite, because positions that only other rows see have the weight zero.)
 #pragma once
 
 #include <algorithm>
@@ -44,7 +42,7 @@ void score(
 template <int Group, int NumSpans, typename T>
 void accumulate(
     const Factor<T>* weights, const T* const* rows, int64_t size, float* sums, int64_t stride) {
-  // The number of spans whose sums fit into registers. As it is a constant, the compiler keeps them there.
+  // The number of spans whose sums fit into registers, a constant, so that the compiler keeps them there.
   constexpr int kTile =
       std::max(1, std::min(NumSpans, kRegisters / (4 * std::max(2, Group))));
   const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
@@ -85,9 +83,8 @@ void in_groups(int64_t num_queries, const Work& work) {
 }
 
 // Calls work(group, query, i, rows) for each group of queries, each kLanes positions from `begin` + i on, and
-// each KV head. The order is that of memory: block by block, and within a block head by head. The next rows
-// are read ahead, because the processor does not know which block follows. Rows of integers are widened to R
-// in `widened`.
+// each KV head, in the order of memory: block by block, and within a block head by head. Reads the next rows
+// ahead, because the processor does not know which block follows. Widens rows of integers to R in `widened`.
 template <typename R, typename T, typename Work>
 void over_blocks(
     const Piece<T>& piece, const std::vector<Stretch>& stretches, const uint8_t* cache, int64_t begin,
@@ -157,8 +154,8 @@ struct Around {
   }
 };
 
-// Computes attention of one piece over rows of type R in the cache, or of integers that are widened to R.
-// `scratch` is memory that calls reuse.
+// Computes attention of one piece over cache rows of type R, or of integers that are widened to R. Calls
+// reuse the memory `scratch`.
 template <int NumSpans, typename R, typename T>
 void attend(const Piece<T>& piece, std::vector<float>& scratch) {
   const std::vector<Stretch> stretches = piece.stretches();

@@ -1,9 +1,8 @@
-// Attention of a piece in tile registers, with K and V as they are in the cache.
-//
-// A product sums over the numbers in its rows and over the pairs in its columns. Keys are rows, so the
-// sum is over their numbers. Values are columns, and the sum should be over positions, but a pair in
-// the cache is two numbers of one position. So each weight is used twice: before a zero for the even
-// numbers of the head, and after a zero for the odd numbers.
+// Attention of a piece in tile registers, with K and V as they are in the cache. A product sums over the
+// numbers in its rows and over the pairs in its columns. Keys are rows, so the sum is over their numbers.
+// Values are columns, and the sum should be over positions, but a pair in the cache is two numbers of one
+// position. So each weight is used twice: before a zero for the even numbers of the head, and after a zero
+// for the odd numbers.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -86,7 +85,7 @@ class TileAttention {
   static_assert(kLanes == kTileRows, "Piece::find_rows finds those of a tile");
   static_assert(kSharingQueries <= kHalf, "a row's unshared positions need at most one tile of weights");
 
-  // kTileRows positions of a stretch from `start` on, and the offset of the first head's rows in the cache.
+  // kTileRows positions of a stretch from `start` on, and the cache offset of the first head's rows.
   struct Tile {
     const Stretch& stretch;
     int64_t start, offset;
@@ -108,8 +107,8 @@ class TileAttention {
     }
   };
 
-  // Calls work(tile, head, rows) for all tiles and all KV heads, in the order of memory. Before the tiles
-  // of each stretch it calls configure(num_queries).
+  // Calls work(tile, head, rows) for all tiles and KV heads, in the order of memory, and
+  // configure(num_queries) before the tiles of each stretch.
   template <typename Configure, typename Work>
   void for_tiles(const uint8_t* cache, const Configure& configure, const Work& work) {
     const int64_t num_heads = piece_.num_kv_heads, stride = piece_.head_stride;
@@ -135,8 +134,8 @@ class TileAttention {
     }
   }
 
-  // Copies a tile whose rows are not in one place, are not whole spans, are integers, or are partly outside
-  // of the stretch. Memory outside may be NaN, and zero times NaN is not zero.
+  // Copies a tile whose rows are scattered, are not whole spans, are integers, or are partly outside of the
+  // stretch. Memory outside may be NaN, and zero times NaN is not zero.
   TilePlace copy_rows(const Tile& tile, const uint8_t* head) {
     const uint8_t* rows[kTileRows];
     piece_.find_rows(tile.stretch, head, tile.start, rows);

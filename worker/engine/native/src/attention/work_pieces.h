@@ -25,15 +25,15 @@ struct Pattern {
   }
 };
 
-// The scores of keys for queries (Scoring in attention/types.py). `softcap` is 0 without a cap. `sinks`
+// How keys are scored for queries (Scoring in attention/types.py). `softcap` 0 means no cap. `sinks`
 // [num_heads] may be null.
 struct Scoring {
   double scale, softcap;
   const float* sinks;
 };
 
-// One layer's K [num_blocks, num_kv_heads, block_size] of rows, and V likewise. A row has head_size of the
-// model's numbers, or the format of cache_rows.h. The strides are in bytes.
+// One layer's K [num_blocks, num_kv_heads, block_size] of rows, and its V. A row has head_size of the model's
+// numbers, or the format of cache_rows.h. The strides are in bytes.
 struct LayerCache {
   void *keys, *values;
   int64_t num_kv_heads, block_size, head_size, block_stride, head_stride, position_stride, is_int8;
@@ -63,10 +63,9 @@ struct Stretch {
 
 constexpr int64_t kSharingQueries = 8;  // most queries of a KV head in a row that may share
 
-// Some rows and some neighbouring KV heads, which attend together. The rows are neighbours in one
-// sequence, or one row each of sequences whose first `shared` positions are in the same blocks. `shared`
-// is a multiple of kLanes, so that each position has the same lane for all rows. It does not include the
-// position of any of the rows.
+// Some rows and neighbouring KV heads that attend together. The rows are neighbours in one sequence, or one
+// row each of sequences whose first `shared` positions are in the same blocks. `shared` is a multiple of
+// kLanes, so that each position has the same lane for all rows. It includes the position of no row.
 template <typename T>
 struct Piece {
   const T* query;  // of the step's first row, the first query head
@@ -140,8 +139,8 @@ struct Piece {
     return stretch.blocks[position / block_size] * block_stride + position % block_size * position_stride;
   }
 
-  // Sets `rows_at` to the first KV head's rows of kLanes positions from `start` on. A position inside of the
-  // stretch replaces one outside.
+  // Sets `rows_at` to the first KV head's rows of kLanes positions from `start` on. Positions outside of the
+  // stretch are replaced by ones inside.
   void find_rows(
       const Stretch& stretch, const uint8_t* head, int64_t start, const uint8_t** rows_at) const {
     const int64_t last = stretch.last - 1, place = std::clamp(start, stretch.first, last);
@@ -153,7 +152,7 @@ struct Piece {
   }
 };
 
-// A step's pieces, longest first. No piece takes much longer than a thread's share.
+// A step's pieces, longest first. None takes much longer than a thread's part of the work.
 class Pieces {
  public:
   // `cache` is that of a layer for which these pieces are. `group` query heads have one KV head.
@@ -236,7 +235,7 @@ class Pieces {
     }
   }
 
-  // Heads are side by side in a block, so they stay together unless threads would wait for that.
+  // Heads are side by side in a block, so they stay together unless threads would have to wait.
   void split(const Pattern& pattern, int64_t num_threads) {
     int64_t total = 0;
     for (Part& part : parts_) {

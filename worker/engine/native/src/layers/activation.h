@@ -46,8 +46,7 @@ void activate_row_with(
   for (int64_t d = 0; d < size; ++d) store(out[d], activate(scale * load(gate[d])) * load(up[d]));
 }
 
-// out = g sigmoid(alpha g) (u + 1), where g and u are a gate and an up of at most `limit`, and u is at least
-// -limit.
+// out = g sigmoid(alpha g) (u + 1), where g and u are a gate and an up of at most `limit`, u at least -limit.
 template <typename T>
 void limited_gate_row(const T* gate, const T* up, float alpha, float limit, int64_t size, T* out) {
 #pragma omp simd

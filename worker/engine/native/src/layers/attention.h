@@ -49,8 +49,7 @@ class Attention {
            one.pattern.size == two.pattern.size;
   }
 
-  // Computes `rows.attended`, the input of output(), from `x` [T, size]. Writes K and V that it computes to the
-  // cache.
+  // Computes `rows.attended`, the input of output(), from `x` [T, size]. Writes its K and V to the cache.
   void attend(
       Team& team, const T* x, const Step& step, const Pieces& pieces, const HeadRows<T>& rows,
       std::vector<float>& scratch) const {
@@ -106,7 +105,7 @@ class Attention {
   }
 
   // Norms and rotates `count` heads of a row, from the layer's head `first` on. Stores queries and gates in
-  // `rows`, and K and V in the cache.
+  // `rows`, K and V in the cache.
   void place_heads(
       T* head, int64_t first, int64_t count, int64_t row, const Step& step, const HeadRows<T>& rows) const {
     const int64_t size = head_size_, position = step.positions[row];

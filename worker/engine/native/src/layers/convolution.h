@@ -19,8 +19,8 @@ struct Convolution {
   void* windows;
 };
 
-// Where the states of a step's sequences are, each [num_sequences]: the entries before and after the step,
-// and the number of last rows that are drafted. The state after a step does not include these.
+// The state entries before and after the step of its sequences, [num_sequences] each, and how many of their
+// last rows are drafted. The state after a step does not include drafted rows.
 struct StateEntries {
   const int64_t *read, *written, *num_drafted;
 };
@@ -77,7 +77,7 @@ class ConvolutionInputs {
   }
 
  private:
-  // The input at a place of the chunk. Those before the first are in the window before the step.
+  // The input at a place of the chunk. Earlier inputs are in the window before the step.
   const T* at(const Chunk& chunk, int64_t place) const {
     if (place >= 0) return inputs_ + (chunk.first + place) * stride_;
     const int64_t count = convolution_.size - 1;

@@ -1,4 +1,4 @@
-// An MLP that computes all of its weights for each row: down(activation(scale * gate) * up), or without a gate
+// An MLP that computes all its weights for each row: down(activation(scale * gate) * up), or without a gate
 // down(activation(scale * up)).
 #pragma once
 
@@ -40,7 +40,7 @@ class DenseMlp {
     });
   }
 
-  // The same for one slice of inputs(), on this thread.
+  // activate() for one slice of inputs(), on this thread.
   void activate_slice(int64_t slice, const T* x, int64_t num_rows, T* inner) const {
     inputs_.multiply_slice(slice, x, {0, num_rows}, [&](const T* y, Range rows, Range columns) {
       place(y, rows, columns, inner);

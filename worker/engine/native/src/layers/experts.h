@@ -1,8 +1,6 @@
 // A mixture of experts in place of an MLP: a row goes to a few of many MLPs, the experts, and only their
-// weights are read.
-//
-// The rows of an expert are multiplied together. A row's results are added in the order of its router, so
-// the sum does not depend on the rows beside it.
+// weights are read. An expert's rows are multiplied together. A row's results are added in the order of its
+// router, so the sum does not depend on other rows.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +18,7 @@
 
 namespace promptq {
 
-// Some rows of an expert, which follow each other in the order of the experts.
+// Some rows of an expert, at successive places in the order of the experts.
 struct ExpertRows {
   int64_t mlp;
   Range places;
@@ -165,7 +163,7 @@ class Experts {
       }
   }
 
-  // The inputs of a piece's rows, one after the other, in memory of this thread unless they already are.
+  // The inputs of a piece's rows, one after the other, in this thread's memory unless they are so already.
   const T* inputs_of(const ExpertRows& piece, const T* x, const ExpertsMemory<T>& memory) const {
     const int64_t* rows = memory.rows.data() + piece.places.first;
     const int64_t count = piece.places.count;

@@ -8,7 +8,7 @@
 
 namespace promptq {
 
-// `weight` and `bias` are [size]. Without a weight there is no norm; the bias may be null. `is_centered`: the
+// `weight` and `bias` are [size]; no norm if `weight` is null, no bias if `bias` is null. `is_centered`: the
 // mean is subtracted first, as in a LayerNorm.
 struct Norm {
   const float *weight, *bias;

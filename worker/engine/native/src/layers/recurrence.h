@@ -1,5 +1,5 @@
-// A gated linear recurrence (layers/scan.h) and what is around it: projections, a convolution of queries,
-// keys and values, their rates, and a gated norm. Gated DeltaNet and Mamba 2 are of this kind.
+// A gated linear recurrence (layers/scan.h) with its projections, a convolution of queries, keys and values,
+// their rates, and a gated norm. Gated DeltaNet and Mamba 2 are of this kind.
 #pragma once
 
 #include <algorithm>
@@ -177,7 +177,7 @@ class Recurrence {
       scan_span<false>(rows, span, state(chunk.read), state(chunk.written), scratch);
   }
 
-  // Norms what a row read, with its gate before or after the norm.
+  // Norms the values that a row read. The gate multiplies them before or after the norm.
   void gate(
       const T* gates, int64_t row, int64_t num_rows, const RecurrenceMemory<T>& memory, float* read,
       T* mixed) const {

@@ -7,8 +7,8 @@
 
 namespace promptq {
 
-// Pairs of numbers of a head are rotated: `cosine` and `sine` are [positions, num_pairs]. The pairs are
-// neighbours, or a number of the first half and its partner in the second, as Llama lays them out.
+// Pairs of a head's numbers are rotated: `cosine` and `sine` are [positions, num_pairs]. Pairs are
+// neighbours, or a number of the first half and its partner in the second half, as in Llama.
 struct Rotation {
   const float *cosine, *sine;
   int64_t num_pairs, is_interleaved;  // no pairs: there is no rotation

@@ -1,4 +1,4 @@
-// Which experts a row goes to, and their shares in its result.
+// Chooses a row's experts, and their shares in its result.
 #pragma once
 
 #include <algorithm>
@@ -53,8 +53,7 @@ class ExpertChoice {
     for (float& score : scores) score /= sum;
   }
 
-  // Writes the indices of the `count` largest numbers, the largest first. They differ even if some numbers
-  // are NaN.
+  // Writes the indices of the `count` largest numbers, the largest first: different ones, even with NaN.
   static void pick(const std::vector<float>& numbers, int64_t count, int64_t* indices) {
     const int64_t size = numbers.size();
     thread_local std::vector<bool> is_left;
@@ -87,8 +86,7 @@ class ExpertChoice {
         std::fill_n(ranks.begin() + group * size, size, kNever);
   }
 
-  // The sparsemixer of Phi 3.5: an expert's share is its softmax among those that are left and are not far
-  // below it.
+  // The sparsemixer of Phi 3.5: an expert's share is its softmax among the experts that are left and near it.
   void mix(const float* logits, int64_t* experts, float* shares) const {
     const int64_t num_experts = routing_.num_experts;
     const float most = 2.0f * static_cast<float>(routing_.jitter);

@@ -3,11 +3,10 @@
 //
 //   S' = a S + k c'    o = S'' q + skip v    c = b (v - a S' k) in the delta rule, otherwise c = b v
 //
-// Prompts are computed token by token, too. So a token's result depends on the state before the token alone,
-// to the last bit, and not on how steps cut the prompt. The chunked form of these recurrences, which GPUs
-// use, needs as many operations in fp32: it is for processors that multiply matrices much faster than they
-// do anything else, in numbers too coarse for a state. Columns of a state are independent, so some columns
-// stay in the nearest cache for all tokens of a sequence.
+// Prompts are computed token by token, too. So a token's result depends on the state before it alone, to the
+// last bit, and not on how steps cut the prompt. The chunked form, which GPUs use, needs as many operations
+// in fp32. It helps only where products of coarse numbers are much faster, and a state needs finer ones.
+// Columns of a state are independent, so some columns stay in the nearest cache for all tokens of a sequence.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +18,7 @@
 
 namespace promptq {
 
-// Independent sums, as a processor begins the next sum before it has the one before.
+// Independent sums: a processor begins the next sum before it has the one before.
 constexpr int kKeysAtOnce = 4;
 
 // The rows of a sequence for one value head. A query and a key have `key_stride` numbers, a multiple of
@@ -67,8 +66,8 @@ template <bool kIsDelta>
       read[0].b + read[1].b + (read[2].b + read[3].b) + skip * value.b};
 }
 
-// Computes the columns of span `index`. The state of a head lies span by span, each [key size, columns].
-// `before` and `after` are the head's states; `memory` is [key_stride, kSpan].
+// Computes the columns of span `index`. A head's state is stored span by span, each [key size, columns].
+// `before` and `after` are its states; `memory` is [key_stride, kSpan].
 template <bool kIsDelta>
 void scan_span(const ScanRows& rows, int64_t index, const float* before, float* after, float* memory) {
   const int64_t key_stride = rows.key_stride(), value_stride = rows.value_stride();

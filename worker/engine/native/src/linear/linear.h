@@ -1,6 +1,5 @@
-// A linear layer, cut into slices of its outputs so that the threads of a team can share it.
-//
-// A slice is multiplied on one thread, and the result of a row does not depend on the rows beside it.
+// A linear layer, cut into slices of its outputs that the threads of a team share. A slice is multiplied on
+// one thread, and the result of a row does not depend on the rows beside it.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +38,7 @@ struct Range {
   int64_t first, count;
 };
 
-// One of `num_parts` parts of `count`, which are as equal as possible.
+// Returns one of `num_parts` parts of `count`, which are as equal as possible.
 inline Range part_of(int64_t count, int64_t part, int64_t num_parts) {
   const int64_t first = count * part / num_parts;
   return {first, count * (part + 1) / num_parts - first};
@@ -109,8 +108,7 @@ class Linear {
     });
   }
 
-  // One phase: calls use(y, rows, outputs) with y = x w' + b [rows, results of the outputs] for some rows of
-  // `x` [num_rows, inputs].
+  // One phase: calls use(y, rows, outputs) with y = x w' + b [rows, results of the outputs] for rows of `x`.
   template <typename Use>
   void multiply(Team& team, const T* x, int64_t num_rows, const Use& use) const {
     share(team, num_rows, [&](int64_t slice, Range rows) { multiply_slice(slice, x, rows, use); });
@@ -135,7 +133,7 @@ class Linear {
   int64_t num_slices() const { return slices_.size(); }
   int64_t inputs() const { return slices_.front().weights.front()->inputs(); }
 
-  // The same for one slice and some rows of `x`, on this thread.
+  // multiply() for one slice and some rows of `x`, on this thread.
   template <typename Use>
   void multiply_slice(int64_t index, const T* x, Range rows, const Use& use) const {
     const Slice& slice = slices_[index];

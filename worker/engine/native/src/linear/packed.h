@@ -10,8 +10,8 @@ namespace promptq {
 
 // A weight [rows, columns], one row after the other. With 16 or 32 bits, it has the model's own numbers. With
 // 8 or 4 bits, a number is `scales[row, column / group] * n + offsets[row, column / group]`, where n has no
-// sign. Two n of 4 bits share a byte, the lower half first. Without offsets, these are -2^(bits - 1) scales.
-// Only copy_row and some_rows take numbers with other strides, which have 16 or 32 bits.
+// sign. Two n of 4 bits share a byte, the first in the lower half. Without offsets, these are -2^(bits - 1)
+// scales. Only copy_row and some_rows support other strides, for 16 or 32 bits.
 struct Matrix {
   const void* numbers;
   const float *scales, *offsets;  // [rows, ceil(columns / group)], or null

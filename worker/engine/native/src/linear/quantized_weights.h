@@ -1,7 +1,5 @@
-// Weights of 8 or 4 bits, and their products with rows of 8 bits.
-//
-// Rows are rounded chunk by chunk. A chunk's sums are exact integers in any order. They are scaled and added
-// in fp32, in the order of the chunks:
+// Weights of 8 or 4 bits, and their products with rows of 8 bits. Rows are rounded chunk by chunk. A chunk's
+// sums are exact integers in any order. They are scaled and added in fp32, in the order of the chunks:
 //
 //   y = sum over chunks of scale(x) * (scale(w) * sum of w x + offset(w) * sum of x)
 //
@@ -81,8 +79,8 @@ class QuantizedWeights {
   int64_t num_inputs() const { return round_up(inputs_, padding_); }  // padded
   int64_t num_words() const { return num_steps() * Weights::kWords; }  // of a row
 
-  // Lays out a chunk of one of `rows` rows. `integers` have room for kMostOfChunk numbers. A chunk's words
-  // are [steps, rows, Weights::kWords].
+  // Lays out a chunk of one of `rows` rows, with room for kMostOfChunk `integers`, in words [steps, rows,
+  // Weights::kWords].
   void lay_out(
       int64_t chunk, int64_t count, int8_t* integers, int64_t row, int64_t rows, uint32_t* words) const {
     const int64_t first = chunk * chunk_, padded = round_up(count, padding_);
@@ -91,7 +89,7 @@ class QuantizedWeights {
       Weights::lay_out(integers + i, words + ((first + i) / kInputs * rows + row) * Weights::kWords);
   }
 
-  // Computes `sums` [rows, kColumns] of a tile for at most kRows rows with their `words` and `chunks` [chunks,
+  // Computes `sums` [rows, kColumns] of a tile for at most kRows rows: their `words`, and `chunks` [chunks,
   // rows].
   void multiply(
       const uint32_t* words, const RoundedChunk* chunks, int64_t rows, int64_t tile, float* sums) const {

@@ -9,7 +9,7 @@
 
 namespace promptq {
 
-// work(std::integral_constant<int, value>), for a value from 1 to Most.
+// Calls work(std::integral_constant<int, value>), for a value from 1 to Most.
 template <int Most, typename Work>
 void with_constant(int64_t value, const Work& work) {
   if constexpr (Most > 1)
@@ -17,8 +17,8 @@ void with_constant(int64_t value, const Work& work) {
   work(std::integral_constant<int, Most>());
 }
 
-// Calls work(first row, group) for groups of all rows, of at most `most` rows each. Groups are as equal as
-// possible, because a small group takes nearly as long as a large one.
+// Calls work(first row, group) for groups of at most `most` of all rows. Groups are as equal as possible,
+// because a small group takes nearly as long as a large one.
 template <typename Work>
 void over_groups(int64_t rows, int64_t most, const Work& work) {
   const int64_t num_groups = ceil_div(rows, most);
@@ -36,8 +36,8 @@ void for_groups(int64_t rows, const Work& work) {
   });
 }
 
-// work(std::integral_constant<int, i>) for each i below Count. As the places of sums are constants, the
-// compiler keeps these in registers.
+// Calls work(std::integral_constant<int, i>) for each i below Count. Constant places of sums let the compiler
+// keep them in registers.
 template <int Count, typename Work>
 [[gnu::always_inline]] inline void each(const Work& work) {
   [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {

@@ -1,6 +1,5 @@
-// Products with bf16 weights in tile registers.
-//
-// Each sum goes through the inputs in order, so the result of a row does not depend on the rows beside it.
+// Products with bf16 weights in tile registers. Each sum goes through the inputs in order, so the result of a
+// row does not depend on the rows beside it.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -18,8 +17,8 @@ namespace promptq {
 
 class TileLinear : public Packed<Bf16> {
  public:
-  // Packs `weight` into panels of two tiles' columns. Each is [steps, 2, pairs, columns, 2], as the products
-  // read them, with zeros after the last output and the last input.
+  // Packs `weight` into panels of two tiles' columns [steps, 2, pairs, columns, 2], as the products read
+  // them, with zeros after the last output and the last input.
   TileLinear(const Matrix& weight, WeightMemory& memory) : Packed(weight.rows, weight.columns) {
     const int64_t outputs = weight.rows, inputs = weight.columns;
     const int64_t num_panels = ceil_div(outputs, kColumns), num_steps = ceil_div(inputs, kTileInputs);
@@ -121,8 +120,8 @@ class TileLinear : public Packed<Bf16> {
     std::memcpy(to, &rounded, sizeof rounded);
   }
 
-  // Copies the rows of all panels to `y`. They were written panel by panel, because writing
-  // to rows so far apart would keep the processor from reading weights ahead.
+  // Copies the rows of all panels to `y`. They were written panel by panel, because writes so far apart would
+  // keep the processor from reading weights ahead.
   static void place_rows(const Bf16* panels, int64_t rows, int64_t outputs, Bf16* y, int64_t stride) {
     for (int64_t row = 0; row < rows; ++row, y += stride)
       for (int64_t first = 0; first < outputs; first += kColumns) {

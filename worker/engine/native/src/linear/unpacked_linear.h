@@ -1,6 +1,5 @@
-// Slow products in fp32 that read a weight in place, without a copy.
-//
-// The check at load uses them to compare the decoder's formula with the library's model.
+// Slow products in fp32 that read a weight in place. The check at load uses them to compare the decoder's
+// formula with the library's model.
 #pragma once
 
 #include <algorithm>

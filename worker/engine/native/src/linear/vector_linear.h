@@ -1,8 +1,6 @@
-// Products in vector registers.
-//
-// Weights are read in their format, so bf16 halves the bytes. Processors that multiply bf16 take pairs of
-// inputs. On other processors, bf16 is widened in registers. Each sum goes through the inputs in order, so
-// the result of a row does not depend on the rows beside it.
+// Products in vector registers. Weights are read in their format, so bf16 halves the bytes. Processors that
+// multiply bf16 take pairs of inputs. Others widen bf16 in registers. Each sum goes through the inputs in
+// order, so the result of a row does not depend on the rows beside it.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +19,8 @@ namespace promptq {
 template <typename T>
 class VectorLinear : public Packed<T> {
  public:
-  // Packs `weight` into tiles [steps, kColumns, kInputs], with zeros after the last output and the last
-  // input. A step is the columns and inputs that are multiplied at a time.
+  // Packs `weight` into tiles [steps, kColumns, kInputs], with zeros after the last output and input. A step
+  // is the columns and inputs that are multiplied at a time.
   VectorLinear(const Matrix& weight, WeightMemory& memory) : Packed<T>(weight.rows, weight.columns) {
     const int64_t outputs = weight.rows, inputs = weight.columns, num_steps = ceil_div(inputs, kInputs);
     const int64_t num_tiles = ceil_div(outputs, kColumns);

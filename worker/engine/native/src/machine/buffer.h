@@ -1,5 +1,5 @@
-// Memory for numbers, in pages of 2 MiB if there are many and the system has such pages: the processor
-// reads ahead only within a page, and has to look up each page.
+// Memory for numbers. Much of it is in pages of 2 MiB if the system has such pages: a processor reads ahead
+// only within a page, and has to look up each page.
 #pragma once
 
 #include <sys/mman.h>

@@ -1,6 +1,5 @@
-// Loads and stores of bf16, fp16 and fp32 as fp32, and the small row-wise operations of a decoder layer.
-//
-// The loops are simple, so that the compiler can vectorise them on any processor.
+// Loads and stores of bf16, fp16 and fp32 as fp32, and small operations on rows, as loops that compilers can
+// vectorise on any processor.
 #pragma once
 
 #include <cmath>
@@ -58,7 +57,7 @@ inline void store(Fp16& place, float value) {
   place.bits = static_cast<uint16_t>(bits | (std::signbit(value) ? 1 << 15 : 0));
 }
 
-// Returns work(numbers), with numbers of their type.
+// Returns work(numbers), with `numbers` as a pointer to their type.
 template <typename Work>
 auto with_type(bool is_bf16, const void* numbers, const Work& work) {
   return is_bf16 ? work(static_cast<const Bf16*>(numbers)) : work(static_cast<const float*>(numbers));

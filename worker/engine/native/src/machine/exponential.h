@@ -1,5 +1,4 @@
-// An e^x with which compilers can vectorise loops on any processor. The C library has vector variants for
-// few processors, and compilers use them in few places.
+// An e^x with which compilers can vectorise loops on any processor. The C library has few vector variants.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +8,8 @@
 
 namespace promptq {
 
-// Returns e^x with a relative error of at most 4e-7; e^-87 below -87, and e^88 above 88.
-//
-// The result is 2^n for the nearest n, times a Taylor series for the rest. A loop that calls this function has
-// vector code only if the call is inlined.
+// Returns e^x with a relative error of at most 4e-7; e^-87 below -87, and e^88 above 88. The result is 2^n
+// for the nearest n, times a Taylor series for the rest. Loops vectorise only if this call is inlined.
 [[gnu::always_inline]] inline float exponential(float x) {
   constexpr float kLog2 = 0.693147180559945f;
   x = std::min(std::max(x, -87.0f), 88.0f);

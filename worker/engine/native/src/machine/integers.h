@@ -1,7 +1,6 @@
 // Sums of products of small integers: weights of 8 or 4 bits without a sign, and inputs of 8 bits with one.
-//
-// Each lane of a register is one column. An operation takes two, four or eight inputs of a column. Sums
-// are exact, so their order does not matter.
+// Each lane of a register is one column. An operation takes two, four or eight inputs of a column. Sums are
+// exact, so their order does not matter.
 #pragma once
 
 #include <cstdint>
@@ -95,8 +94,7 @@ struct IntegerWeights<8> {
 };
 #endif
 
-// The lower half of a byte has an input, and the upper half the one four inputs later. In the order of
-// Matrix, the upper half has the next input.
+// The lower half of a byte has an input, the upper half the one four inputs later (in Matrix: the next one).
 template <>
 struct IntegerWeights<4> {
   static constexpr int64_t kInputs = 8, kBytes = 4 * kLanes, kWords = 2;

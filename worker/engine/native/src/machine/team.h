@@ -1,11 +1,8 @@
-// The threads that compute one step, and how they share its work.
-//
-// One parallel region holds the whole step. Leaving and entering a region at each operation would cost
-// more than many operations of a small model. All threads go through the same phases. A free thread takes
-// the next item of the phase, so a thread that other processes delay holds the others up for at most one
-// item.
-//
-// An exception outside of a phase would end the process. So memory is reserved before the region or in items.
+// The threads that compute one step, and how they share its work. One parallel region holds the whole step,
+// because leaving and entering a region costs more than many operations of a small model. All threads go
+// through the same phases. A free thread takes the next item of the phase, so a thread that other processes
+// delay holds the others up for at most one item. An exception outside of a phase would end the process. So
+// memory is reserved before the region or in items.
 #pragma once
 
 #include <omp.h>
@@ -32,11 +29,11 @@ class Team {
     if (team.error_) std::rethrow_exception(team.error_);
   }
 
-  // The number of the thread that calls, below the number of threads.
+  // Returns the number of the calling thread, below the number of threads.
   static int thread() { return omp_get_thread_num(); }
 
-  // One phase: calls `work(item)` for each item below `num_items`, each on one thread. Returns once all
-  // items are done. An error skips the rest of the step.
+  // One phase: calls `work(item)` for each item below `num_items`, each on one thread. Returns once all items
+  // are done. An error skips the rest of the step.
   template <typename Work>
   void share(int64_t num_items, const Work& work) {
     for (int64_t item; (item = next_.fetch_add(1)) < num_items;) {
@@ -50,7 +47,7 @@ class Team {
     wait_for_all();
   }
 
-  // The same for each row below `num_rows`. Some rows together are an item.
+  // One phase: calls `work(row)` for each row below `num_rows`. An item is some rows.
   template <typename Work>
   void share_rows(int64_t num_rows, const Work& work) {
     constexpr int64_t kRows = 8;  // of an item

@@ -1,6 +1,5 @@
-// The tile registers of processors that have them (AMX), and sums of products in them.
-//
-// Each sum adds its products in order and does not depend on the rows and columns beside it.
+// The tile registers of processors that have them (AMX), and sums of products in them. Each sum adds its
+// products in order and does not depend on the rows and columns beside it.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -33,9 +32,9 @@ struct TilePlace {
   int64_t stride = kTileInputs * sizeof(Bf16);
 };
 
-// Starts to read the line at `near` into the first-level cache and that at `far` into the second. The first
-// level alone allows too few requests at once to keep memory busy. (Compilers remove calls of functions that
-// use only the intrinsics, so this is in assembler.)
+// Starts to read the line at `near` into the first-level cache and the line at `far` into the second, because
+// the first level alone allows too few requests at once. (Compilers remove calls of functions that use only
+// the intrinsics, so this is in assembler.)
 inline void read_ahead(const void* near, const void* far) {
   const auto *first = static_cast<const uint8_t*>(near), *second = static_cast<const uint8_t*>(far);
   asm volatile("prefetcht1 %1\n\tprefetcht0 %0" : : "m"(*first), "m"(*second));
@@ -47,7 +46,7 @@ inline void read_ahead(const void* near, const void* far) {
 enum class TileNumbers { kBf16, kBytes };
 
 // Products of up to two tiles of rows with up to two tiles of columns. Each tile is read once for two
-// products, which keeps the processor busiest. A thread has one at a time.
+// products, which keeps the processor busiest. A thread has one TileProducts at a time.
 class TileProducts {
  public:
   TileProducts() = default;

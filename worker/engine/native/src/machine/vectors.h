@@ -241,10 +241,9 @@ inline void cap_scores(float* scores, int64_t length, float scale, float cap) {
   for (int64_t i = 0; i < length; ++i) scores[i] = cap * hyperbolic_tangent(scores[i] * scale / cap);
 }
 
-// Turns scores in [first, last) into weights that sum to 1, and the others into zeros. `length` is a multiple
-// of kLanes. Weights of type W replace the scores. The weight of a `sink`, a further score, is left out.
-//
-// Each place has a fixed lane, so the result does not depend on the scores outside.
+// Turns scores in [first, last) into weights of type W that sum to 1 and replace the scores. Other scores
+// become zeros. `length` is a multiple of kLanes. A `sink`, a further score, takes a weight that is left out.
+// Each place has a fixed lane, so the result does not depend on scores outside.
 template <typename W>
 void softmax(
     float* scores, int64_t length, int64_t first, int64_t last, float scale, const float* sink = nullptr) {
