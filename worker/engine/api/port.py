@@ -18,10 +18,8 @@ class Progress(Protocol):
     """A callback for the stages of a worker's start, such as loading weights."""
 
     def __call__(self, stage: str, share: float | None = None) -> object:
-        """Report that `stage` is running, and that the previous stage is over.
-
-        `share` is the completed part of the stage, from 0 to 1; None if it is unknown.
-        """
+        """Report that `stage` is running, and that the previous stage is over. `share` is the
+        completed part of the stage, from 0 to 1; None if it is unknown."""
         ...
 
 
@@ -47,17 +45,13 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def add(self, request: EngineRequest) -> None:
-        """Add a sequence, which then waits for a slot and blocks.
-
-        Raises ValueError if the sequence can never fit.
-        """
+        """Add a sequence, which then waits for a slot and blocks. Raises ValueError if the sequence
+        can never fit."""
         ...
 
     def abort(self, sequence_id: int) -> bool:
-        """End a sequence without a further output. Its slot and blocks are free on return.
-
-        Returns False if the engine does not have the sequence.
-        """
+        """End a sequence without a further output. Its slot and blocks are free on return. Returns
+        False if the engine does not have the sequence."""
         ...
 
     def step(self) -> StepOutput:
@@ -109,9 +103,7 @@ class EnginePort(Protocol):
 
     async def stop(self, patience: float) -> None:
         """Stop after the running step, or at once if that has taken more than `patience` seconds.
-
-        Steps that were not fetched are dropped.
-        """
+        Steps that were not fetched are dropped."""
         ...
 
     def add(self, request: EngineRequest) -> None:
@@ -119,10 +111,8 @@ class EnginePort(Protocol):
         ...
 
     def abort(self, sequence_id: int) -> None:
-        """End a sequence without a further output, as soon as the engine has handled the abort.
-
-        Has no effect on a sequence that has ended or was never added.
-        """
+        """End a sequence without a further output, as soon as the engine has handled the abort. Has
+        no effect on a sequence that has ended or was never added."""
         ...
 
     async def snapshot(self) -> EngineSnapshot:

@@ -15,10 +15,8 @@ _LEAST_MAPPED_BYTES = 2**20
 
 
 class KVCache:
-    """K and V of all layers, in blocks of `block_size` tokens.
-
-    A layer that uses an earlier layer's K and V shares that layer's tensors.
-    """
+    """K and V of all layers, in blocks of `block_size` tokens. A layer that uses an earlier layer's
+    K and V shares that layer's tensors."""
 
     def __init__(
         self,
@@ -46,9 +44,7 @@ def zeros_in_pages(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Returns a tensor of zeros. On a CPU, the system provides each memory page at its first use.
-
-    Writing all zeros would take a second for each 2 GiB. Large pages avoid most TLB misses.
-    """
+    Writing all zeros would take a second for each 2 GiB. Large pages avoid most TLB misses."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LEAST_MAPPED_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)

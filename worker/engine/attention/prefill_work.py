@@ -21,9 +21,7 @@ FIELDS = 4
 
 def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
     """Returns [num_tiles, FIELDS]: sequence, first row, number of rows, position of the first row.
-
-    Tiles with the longest context come first, so that no long tile starts at the end.
-    """
+    Tiles with the longest context come first, so that no long tile starts at the end."""
     tiles = []
     for sequence in range(layout.num_decodes, len(layout.context_lens)):
         first_row, end = layout.query_starts[sequence], layout.query_starts[sequence + 1]

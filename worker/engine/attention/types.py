@@ -39,10 +39,8 @@ class RequestedLists:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The positions that a query sees, up to and including its own position.
-
-    `full`: all; `sliding`: the last `size`; `chunked`: those since the last multiple of `size`.
-    """
+    """The positions that a query sees, up to and including its own position. `full`: all;
+    `sliding`: the last `size`; `chunked`: those since the last multiple of `size`."""
 
     kind: Literal["full", "sliding", "chunked"]
     size: int = 0
@@ -134,9 +132,7 @@ class LayerCache:
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """The scores of keys for queries: `softmax(softcap * tanh(q k scale / softcap))` in `pattern`.
-
-    `sinks` [num_heads] are further logits in the softmax, without a value (gpt-oss).
-    """
+    `sinks` [num_heads] are further logits in the softmax, without a value (gpt-oss)."""
 
     scale: float
     pattern: Pattern = FULL

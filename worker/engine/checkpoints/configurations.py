@@ -21,10 +21,7 @@ _NAMES: dict[str, Pooling] = {
 
 def pooling_of(folder: Path) -> Pooling | None:
     """Returns the pooling that a folder's file names: `last` if there is no file, None if the
-    pooling is not supported.
-
-    Raises ConfigurationError for a file that cannot be read.
-    """
+    pooling is not supported. Raises ConfigurationError for a file that cannot be read."""
     file = folder / _FILE
     if not file.exists():
         return "last"
@@ -49,10 +46,8 @@ def _modes(config: dict[str, Any]) -> list[str]:
 
 
 def end_token_ids(configurations: Iterable[object]) -> frozenset[int]:
-    """Returns the end tokens of the first configuration that names any.
-
-    Raises UnsupportedModelError if one of them is not a token id.
-    """
+    """Returns the end tokens of the first configuration that names any. Raises
+    UnsupportedModelError if one of them is not a token id."""
     for configuration in configurations:
         ids = getattr(configuration, "eos_token_id", None)
         if ids is not None:

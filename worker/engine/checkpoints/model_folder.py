@@ -39,11 +39,8 @@ _PART_OF_HEAD = re.compile(r"(^|\.)(mtp|eh_proj|enorm|hnorm|shared_head)\.")
 
 
 class Format(Protocol):
-    """Reads the layers of one quantization method.
-
-    The constructor takes the `quantization_config`. Raises UnsupportedModelError for a variant that
-    is not supported.
-    """
+    """Reads the layers of one quantization method. The constructor takes the `quantization_config`.
+    Raises UnsupportedModelError for a variant that is not supported."""
 
     marker: str
     """The name of the tensor that only quantized layers have."""
@@ -298,9 +295,7 @@ def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 def _num_numbers(file: Path, packed: int) -> int:
     """Returns the number of elements in a safetensors file, if a 32-bit word has `packed` numbers.
-
-    Returns 0 for a damaged file. Loading the file reports the damage.
-    """
+    Returns 0 for a damaged file. Loading the file reports the damage."""
     try:
         return sum(
             prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)

@@ -40,10 +40,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 def check_files(folder: Path) -> None:
-    """Raise UnsupportedModelError if a file is outside the folder, too large, or not regular.
-
-    Files in the hub's cache are links to the folder `blobs`, beside `snapshots`. These are allowed.
-    """
+    """Raise UnsupportedModelError if a file is outside the folder, too large, or not regular. Files
+    in the hub's cache are links to the folder `blobs`, beside `snapshots`. These are allowed."""
     for name in _FOLDERS:
         place = folder / name
         for file in sorted(place.iterdir()) if place.is_dir() else ():
@@ -69,9 +67,7 @@ def check_files(folder: Path) -> None:
 
 def check_tokenizer_config(source: str, config: dict[str, Any]) -> None:
     """Raise UnsupportedModelError if `tokenizer_config.json` names a file outside of the model.
-
-    transformers would read some of these files, and turn their content into tokens.
-    """
+    transformers would read some of these files, and turn their content into tokens."""
     for name, value in config.items():
         if not isinstance(value, str) or not (name in _CONTENTS or name.endswith("_file")):
             continue
@@ -110,9 +106,7 @@ def check_config(source: str, config: Any) -> None:
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
     """Raise UnsupportedModelError if one matrix would be larger than all files with weights.
-
-    transformers would fill the memory with such a matrix before it compares the sizes.
-    """
+    transformers would fill the memory with such a matrix before it compares the sizes."""
     # Plain values: an attribute that differs between layers raises an error.
     sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
     hidden_size = sizes["hidden_size"]

@@ -130,9 +130,7 @@ class BlockManager:
 
     def allocate(self, sequence: Sequence, prefix: list[int]) -> None:
         """Give a sequence without blocks its cached prefix, and blocks for all other known tokens.
-
-        Raises RuntimeError, and changes nothing, if there are too few blocks.
-        """
+        Raises RuntimeError, and changes nothing, if there are too few blocks."""
         if self.num_needed(sequence, prefix) > self.num_free:
             raise RuntimeError(
                 f"sequence {sequence.sequence_id} needs {self.num_needed(sequence, prefix)} blocks "
@@ -156,10 +154,8 @@ class BlockManager:
             sequence.state_target = self.kept_states.reserve()
 
     def extend(self, sequence: Sequence, num_further: int = 0) -> bool:
-        """Give the sequence blocks for all known tokens and `num_further` more.
-
-        Returns False, and changes nothing, if there are too few blocks.
-        """
+        """Give the sequence blocks for all known tokens and `num_further` more. Returns False, and
+        changes nothing, if there are too few blocks."""
         num_tokens = sequence.num_tokens + num_further
         num_missing = num_blocks_for(num_tokens, self.block_size) - len(sequence.block_table)
         if num_missing <= 0:
@@ -213,9 +209,7 @@ class BlockManager:
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Compare all blocks with the block tables of `sequences`: all sequences with blocks.
-
-        Raises RuntimeError, which names the inconsistency.
-        """
+        Raises RuntimeError, which names the inconsistency."""
         sequences = [*sequences]
         if self.kept_states is not None:
             self.kept_states.check_integrity(sequences)
@@ -268,10 +262,8 @@ class BlockManager:
         return block
 
     def _hash_blocks(self, sequence: Sequence) -> None:
-        """Extend the chain of block hashes of the sequence up to its last full block.
-
-        The hash is cryptographic: a sequence reads what another request wrote to a found block.
-        """
+        """Extend the chain of block hashes of the sequence up to its last full block. The hash is
+        cryptographic: a sequence reads what another request wrote to a found block."""
         hashes, size = sequence.block_hashes, self.block_size
         for index in range(len(hashes), sequence.num_tokens // size):
             parent = hashes[-1] if hashes else self._salt_hash(sequence)

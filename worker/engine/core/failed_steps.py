@@ -127,10 +127,8 @@ def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[Sc
 
 
 def _probe(failed: Sequence) -> Batch:
-    """Returns a batch with a one-token prompt, in a failed sequence's slot and last block.
-
-    No sequence shares that block: it is for the last known token, which is not computed.
-    """
+    """Returns a batch with a one-token prompt, in a failed sequence's slot and last block. No
+    sequence shares that block: it is for the last known token, which is not computed."""
     sequence = Sequence.of(EngineRequest(_PROBE_ID, [0], NEUTRAL, seed=0, max_tokens=1))
     sequence.slot = failed.slot
     sequence.block_table = failed.block_table[-1:]

@@ -39,10 +39,8 @@ class ModelFreeStep:
 
 
 class ModelFreeRunner:
-    """A runner that computes nothing.
-
-    Ignores sampling parameters other than `logprobs` and the seed.
-    """
+    """A runner that computes nothing. Ignores sampling parameters other than `logprobs` and the
+    seed."""
 
     abilities = EngineAbilities(grammars=False, unheeded=frozenset({"embed", "prompt_logprobs"}))
     vocab_size = END_TOKEN_ID + 1

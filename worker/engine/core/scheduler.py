@@ -83,10 +83,8 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def set_back(self, sequence: Sequence) -> None:
-        """Preempt a running sequence: return it to its position among the waiting sequences.
-
-        Its computed blocks stay cached until they are evicted, so resuming it is cheap.
-        """
+        """Preempt a running sequence: return it to its position among the waiting sequences. Its
+        computed blocks stay cached until they are evicted, so resuming it is cheap."""
         self._withdraw(sequence)
         sequence.num_computed_tokens = 0
         sequence.timing.preemptions += 1

@@ -57,10 +57,8 @@ class Attention:
 
     @classmethod
     def of(cls, attention: Any, rotary: nn.Module | None, found: Found) -> Attention:
-        """Returns the parts of an attention module. `rotary` computes the model's rotations.
-
-        Raises NotOfThisKindError if the module has an unknown part.
-        """
+        """Returns the parts of an attention module. `rotary` computes the model's rotations. Raises
+        NotOfThisKindError if the module has an unknown part."""
         parts = parts_of(attention)
         names = next((each for each in _PROJECTIONS if parts.keys() >= {*each}), ())
         is_known = names and "o_proj" in parts and parts.keys() <= _PARTS

@@ -92,10 +92,8 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP.
-
-    Any of the norms may be missing, and the mixer or the MLP. At the end, `hidden *= output_scale`.
-    """
+    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP. Any
+    of the norms may be missing, and the mixer or the MLP. At the end, `hidden *= output_scale`."""
 
     mixer: Attention | Recurrent | None = None
     """The part that mixes positions."""
@@ -149,10 +147,8 @@ class ModelParts:
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_attending: int | None = None) -> ModelParts:
-        """Returns a model's parts. `num_attending`: how many layers attend; None if unknown.
-
-        Raises NotOfThisKindError if the model has an unknown part.
-        """
+        """Returns a model's parts. `num_attending`: how many layers attend; None if unknown. Raises
+        NotOfThisKindError if the model has an unknown part."""
         whole: Any = model  # its class is only partly typed
         config = whole.config.get_text_config(decoder=True)
         body = whole.get_decoder()

@@ -73,10 +73,8 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, found: Found | None = None, size: int | None = None) -> Norm:
-        """Returns a module's norm. `size` is the size of a norm without a weight.
-
-        Raises NotOfThisKindError if the module does not compute a norm.
-        """
+        """Returns a module's norm. `size` is the size of a norm without a weight. Raises
+        NotOfThisKindError if the module does not compute a norm."""
         found = {} if found is None else found
         name = type(module).__name__
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)

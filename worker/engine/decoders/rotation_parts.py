@@ -69,9 +69,7 @@ class Rotation:
 
     def tables(self, max_length: int, like: torch.Tensor) -> RotationTables:
         """Returns the tables for positions below `max_length`, with the dtype and device of `like`.
-
-        Raises NotOfThisKindError if pairs are in an unknown order.
-        """
+        Raises NotOfThisKindError if pairs are in an unknown order."""
         cosine, sine = (table[0] for table in self._computed(max_length, like))
         half = cosine.shape[1] // 2
         layouts = [

@@ -15,10 +15,8 @@ import torch
 
 
 def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns a tensor on the device. An array keeps its dtype, other values become int64.
-
-    On a CPU the tensor shares the array's memory, so the array must not change afterwards.
-    """
+    """Returns a tensor on the device. An array keeps its dtype, other values become int64. On a CPU
+    the tensor shares the array's memory, so the array must not change afterwards."""
     tensor = torch.from_numpy(np.asarray(values, dtype=getattr(values, "dtype", np.int64)))
     if device.type != "cuda":
         return tensor

@@ -179,9 +179,7 @@ def _with_decoder(
     by_parts: bool,
 ) -> CheckedModel:
     """Returns `checked` with the first decoder that passes, or with the reasons why none passes.
-
-    `by_parts`: weights are in fp32 only while in use, so the unpacked decoder is checked.
-    """
+    `by_parts`: weights are in fp32 only while in use, so the unpacked decoder is checked."""
     probes = decoder_probes(loaded, max_length)
     reasons = []
     for decoder in decoders:

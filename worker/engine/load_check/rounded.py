@@ -76,9 +76,7 @@ def check_packed(
     loaded: LoadedModel, decoder: Decoder, cache: KVCache, expected: Expectation, options: str
 ) -> None:
     """Check the logits of a decoder that has packed its weights. Its cache must be unused.
-
-    `options` names the options that cause rounding. Raises UnsupportedModelError.
-    """
+    `options` names the options that cause rounding. Raises UnsupportedModelError."""
     is_exact = loaded.model.dtype == torch.float32 and not (options or loaded.format)
     tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE
     # Recurrent layers may have states for a single sequence.

@@ -53,10 +53,8 @@ def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
 def first_that_serves(
     family: str, backends: Sequence[AttentionBackend], specs: list[LayerSpec]
 ) -> AttentionBackend:
-    """Returns the first backend that serves every layer of a model.
-
-    Raises UnsupportedModelError, with the reason of each backend, if none serves all layers.
-    """
+    """Returns the first backend that serves every layer of a model. Raises UnsupportedModelError,
+    with the reason of each backend, if none serves all layers."""
     reasons = []
     for backend in backends:
         if not (why_not := backend.why_not(specs)):
@@ -66,10 +64,8 @@ def first_that_serves(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the device of this name. `auto` is the first CUDA device, else the CPU.
-
-    Raises ConfigurationError if the device cannot be used.
-    """
+    """Returns the device of this name. `auto` is the first CUDA device, else the CPU. Raises
+    ConfigurationError if the device cannot be used."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -107,9 +103,7 @@ def own_decoders(
     device: torch.device, options: LoadOptions, no_native_code: str
 ) -> tuple[list[type[Decoder]], str]:
     """Returns promptq's decoders to try on the device, or the reason why there are none.
-
-    `no_native_code` is the result of `why_no_native_code`. Only the decoder on a CPU needs it.
-    """
+    `no_native_code` is the result of `why_no_native_code`. Only the decoder on a CPU needs it."""
     if not options.native:
         return [], TURNED_OFF
     if device.type == "cuda":

@@ -47,10 +47,7 @@ class LoadedHead:
 
 
 def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> LoadedHead:
-    """Returns the head of a model. `weights` are its tensors by name.
-
-    Raises NoHeadError.
-    """
+    """Returns the head of a model. `weights` are its tensors by name. Raises NoHeadError."""
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:

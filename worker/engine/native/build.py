@@ -67,9 +67,7 @@ class NativeCodeError(Exception):
 
 def library_path() -> Path:
     """Returns the library for this machine. Compiles it if the wheel has none for the processor.
-
-    Raises NativeCodeError if this is impossible.
-    """
+    Raises NativeCodeError if this is impossible."""
     if platform.system() != "Linux":
         raise NativeCodeError(f"it is for Linux, and this is {platform.system()}")
     features = processor_features()

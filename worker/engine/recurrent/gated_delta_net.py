@@ -179,9 +179,7 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
     """Returns the outputs of chunks. Updates `states` [chunks, value heads, key size, value size].
-
-    Within a piece, the changes of all rows solve a triangular system. Only states leave a piece.
-    """
+    Within a piece, the changes of all rows solve a triangular system. Only states leave a piece."""
     served = tokens.value.shape[1] // tokens.key.shape[1]
     query, key, value, decay, beta = map(pieces.cut, tokens)
     from_begin, between, to_end = pieces.decays(decay)

@@ -28,10 +28,8 @@ class StateSpec:
 
 
 class Mixer(ABC):
-    """Computes one recurrent transformers module for the rows of packed steps.
-
-    The module's weights are read in each step, because they may be converted or replaced.
-    """
+    """Computes one recurrent transformers module for the rows of packed steps. The module's weights
+    are read in each step, because they may be converted or replaced."""
 
     name: ClassVar[str]
 

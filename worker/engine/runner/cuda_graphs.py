@@ -174,10 +174,8 @@ class _Capture:
         self._logits: torch.Tensor | None = None
 
     def of(self, step: PackedStep) -> Callable[[], Results]:
-        """Returns a function that replays the step. Raises RuntimeError if capturing fails.
-
-        A failed capture breaks the allocator. So a trial run first detects waiting for the device.
-        """
+        """Returns a function that replays the step. Raises RuntimeError if capturing fails. A
+        failed capture breaks the allocator. So a trial run first detects waiting for the device."""
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
@@ -226,8 +224,6 @@ def _no_waiting() -> Iterator[None]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device this thread's current device. Does nothing for other devices.
-
-    Triton's kernels, streams, graphs and events use the current device, not their tensors' one.
-    """
+    """Make a CUDA device this thread's current device. Does nothing for other devices. Triton's
+    kernels, streams, graphs and events use the current device, not their tensors' one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

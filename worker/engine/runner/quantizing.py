@@ -39,9 +39,7 @@ def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
 
 def check_quantization(options: LoadOptions, device: torch.device) -> None:
     """Raise ConfigurationError if the options or the device rule out the requested quantization.
-
-    Call this before anything is loaded.
-    """
+    Call this before anything is loaded."""
     if options.quantization not in ("none", *BITS):
         raise ConfigurationError(
             f"--quantization: {options.quantization!r} is not one of none, {', '.join(BITS)}"

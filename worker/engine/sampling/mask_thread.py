@@ -29,10 +29,8 @@ class PendingMasks:
     words: Future[tuple[torch.Tensor, dict[int, str]]]
 
     def apply(self, logits: torch.Tensor) -> dict[int, str]:
-        """Wait for the masks, and ban the tokens that they do not allow.
-
-        Changes `logits` [R, vocab_size] in place. Returns the error of each row that failed.
-        """
+        """Wait for the masks, and ban the tokens that they do not allow. Changes `logits` [R,
+        vocab_size] in place. Returns the error of each row that failed."""
         masks, errors = self.words.result()
         if masks.dtype == torch.int32:
             masks = _unpack(to_device(masks.numpy(), logits.device))

@@ -19,9 +19,7 @@ _LOWEST = tl.constexpr(-60.0)
 
 def choose_tokens(logits: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids [R] for `logits` [R, vocab_size], and whether the largest is finite.
-
-    `draws` [len(DRAWS), R] are float64 (see temperature_and_choice.py). Rows are independent.
-    """
+    `draws` [len(DRAWS), R] are float64 (see temperature_and_choice.py). Rows are independent."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     best, token_ids = logits.max(dim=1)

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 def write_cache(
     key: torch.Tensor, value: torch.Tensor, cache: LayerCache, layout: StepLayout
 ) -> None:
-    """Write `key` [T, num_kv_heads, key_size] and `value` [T, num_kv_heads, value_size].
-
-    Rows whose write block is -1 only pad the step, and are not written.
-    """
+    """Write `key` [T, num_kv_heads, key_size] and `value` [T, num_kv_heads, value_size]. Rows whose
+    write block is -1 only pad the step, and are not written."""
     num_rows, num_kv_heads, key_size = key.shape
     _write_kernel[(num_rows, num_kv_heads)](
         key,

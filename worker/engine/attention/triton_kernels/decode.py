@@ -160,10 +160,8 @@ def _decode_kernel(
     COMBINED_HEADS: tl.constexpr,
     COMBINED_PARTS: tl.constexpr,
 ) -> None:
-    """Computes spans. Each of n programs takes every n-th item of the work list times KV heads.
-
-    The length of the list is read from the device, so a captured launch can compute any list.
-    """
+    """Computes spans. Each of n programs takes every n-th item of the work list times KV heads. The
+    length of the list is read from the device, so a captured launch can compute any list."""
     in_group = tl.arange(0, HEAD_TILE)
     is_head = in_group < GROUP
     key_column = tl.arange(0, KEY_TILE)
@@ -270,9 +268,7 @@ def _combine(
     PARTS: tl.constexpr,
 ) -> None:
     """Writes the output of one sequence and KV head from its parts, PARTS at a time, in order.
-
-    Other processors may have written the parts, so reads bypass the first-level cache (`.cg`).
-    """
+    Other processors may have written the parts, so reads bypass the first-level cache (`.cg`)."""
     in_group = tl.arange(0, HEADS)
     is_head = in_group[None, :] < GROUP
     head = kv_head * GROUP + in_group

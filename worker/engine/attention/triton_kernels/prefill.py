@@ -53,10 +53,8 @@ def prefill(
     work: PrefillWork,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of the chunks in `query` [T, num_heads, key_size], into `output`.
-
-    The cache already has the K and V of the chunks.
-    """
+    """Compute attention of the chunks in `query` [T, num_heads, key_size], into `output`. The cache
+    already has the K and V of the chunks."""
     _, num_heads, key_size = query.shape
     _, num_kv_heads, block_size, value_size = cache.value.shape
     group = num_heads // num_kv_heads

@@ -71,11 +71,8 @@ class GGUFHeader:
 
 
 class _Reader(GGUFReader):
-    """Reads all fields, but of arrays only their length.
-
-    The gguf package and transformers make a numpy array of each array element, which takes seconds
-    for a vocabulary of 150,000 tokens.
-    """
+    """Reads all fields, but of arrays only their length. The gguf package and transformers make a
+    numpy array of each array element, which takes seconds for a vocabulary of 150,000 tokens."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:
         if raw_type != GGUFValueType.ARRAY:

@@ -173,10 +173,8 @@ class GGUFFile:
         config.dtype = self.dtype
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights:
-        """Returns the weights for a model that computes in `dtype`.
-
-        Raises UnsupportedModelError if a weight is missing or unknown.
-        """
+        """Returns the weights for a model that computes in `dtype`. Raises UnsupportedModelError if
+        a weight is missing or unknown."""
         blocks = sorted(self._kinds - _DTYPES.keys())
         saved = SavedWeights(f"GGUF {'/'.join(blocks)}" if blocks else "", dtype)
         places = self._places()

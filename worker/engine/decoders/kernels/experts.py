@@ -71,10 +71,8 @@ def joined_experts(fused: QuantizedExperts) -> tuple[QuantizedWeight, QuantizedW
 
 
 def choose_experts(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the experts of each row, int32 [T, top_k], and their shares in fp32.
-
-    `logits` [T, outputs] are in fp32, and the experts' logits come first.
-    """
+    """Returns the experts of each row, int32 [T, top_k], and their shares in fp32. `logits` [T,
+    outputs] are in fp32, and the experts' logits come first."""
     num_rows = len(logits)
     experts = logits.new_empty(num_rows, routing.top_k, dtype=torch.int32)
     shares = logits.new_empty(num_rows, routing.top_k)

@@ -138,10 +138,8 @@ def fused_mlp(parts: MLP) -> Product:
 
 
 class FusedDecoder(Decoder):
-    """Computes packed steps in fused kernels, directly or captured in a CUDA graph.
-
-    The parameters of `model` become views of the fused weights, so the model can still compute.
-    """
+    """Computes packed steps in fused kernels, directly or captured in a CUDA graph. The parameters
+    of `model` become views of the fused weights, so the model can still compute."""
 
     def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
         backend = placement.backend

@@ -35,10 +35,8 @@ def add_norm(
     after: Norm | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Compute `hidden += scale * after(update)` in place, for tensors [T, hidden size].
-
-    Returns `before(hidden)`. If `before` is None, returns `hidden` itself.
-    """
+    """Compute `hidden += scale * after(update)` in place, for tensors [T, hidden size]. Returns
+    `before(hidden)`. If `before` is None, returns `hidden` itself."""
     if update is None and before is None:
         return hidden
     output = hidden if before is None else torch.empty_like(hidden)

@@ -170,10 +170,8 @@ def _product_kernel(
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one tile of rows and outputs, for one split of the inputs.
-
-    Weights are the left side of products. A tile's last program adds its splits' sums in order.
-    """
+    """Each program computes one tile of rows and outputs, for one split of the inputs. Weights are
+    the left side of products. A tile's last program adds its splits' sums in order."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     split = tl.program_id(2)
     place = tl.program_id(1) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
