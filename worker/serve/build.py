@@ -18,7 +18,7 @@ from promptq.shared.runtime.logs import get_logger, take_over_logs
 from promptq.shared.runtime.quick_imports import quick_imports
 from promptq.shared.settings.common import flag_of
 from promptq.shared.settings.worker import WorkerSettings
-from promptq.worker.engine.api.port import Engine, EnginePort, Progress, unheard
+from promptq.worker.engine.api.port import Engine, EnginePort, Progress, ignore_progress
 from promptq.worker.engine.checkpoints.configurations import pooling_of
 from promptq.worker.engine.checkpoints.location import is_gguf, library_arguments
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -85,7 +85,7 @@ def _kv_cache_bytes(settings: WorkerSettings) -> int | None:
 
 
 def build(
-    settings: WorkerSettings, progress: Progress = unheard, known: Verdict | None = None
+    settings: WorkerSettings, progress: Progress = ignore_progress, known: Verdict | None = None
 ) -> Served:
     """Load the model that the settings name. `known` is the verdict of an earlier load of the
     model.

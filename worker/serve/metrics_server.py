@@ -59,7 +59,7 @@ def readings(worker: Worker) -> Iterator[Reading]:
         metrics.FENCES_LOST: meter.num_fences_lost,
         metrics.PUBLISHED: meter.num_published,
     }
-    unreported = worker.engine.abilities.untold
+    unreported = worker.engine.abilities.unreported
     for spec, value in gauges_and_counters.items():
         if _MADE_OF.get(spec) not in unreported:
             yield spec, model, float(value)

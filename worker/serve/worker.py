@@ -142,7 +142,7 @@ class Worker:
             kv_tokens=limits.kv_tokens,
             kv_bytes_per_token=limits.bytes_per_token,
             state_bytes=limits.state_bytes,
-            untold=" ".join(sorted(self.engine.abilities.untold)),
+            untold=" ".join(sorted(self.engine.abilities.unreported)),
             start_up_seconds=sum(start_up_seconds.values()),
             start_up_stages=" ".join(
                 f"{stage.replace(' ', '_')}={took:.3f}" for stage, took in start_up_seconds.items()

@@ -11,13 +11,13 @@ def check_settings(limits: EngineLimits) -> None:
     limits."""
     if limits.max_num_batched_tokens < limits.max_num_seqs:
         raise ConfigurationError(
-            f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens a step are less "
-            f"than one for each of --max-num-seqs, {limits.max_num_seqs}"
+            f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens are fewer than"
+            f" --max-num-seqs, {limits.max_num_seqs}; in a step, each sequence may need one"
         )
     if limits.kv_tokens < 2:
         raise ConfigurationError(
             f"--kv-cache-memory: leaves room for {limits.kv_tokens} tokens in the KV cache, "
-            "which is less than a token of prompt and one of output"
+            "but a request needs a token of prompt and one of output"
         )
 
 
@@ -31,7 +31,7 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
     if num_tokens >= limits.max_model_len:
         raise ValueError(
             f"prompt_token_ids: {num_prompt_tokens} tokens and {num_output_tokens} of output "
-            f"leave no room for another in a length of {limits.max_model_len}"
+            f"leave no room for another: the model length is {limits.max_model_len}"
         )
     if request.max_tokens <= num_output_tokens:
         raise ValueError(

@@ -280,7 +280,7 @@ class EngineAbilities:
 
     is_at_risk: bool = True
     """Whether a request that was running may be the cause when the engine fails."""
-    untold: frozenset[str] = frozenset()
+    unreported: frozenset[str] = frozenset()
     """Fields of `WorkerStats` that the engine cannot report. Workers ignore their values."""
 
     @property

@@ -23,7 +23,7 @@ class Progress(Protocol):
         ...
 
 
-def unheard(stage: str, share: float | None = None) -> None:
+def ignore_progress(stage: str, share: float | None = None) -> None:
     """A Progress that does nothing."""
 
 

@@ -19,12 +19,7 @@ class KVCache:
     K and V shares that layer's tensors."""
 
     def __init__(
-        self,
-        specs: Sequence[LayerSpec],
-        *,
-        num_blocks: int,
-        block_size: int,
-        device: torch.device,
+        self, specs: Sequence[LayerSpec], *, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size

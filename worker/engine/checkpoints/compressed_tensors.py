@@ -42,7 +42,7 @@ class CompressedTensors:
         elif strange := {scheme.get("num_bits", 8) for scheme in schemes} - {4, 8}:
             problem = f"its weights have {min(strange)} bits, but only 4 or 8 are supported"
         elif any((each.get("type"), each.get("num_bits")) == ("float", 4) for each in schemes):
-            problem = "its weights are numbers of 4 bits with an exponent"
+            problem = "its weights are floating-point numbers of 4 bits"
         elif sparsity != "dense":
             problem = f"its weights are sparse ({sparsity})"
         elif (config.get("transform_config") or {}).get("config_groups"):

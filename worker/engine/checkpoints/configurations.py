@@ -12,11 +12,7 @@ from promptq.shared.protocol.request import Pooling
 
 _FILE = Path("1_Pooling", "config.json")
 _PREFIX = "pooling_mode_"
-_NAMES: dict[str, Pooling] = {
-    "lasttoken": "last",
-    "mean_tokens": "mean",
-    "mean": "mean",
-}
+_NAMES: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 
 
 def pooling_of(folder: Path) -> Pooling | None:

@@ -257,8 +257,8 @@ def _check_index_of_hub(name: str) -> None:
 def _format(source: str, method: str, settings: Mapping[str, Any]) -> Format:
     if method not in _FORMATS:
         raise UnsupportedModelError(
-            f"{source}: its weights are quantized by the method {method!r}, and those of"
-            f" {', '.join(_FORMATS)} are read"
+            f"{source}: its weights are quantized by the method {method!r}, but promptq reads only"
+            f" {', '.join(_FORMATS)}"
         )
     try:
         return _FORMATS[method](settings)

@@ -11,12 +11,7 @@ from promptq.worker.engine.api.messages import EngineStats, SequenceOutput
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.failed_steps import Collected
 from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine.core.sequence import (
-    Batch,
-    ScheduledSequence,
-    Sequence,
-    SequenceStatus,
-)
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 
 
 class Committer:
@@ -139,10 +134,7 @@ class Committer:
         self._totals.accepted_tokens += num_accepted
         if share.sequence.drafter is not None:
             share.sequence.drafter.settle(
-                num_drafted,
-                num_accepted,
-                len(batch.scheduled),
-                by_head=share.drafts_by_head,
+                num_drafted, num_accepted, len(batch.scheduled), by_head=share.drafts_by_head
             )
 
 

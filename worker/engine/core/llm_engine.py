@@ -296,20 +296,10 @@ class LLMEngine:
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit
-        if (
-            max_drafted == 0
-            or not self._may_draft
-            or request.looks_back
-            or request.pooling is not None
-        ):
+        if max_drafted == 0 or not self._may_draft or request.looks_back or request.pooling:
             return None
         begin = sequence.num_prompt_tokens + request.params.min_tokens
-        return Drafter(
-            max_drafted,
-            begin=begin,
-            end=sequence.max_num_tokens,
-            head=self._head,
-        )
+        return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens, head=self._head)
 
     def _commit(self, batch: Batch, collected: Collected) -> list[SequenceOutput]:
         outputs = []

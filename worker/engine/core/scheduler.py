@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN
 from promptq.worker.engine.core.sequence import Batch, Sequence, SequenceStatus
-from promptq.worker.engine.core.shares import (
-    Shares,
-    TenantCounts,
-    beyond_their_share,
-    last_of_most,
-)
+from promptq.worker.engine.core.shares import Shares, TenantCounts, beyond_their_share, last_of_most
 from promptq.worker.engine.core.step_plan import StepPlan, can_plan_next
 
 
@@ -115,10 +110,7 @@ class Scheduler:
         return Batch(list(plan.shares.values()))
 
     def follow(
-        self,
-        batch: Batch,
-        long_prompt_chunk: int | None = None,
-        prompt_tokens: int | None = None,
+        self, batch: Batch, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
     ) -> Batch | None:
         """Plan the step after `batch` before the tokens of `batch` are known: the next chunks of
         prompts, and one more decode of each sequence that samples in `batch` without reaching its

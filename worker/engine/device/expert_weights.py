@@ -68,12 +68,9 @@ def split_gates(module: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def join_gates(module: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Joins `gate` and `up` [..., inner size] to [..., 2 * inner size], in the module's order."""
-    both = torch.cat if module.is_concatenated else _interleaved
-    return both([gate, up], -1)
-
-
-def _interleaved(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return torch.stack(tensors, dim).flatten(dim - 1)
+    if module.is_concatenated:
+        return torch.cat([gate, up], -1)
+    return torch.stack([gate, up], -1).flatten(-2)
 
 
 def misread_experts(model: nn.Module) -> set[type[nn.Module]]:

@@ -20,11 +20,7 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.load_check.checked_model import CheckedModel
 from promptq.worker.engine.model.loading import LoadedModel
-from promptq.worker.engine.model.packed_model import (
-    PackedModel,
-    RowStarts,
-    set_attention,
-)
+from promptq.worker.engine.model.packed_model import PackedModel, RowStarts, set_attention
 
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 """Exceptions that transformers' modules raise if they cannot compute packed steps."""
@@ -153,10 +149,7 @@ def is_finite_alone(loaded: LoadedModel, checked: CheckedModel, probe: Probe) ->
 
 
 def compare(
-    loaded: LoadedModel,
-    checked: CheckedModel,
-    probes: list[Probe],
-    tolerance: float,
+    loaded: LoadedModel, checked: CheckedModel, probes: list[Probe], tolerance: float
 ) -> Difference:
     """Returns the difference between the logits of packed steps and those of each request alone."""
     set_attention(loaded.model, "eager")

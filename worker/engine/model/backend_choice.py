@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 
 import torch
@@ -68,19 +69,17 @@ def resolve_device(name: str) -> torch.device:
     ConfigurationError if the device cannot be used."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
+    device: torch.device | None = None
+    with suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        raise ConfigurationError(
-            f"--device: {name!r} is not one of auto, cpu, cuda, cuda:N"
-        ) from None
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigurationError(f"--device: {name!r} is not a usable CUDA device here")
-    elif device.type != "cpu":
+    if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigurationError(f"--device: {name!r} is not one of auto, cpu, cuda, cuda:N")
-    return device
+    if device.type == "cpu":
+        return device
+    index = device.index or 0
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise ConfigurationError(f"--device: {name!r} is not a usable CUDA device here")
+    return torch.device("cuda", index)
 
 
 def why_no_native_code(loaded: LoadedModel) -> str:

@@ -117,11 +117,7 @@ class HeadOfModules:
     """A drafting head that computes with transformers' modules, on the paged cache."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        head: Any,
-        cache: LayerCache,
-        backend: AttentionBackend,
+        self, model: PreTrainedModel, head: Any, cache: LayerCache, backend: AttentionBackend
     ) -> None:
         """`head` is an `MtpLayer` that has passed `check`."""
         whole: Any = model  # its class is only partly typed
@@ -166,11 +162,7 @@ class HeadOfModules:
         return drafted
 
     def _states(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        layout: StepLayout,
-        states: torch.Tensor,
+        self, ids: torch.Tensor, positions: torch.Tensor, layout: StepLayout, states: torch.Tensor
     ) -> torch.Tensor:
         """Returns the head's final hidden states [T, hidden size]."""
         embedded = self._embedding(ids)

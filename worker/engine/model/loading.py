@@ -27,11 +27,7 @@ from promptq.worker.engine.device.expert_weights import has_experts, take_any_si
 from promptq.worker.engine.device.memory import counts_memory, free_bytes
 from promptq.worker.engine.model.draft_heads import LoadedHead, NoHeadError, load_head
 from promptq.worker.engine.quantization.fp8_weight import FP8Weight
-from promptq.worker.engine.quantization.modules import (
-    SavedWeight,
-    move_quantized,
-    quantize_model,
-)
+from promptq.worker.engine.quantization.modules import SavedWeight, move_quantized, quantize_model
 from promptq.worker.engine.quantization.weight import ExpertsWeight
 
 if TYPE_CHECKING:

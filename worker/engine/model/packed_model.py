@@ -20,12 +20,7 @@ from promptq.shared.errors import UnsupportedModelError
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import LayerCache, Pattern
-from promptq.worker.engine.model.attention_operator import (
-    SeamContext,
-    SeamLayer,
-    attend,
-    number_of,
-)
+from promptq.worker.engine.model.attention_operator import SeamContext, SeamLayer, attend, number_of
 from promptq.worker.engine.recurrent.mixer import Mixer
 from promptq.worker.engine.recurrent.rows import RecurrentRows
 from promptq.worker.engine.recurrent.state_pool import StatePool

@@ -48,8 +48,7 @@ class Kind(NamedTuple):
 
 _V3 = Kind(["-march=x86-64-v3"], {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V4 = Kind(
-    ["-march=x86-64-v4"],
-    _V3.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    ["-march=x86-64-v4"], _V3.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 )
 _VNNI = Kind([*_V4.flags, "-mavx512vnni"], _V4.features | {"avx512_vnni"})
 _BF16 = Kind([*_VNNI.flags, "-mavx512bf16"], _VNNI.features | {"avx512_bf16"})

@@ -22,14 +22,10 @@ _NONE = -1
 """The number of tokens of an entry without a state."""
 
 
-def state_bytes(mixers: Sequence[Mixer]) -> int:
-    """Returns the bytes of the states of one sequence in all layers."""
-    return sum(spec.num_bytes for mixer in mixers for spec in mixer.state)
-
-
 def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
     """Returns the bytes of a pool for this number of slots, including the kept states."""
-    return state_bytes(mixers) * _num_entries(num_slots)
+    of_sequence = sum(spec.num_bytes for mixer in mixers for spec in mixer.state)
+    return of_sequence * _num_entries(num_slots)
 
 
 def num_kept_states(num_slots: int) -> int:

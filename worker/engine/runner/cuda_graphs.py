@@ -56,9 +56,7 @@ def graph_kinds(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepKind
 
 
 def graph_bytes(
-    kinds: list[StepKind],
-    capture: Callable[[list[StepKind]], GraphedModel],
-    device: torch.device,
+    kinds: list[StepKind], capture: Callable[[list[StepKind]], GraphedModel], device: torch.device
 ) -> int:
     """Returns an estimate of the bytes that the graphs of these kinds take.
 

@@ -92,11 +92,7 @@ class HeadDrafts:
     """Drafts tokens for the steps of one runner, with the model's head."""
 
     def __init__(
-        self,
-        head: DraftHead,
-        cache: KVCache,
-        sampler: Sampler,
-        device: torch.device,
+        self, head: DraftHead, cache: KVCache, sampler: Sampler, device: torch.device
     ) -> None:
         """`cache` has the K and V of the head's layer."""
         self._head = head

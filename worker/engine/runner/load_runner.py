@@ -10,16 +10,11 @@ from functools import partial
 import torch
 
 from promptq.shared.errors import ConfigurationError
-from promptq.worker.engine.api.port import Progress, unheard
+from promptq.worker.engine.api.port import Progress, ignore_progress
 from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
 from promptq.worker.engine.attention.kv_cache_size import MIN_BLOCKS, fitting_blocks
 from promptq.worker.engine.decoders.native import NativeDecoder, release
-from promptq.worker.engine.device.memory import (
-    MemoryPeak,
-    counts_memory,
-    free_bytes,
-    give_back,
-)
+from promptq.worker.engine.device.memory import MemoryPeak, counts_memory, free_bytes, give_back
 from promptq.worker.engine.load_check.checked_model import CheckedModel, Verdict
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.load_check.rounded import Expectation, check_packed
@@ -52,7 +47,7 @@ LENGTH_WITHOUT_LIMIT = 8192
 def load_runner(
     name_or_dir: str,
     options: LoadOptions,
-    progress: Progress = unheard,
+    progress: Progress = ignore_progress,
     known: Verdict | None = None,
 ) -> ModelRunner:
     """Load a model, check that it is served correctly, and allocate its cache.
@@ -80,7 +75,7 @@ def load_runner(
 def runner_of(
     loaded: LoadedModel,
     options: LoadOptions,
-    progress: Progress = unheard,
+    progress: Progress = ignore_progress,
     known: Verdict | None = None,
 ) -> ModelRunner:
     """Returns a runner for a loaded model, with the model's device and dtype. See `load_runner`."""
@@ -98,7 +93,7 @@ def runner_of(
         )
         if is_quantized(loaded, options):
             progress("quantizing")
-            checked = quantize(loaded, checked, options, is_known=checked.is_known)
+            checked = quantize(loaded, checked, options)
         if checked.decoder is not None:
             checked.decoder.arrange(loaded.model)
         give_back(device)

@@ -53,8 +53,7 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
     wanted = "int8" if device.type == "cpu" else "fp8"
     if options.kv_cache_dtype != wanted:
         raise ConfigurationError(
-            f"--kv-cache-dtype: {options.kv_cache_dtype} is not for {device}, where it can be"
-            f" {wanted}"
+            f"--kv-cache-dtype: {options.kv_cache_dtype} does not work on {device}; use {wanted}"
         )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < HAS_FP8:
         raise ConfigurationError(
@@ -63,9 +62,7 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
         )
 
 
-def quantize(
-    loaded: LoadedModel, checked: CheckedModel, options: LoadOptions, *, is_known: bool
-) -> CheckedModel:
+def quantize(loaded: LoadedModel, checked: CheckedModel, options: LoadOptions) -> CheckedModel:
     """Replace the weights of a checked model by quantized weights. Returns the model with the specs
     of the KV cache that the options request.
 
@@ -90,14 +87,10 @@ def quantize(
         _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
     if not (rounding or _quantized_weights(loaded)):
         return checked
+    group, embeddings = options.quantization_group, options.quantize_embeddings
     try:
         if rounding:
-            quantize_model(
-                loaded.model,
-                bits,
-                options.quantization_group,
-                embeddings=options.quantize_embeddings,
-            )
+            quantize_model(loaded.model, bits, group, embeddings=embeddings)
     except (NativeError, NativeCodeError) as error:
         raise UnsupportedModelError(
             f"{loaded.name}: {rounding}: a weight cannot be rounded: {error}"
@@ -106,7 +99,7 @@ def quantize(
         checked = replace(checked, specs=[spec.in_int8() for spec in checked.specs])
     elif options.kv_cache_dtype == "fp8":
         checked = replace(checked, specs=[spec.in_fp8() for spec in checked.specs])
-    if decoder.unpacked is None and not is_known:
+    if decoder.unpacked is None and not checked.is_known:
         check_quantized(loaded, checked, rounding)
     return checked
 

@@ -20,7 +20,7 @@ MOST_LISTED = 1024
 _LONGEST_NAME = 4096
 """Characters of the name of a model, which may be a path."""
 
-_UNTOLD = frozenset(
+_UNREPORTED = frozenset(
     {
         "accepted_tokens",
         "cached_tokens",
@@ -210,7 +210,7 @@ def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities
         grammars=False,
         preempts_inexact=False,
         is_at_risk=False,
-        untold=_UNTOLD,
+        unreported=_UNREPORTED,
         unheeded=unheeded | {"embed", "prompt_logprobs"},
         **own,
     )

@@ -46,7 +46,7 @@ def copied(name: str, to: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "settings", "expected"),
     [
-        ("gptq", {"quant_method": "hqq"}, "quantized by the method 'hqq', and those of"),
+        ("gptq", {"quant_method": "hqq"}, "quantized by the method 'hqq', but promptq reads only"),
         ("gptq", {"bits": 3}, "gptq: its weights have 3 bits, but only 4 or 8 are supported"),
         ("gptq", {"checkpoint_format": "marlin"}, "gptq: its format 'marlin' is not one of"),
         ("awq", {"version": "gemv", "format": "gemv"}, "awq: its version is 'gemv'"),
@@ -194,7 +194,10 @@ def test_a_gguf_file_that_is_damaged_is_named(tmp_path: Path) -> None:
     [
         ({"without": "blk.0.ffn_down.weight"}, "1 weights that LlamaForCausalLM needs are missing"),
         ({"extra": {"blk.0.strange.weight": np.ones(4, np.float32)}}, "does not know, for example"),
-        ({"architecture": "gemma3"}, "of the architecture 'gemma3', and GGUF files of llama"),
+        (
+            {"architecture": "gemma3"},
+            "of the architecture 'gemma3', but promptq reads only GGUF files of llama",
+        ),
         ({"split.count": 3}, "is one of 3 parts; make one file of them with llama-gguf-split"),
         ({"llama.rope.scaling.type": "yarn"}, "positions are scaled by 'yarn'"),
         ({"llama.rope.scale_linear": 2.0}, "rope.scale_linear is 2.0, which is not supported"),
@@ -216,7 +219,8 @@ def test_a_gguf_file_with_a_type_that_is_not_read_is_named(tmp_path: Path) -> No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "has weights of the type TQ1_0, and Q8_0, " in refusal(tmp_path / "t.gguf")
+    said = refusal(tmp_path / "t.gguf")
+    assert "has weights of the type TQ1_0, but promptq reads only Q8_0, " in said
 
 
 def test_a_rewritten_gguf_file_is_served(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_recomputed_tokens_are_those_that_a_preemption_lost() -> None:
     ("fields", "message"),
     [
         ({"prompt": 0}, "prompt_token_ids: is empty"),
-        ({"prompt": 32}, "leave no room for another in a length of 32"),
+        ({"prompt": 32}, "leave no room for another: the model length is 32"),
         ({"prompt": 30, "output_token_ids": [1, 2]}, "30 tokens and 2 of output leave no room"),
         ({"output_token_ids": [1] * 10}, "max_tokens: 10 is reached"),
         ({"prompt": [1, 257]}, "prompt_token_ids: 257 is outside the vocabulary of 257"),

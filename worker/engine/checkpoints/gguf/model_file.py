@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -34,10 +29,7 @@ _FIELDS: dict[str, dict[str, str | None]] = {
         "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok",
     },
-    "qwen3_moe": {
-        **_NAMES["qwen3_moe"],
-        "expert_feed_forward_length": "moe_intermediate_size",
-    },
+    "qwen3_moe": {**_NAMES["qwen3_moe"], "expert_feed_forward_length": "moe_intermediate_size"},
 }
 """For each family: transformers' name of a setting, by its name in GGUF files."""
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -70,14 +62,14 @@ class GGUFFile:
             )
         if self._architecture not in _ARCHITECTURES:
             raise UnsupportedModelError(
-                f"{source}: is of the architecture {self._architecture[:100]!r}, and GGUF files of"
-                f" {', '.join(_ARCHITECTURES)} are read; use a directory of safetensors files, or"
-                " --engine llama.cpp"
+                f"{source}: is of the architecture {self._architecture[:100]!r}, but promptq"
+                f" reads only GGUF files of {', '.join(_ARCHITECTURES)}; use a directory of"
+                " safetensors files, or --engine llama.cpp"
             )
         if strange := self._kinds - READERS.keys() - _DTYPES.keys():
             raise UnsupportedModelError(
-                f"{source}: has weights of the type {min(strange)}, and {', '.join(READERS)},"
-                f" {', '.join(_DTYPES)} are read; use another file, or --engine llama.cpp"
+                f"{source}: has weights of the type {min(strange)}, but promptq reads only"
+                f" {', '.join((*READERS, *_DTYPES))}; use another file, or --engine llama.cpp"
             )
         self.config = self._config()
 

@@ -90,9 +90,6 @@ class Scan:
             )
         if num_chunks := len(sequences) - num_decodes:
             chunked_scan_kernel[(num_chunks, self._num_programs)](
-                *arguments,
-                **self._constants,
-                PIECE=_PIECE,
-                num_warps=8,
+                *arguments, **self._constants, PIECE=_PIECE, num_warps=8
             )
         return output

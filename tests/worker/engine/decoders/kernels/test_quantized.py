@@ -234,8 +234,8 @@ def test_a_cache_in_fp8_holds_twice_the_tokens(seed: int) -> None:
 @pytest.mark.parametrize(
     ("asked", "device", "expected"),
     [
-        ("fp8", "cpu", "fp8 is not for cpu, where it can be int8"),
-        ("int8", "cuda:0", "int8 is not for cuda:0, where it can be fp8"),
+        ("fp8", "cpu", "fp8 does not work on cpu; use int8"),
+        ("int8", "cuda:0", "int8 does not work on cuda:0; use fp8"),
     ],
 )
 def test_each_device_has_its_kind_of_cache(asked: Any, device: str, expected: str) -> None:
