@@ -29,9 +29,8 @@ class Grammar(Protocol):
     @property
     def source(self) -> str | None:
         """The whole grammar as Lark text for llguidance; None if there is no such text. Another
-        engine may mask by this text, if the tokenizer's end token ends its sequences. It then
-        allows at least the tokens that `Masker.fill` allows. (Before llguidance 1.9, it repeats
-        `whitespace_pattern`.)"""
+        engine that masks by it, with the tokenizer's end token, allows at least the tokens that
+        `Masker.fill` allows. (Before llguidance 1.9, `whitespace_pattern` may repeat there.)"""
         ...
 
     @property

@@ -7,8 +7,7 @@ from promptq.worker.engine.api.messages import EngineLimits, EngineRequest
 
 
 def check_settings(limits: EngineLimits) -> None:
-    """Raise ConfigurationError, which names a setting, if no request could run with these
-    limits."""
+    """Raise ConfigurationError, which names a setting, if these limits allow no request."""
     if limits.max_num_batched_tokens < limits.max_num_seqs:
         raise ConfigurationError(
             f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens are fewer than"

@@ -127,8 +127,8 @@ class SequenceOutput:
     timing: SequenceTiming | None = None
     """Set with the first token of an attempt or after a preemption, and on the last output."""
     embedding: npt.NDArray[np.float32] | None = None
-    """[embedding_size]: the pooled hidden states, not normalised. Set on the last output if the
-    request has `pooling`."""
+    """[embedding_size]: pooled hidden states, not normalised. Set on the last output for
+    `pooling`."""
     given_back: GivenBack | None = None
     """Set if the engine gives the sequence back unfinished. Its request returns to the queue."""
 

@@ -45,8 +45,8 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def add(self, request: EngineRequest) -> None:
-        """Add a sequence, which then waits for a slot and blocks. Raises ValueError if the sequence
-        can never fit."""
+        """Add a sequence, which waits for a slot and blocks. Raises ValueError if it can never
+        fit."""
         ...
 
     def abort(self, sequence_id: int) -> bool:
@@ -120,8 +120,7 @@ class EnginePort(Protocol):
         ...
 
     async def fetch(self) -> list[StepOutput]:
-        """Returns all steps since the last call, at least one. While nobody fetches, the engine
-        pauses.
+        """Returns all steps since the last call, at least one. The engine pauses if nobody fetches.
 
         Raises the exception of an engine that failed, once all earlier steps have been fetched.
         """

@@ -30,8 +30,7 @@ def fitting_blocks(
     reserved_bytes: int = 0,
     state_bytes: int = 0,
 ) -> int:
-    """Returns the number of blocks that fit into `memory_bytes` beside `state_bytes` for states of
-    recurrent layers.
+    """Returns the number of blocks in `memory_bytes` beside `state_bytes` of recurrent layers.
 
     If `memory_bytes` is None, returns the number of blocks for `wanted_tokens`, but not more than
     fit into `default_memory_bytes`. Raises ConfigurationError if fewer than two blocks fit, or if

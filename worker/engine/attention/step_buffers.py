@@ -1,5 +1,5 @@
-"""Buffers for the inputs of steps. Their addresses stay the same, for CUDA graphs that are captured
-once and replayed with other inputs."""
+"""Buffers for the inputs of steps. The addresses stay the same, because a CUDA graph that was
+captured once is replayed with other inputs."""
 
 from __future__ import annotations
 

@@ -138,8 +138,7 @@ class ModelFolder:
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None:
         """Returns the weights for a model that computes in `dtype`; None if no weight is quantized.
 
-        Raises UnsupportedModelError if a layer lacks a tensor, SafetensorError if a file is
-        damaged.
+        Raises UnsupportedModelError if a tensor is missing, SafetensorError for a damaged file.
         """
         if self._format is None:
             return None
@@ -204,7 +203,7 @@ class ModelFolder:
 
     def _of_head(self, names: Iterable[str]) -> list[str]:
         """Returns those of `names` that name a head's tensors. Such names begin with `mtp`
-        (Qwen3-Next), or with a layer after the last one that has parts of a head (DeepSeek-V3,
+        (Qwen3-Next), or with a layer after the last one, with parts of a head (DeepSeek-V3,
         GLM-4.5)."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")

@@ -34,7 +34,7 @@ _LONGEST, _SHORTEST = 4, 2
 UNKNOWN = -1
 """Stands for a drafted token that the model's head has not chosen yet."""
 _MOST_BY_HEAD = 8
-"""The most tokens that the head drafts in a step. It drafts one token after the other."""
+"""The most tokens that the head drafts in a step, one after the other."""
 _FIRST_RATE = 0.7
 """The expected rate of acceptance of a token that the head drafts after right ones."""
 _FIRST_FOUND = 3.0

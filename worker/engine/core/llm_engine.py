@@ -104,8 +104,7 @@ class LLMEngine:
             )
         self.abilities = runner.abilities
         self._runner = runner
-        # A state cannot be restored after a rejected draft, or after a step that was launched
-        # behind a failed step.
+        # No state can be restored after a rejected draft, or after a step behind a failed step.
         self._speculative_tokens = speculative_tokens
         self._may_draft = not has_states or layout.states_skip_drafts
         cost = self.abilities.head_cost

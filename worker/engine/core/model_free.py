@@ -39,7 +39,7 @@ class ModelFreeStep:
 
 
 class ModelFreeRunner:
-    """A runner that computes nothing. Ignores sampling parameters other than `logprobs` and the
+    """A runner that computes nothing. Ignores sampling parameters, except `logprobs` and the
     seed."""
 
     abilities = EngineAbilities(grammars=False, unheeded=frozenset({"embed", "prompt_logprobs"}))

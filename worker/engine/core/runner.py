@@ -68,8 +68,7 @@ class Runner(Protocol):
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
         """Returns sampled tokens for each share of `batch.sampling`, in that order: one after the
-        last known token, and one after each drafted token. Also sets `states` of each share whose
-        `num_pooled` is not 0."""
+        last known token, and one after each drafted token. Also sets `states` of shares to pool."""
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:

@@ -62,8 +62,7 @@ class Scheduler:
         # Blocks that an admission leaves free for the next tokens of the other sequences, so that
         # the admission does not cause a preemption at once.
         self._watermark = max(1, block_manager.num_blocks // 100)
-        # The id of the last sequence that lacked room, and the `num_gained` of the block manager
-        # from which on there may be room.
+        # The last sequence that lacked room, and the `num_gained` of blocks at which it may fit.
         self._without_room: tuple[int | None, int] = None, 0
 
     def add(self, sequence: Sequence) -> None:
@@ -112,9 +111,9 @@ class Scheduler:
     def follow(
         self, batch: Batch, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
     ) -> Batch | None:
-        """Plan the step after `batch` before the tokens of `batch` are known: the next chunks of
-        prompts, and one more decode of each sequence that samples in `batch` without reaching its
-        length there.
+        """Plan the step after `batch` before its tokens are known: the next chunks of prompts, and
+        one more decode of each sequence that samples in `batch` and does not reach its length
+        there.
 
         Returns None if a waiting sequence may be admitted, or if the plan depends on the tokens.
         """

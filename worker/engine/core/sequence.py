@@ -164,7 +164,7 @@ class ScheduledSequence:
 
     @property
     def num_samples(self) -> int:
-        """The number of this sequence's rows that sample a token. They are its last rows."""
+        """The number of the sequence's last rows, each of which samples a token."""
         return 1 + len(self.draft) if self.samples else 0
 
 

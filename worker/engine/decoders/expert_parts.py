@@ -127,8 +127,7 @@ class ExpertParts:
 
     @classmethod
     def of(cls, mlp: Any, found: Found | None = None) -> ExpertParts:
-        """Returns the parts of a layer's MLP. Raises NotOfThisKindError if the MLP has an unknown
-        part."""
+        """Returns the parts of a layer's MLP. Raises NotOfThisKindError for an unknown part."""
         children = mlp.named_children()
         names = {name for name, each in children if type(each) is not nn.Identity}
         require(names <= _PARTS, f"an MLP of {sorted(names)}")

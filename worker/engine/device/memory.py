@@ -64,8 +64,8 @@ def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> i
     """Returns the free bytes of the device. On a CPU, these are the free bytes of the machine, or
     of the container if that has fewer.
 
-    A container counts its page cache as used, for example weights that were just read. Its part
-    `inactive_file`, which the kernel reclaims first, counts as free here.
+    A container counts its page cache as used, for example weights that were just read. The part
+    `inactive_file` of the cache, which the kernel reclaims first, counts as free here.
     """
     if counts_memory(device):
         free: int = torch.cuda.mem_get_info(device)[0]

@@ -1,9 +1,8 @@
 """Computations over the whole vocabulary, in three versions: native code, Triton, and torch.
 
 All versions compute the same, except for the rounding of fp32: exponentials and their sums can
-differ in the last bit. So a seed draws the same token in all versions, unless its random number
-falls within about 1e-6 of the border between two tokens. On machines of one kind the token is
-always the same.
+differ in the last bit. So a seed draws the same token in all versions, unless its random number is
+within about 1e-6 of the border between two tokens. One kind of machine never differs.
 """
 
 from __future__ import annotations

@@ -118,9 +118,8 @@ def attend_tile(
     """Adds one tile of keys to a softmax that is computed tile by tile.
 
     `scores` [queries, keys] are -inf where not visible, and `value` is [keys, value size]. The
-    other arguments are each query's highest score, sum of weights, and weighted values so far.
-    Returns these three, updated (Milakov and Gimelshein, "Online normalizer calculation for
-    softmax").
+    others are each query's highest score, sum of weights, and weighted values so far. Returns these
+    three, updated (Milakov and Gimelshein, "Online normalizer calculation for softmax").
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     # For a query that has seen no key yet, -inf - -inf would be NaN.

@@ -110,8 +110,7 @@ def chunked_scan_kernel(
             NUM_HEADS,
             IS_DELTA,
         )
-        # Sums of the decays after each row (column) up to this one. Differences of long sums would
-        # lose too many bits.
+        # Sums of decays after a row (column) up to this one. Differences would lose too many bits.
         of_later = tl.where(is_later, decay[:, None], 0.0)
         between = tl.where(is_seen, tl.exp(tl.cumsum(of_later, 0)), 0.0)
         from_begin = tl.exp(tl.cumsum(decay, 0))

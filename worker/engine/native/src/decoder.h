@@ -287,8 +287,8 @@ class DecoderOf : public Decoder {
       scale_row(row, static_cast<float>(shape_.embedding_scale), shape_.size);
   }
 
-  // Two phases: replaces embeddings by the head's projection of their norms and of `states`' norms. `both` is
-  // memory for the norms.
+  // Two phases: replaces embeddings by the head's projection of two norms, kept in `both`: theirs and
+  // `states`'.
   void join(Team& team, const T* states, int64_t num_rows, T* both, T* hidden) const {
     const int64_t size = shape_.size;
     team.share(num_rows, [&](int64_t row) {

@@ -258,14 +258,12 @@ const char* report_logprobs(
     const int64_t* chosen, int64_t num_top, int64_t num_threads, float* logprob, int64_t* rank,
     int64_t* ids, float* logprobs);
 
-// Rounds `weight` [rows, columns] to the format of Matrix: `numbers` [rows, row_bytes], `scales` [rows,
-// groups].
+// Rounds `weight` [rows, columns] as in Matrix: `numbers` [rows, row_bytes], `scales` [rows, groups].
 const char* quantize(
     int64_t is_bf16, const void* weight, int64_t rows, int64_t columns, int64_t bits, int64_t group,
     int64_t num_threads, uint8_t* numbers, float* scales);
 
-// Makes the C library keep freed memory. Otherwise each step would request some megabytes from the system,
-// which would clear every page.
+// Makes the C library keep freed memory. Otherwise the system would clear some megabytes in each step.
 void keep_freed_memory();
 
 // Parts of decoders, for tests.

@@ -89,8 +89,8 @@ float reached_by(int64_t count, Workspace& space) {
   return *last;
 }
 
-// Writes the numbers of a row that reach the threshold to `values`, or their tokens to `tokens`. Returns
-// their count.
+// Writes a row's numbers that reach the threshold to `values`, or their tokens to `tokens`. Returns the
+// count.
 template <bool AsTokens, typename T>
 int64_t gather(const T* row, int64_t size, float threshold, Workspace& space) {
   int64_t count = 0;

@@ -154,8 +154,7 @@ struct Around {
   }
 };
 
-// Computes attention of one piece over cache rows of type R, or of integers that are widened to R. Calls
-// reuse the memory `scratch`.
+// Computes attention of one piece over cache rows of type R, or of integers widened to R. Reuses `scratch`.
 template <int NumSpans, typename R, typename T>
 void attend(const Piece<T>& piece, std::vector<float>& scratch) {
   const std::vector<Stretch> stretches = piece.stretches();

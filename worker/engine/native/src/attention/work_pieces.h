@@ -25,8 +25,7 @@ struct Pattern {
   }
 };
 
-// How keys are scored for queries (Scoring in attention/types.py). `softcap` 0 means no cap. `sinks`
-// [num_heads] may be null.
+// How keys are scored (Scoring in attention/types.py). `softcap` 0 means no cap. `sinks` [heads] may be null.
 struct Scoring {
   double scale, softcap;
   const float* sinks;

@@ -104,8 +104,8 @@ class Attention {
     });
   }
 
-  // Norms and rotates `count` heads of a row, from the layer's head `first` on. Stores queries and gates in
-  // `rows`, K and V in the cache.
+  // Norms and rotates heads of a row, from `first` on. Stores queries and gates in `rows`, K and V in the
+  // cache.
   void place_heads(
       T* head, int64_t first, int64_t count, int64_t row, const Step& step, const HeadRows<T>& rows) const {
     const int64_t size = head_size_, position = step.positions[row];

@@ -23,8 +23,7 @@ class ExpertsBeside {
   // Makes room for a step with `num_rows` rows.
   void reserve(int64_t num_rows, ExpertsMemory<T>& memory) const { experts_.reserve(num_rows, memory); }
 
-  // Some phases: adds the experts' results to the MLP's `results` [num_rows, size]. `inputs` is memory for 2
-  // num_rows rows.
+  // Some phases: adds experts to the MLP's `results` [num_rows, size]. `inputs` has room for 2 num_rows rows.
   void add(
       Team& team, const T* hidden, int64_t num_rows, ExpertsMemory<T>& memory, T* inputs, T* results) const {
     T* of_router = inputs + num_rows * size_;

@@ -39,8 +39,8 @@ class QuantizedWeights {
   // Chunks have at most this number of inputs: 4 bits are summed in 16.
   static constexpr int64_t kMostOfChunk = Bits == 4 ? 32 : 512;
 
-  // Packs `weight` into tiles [steps, 2, kLanes columns], and scales into [groups, kColumns]. A group's
-  // offsets follow its scales.
+  // Packs `weight` into tiles [steps, 2, kLanes columns], and a group's scales, then offsets, into kColumns
+  // each.
   QuantizedWeights(const Matrix& weight, WeightMemory& memory)
       : inputs_(weight.columns), num_tiles_(ceil_div(weight.rows, kColumns)),
         group_(weight.num_groups() > 1 ? weight.group : round_up(weight.columns, kMostOfChunk)),
@@ -79,8 +79,7 @@ class QuantizedWeights {
   int64_t num_inputs() const { return round_up(inputs_, padding_); }  // padded
   int64_t num_words() const { return num_steps() * Weights::kWords; }  // of a row
 
-  // Lays out a chunk of one of `rows` rows, with room for kMostOfChunk `integers`, in words [steps, rows,
-  // Weights::kWords].
+  // Lays out a chunk of a row in words [steps, rows, Weights::kWords]. `integers` has room for kMostOfChunk.
   void lay_out(
       int64_t chunk, int64_t count, int8_t* integers, int64_t row, int64_t rows, uint32_t* words) const {
     const int64_t first = chunk * chunk_, padded = round_up(count, padding_);
@@ -89,8 +88,7 @@ class QuantizedWeights {
       Weights::lay_out(integers + i, words + ((first + i) / kInputs * rows + row) * Weights::kWords);
   }
 
-  // Computes `sums` [rows, kColumns] of a tile for at most kRows rows: their `words`, and `chunks` [chunks,
-  // rows].
+  // Computes a tile's `sums` [rows, kColumns] for up to kRows rows: `words`, and `chunks` [chunks, rows].
   void multiply(
       const uint32_t* words, const RoundedChunk* chunks, int64_t rows, int64_t tile, float* sums) const {
     with_constant<kRows>(rows, [&](auto size) { multiply_rows<size()>(words, chunks, tile, sums); });

@@ -36,8 +36,8 @@ void for_groups(int64_t rows, const Work& work) {
   });
 }
 
-// Calls work(std::integral_constant<int, i>) for each i below Count. Constant places of sums let the compiler
-// keep them in registers.
+// Calls work(std::integral_constant<int, i>) for each i below Count. Sums at constant places stay in
+// registers.
 template <int Count, typename Work>
 [[gnu::always_inline]] inline void each(const Work& work) {
   [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {

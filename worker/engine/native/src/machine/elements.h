@@ -1,5 +1,4 @@
-// Loads and stores of bf16, fp16 and fp32 as fp32, and small operations on rows, as loops that compilers can
-// vectorise on any processor.
+// Loads and stores of bf16, fp16 and fp32 as fp32, and row operations that compilers vectorise anywhere.
 #pragma once
 
 #include <cmath>

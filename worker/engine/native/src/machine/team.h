@@ -66,8 +66,7 @@ class Team {
       phase_.notify_all();
       return;
     }
-    // Most waits are shorter than the time to fall asleep and wake up. Another process causes a longer
-    // wait, and may need this core.
+    // Falling asleep takes longer than most waits. After a longer wait, another process may need this core.
     for (int spin = 0; spin < kSpins; ++spin) {
       if (phase_.load() != phase) return;
       relax();

@@ -82,8 +82,7 @@ int64_t widened_from(int64_t index) {
   return std::is_same_v<T, Bf16> ? index % kLanes * 2 + index / kLanes : index;
 }
 
-// Returns span `index` of a row of `size` numbers. Copies an incomplete span to `padded`, with zeros after
-// it.
+// Returns span `index` of a row of `size` numbers. An incomplete span is copied to `padded`, before zeros.
 template <typename T>
 const T* whole_span(const T* row, int64_t index, int64_t size, T* padded) {
   const int64_t left = size - index * kSpan;
