@@ -36,7 +36,7 @@ UNKNOWN = -1
 _MOST_BY_HEAD = 8
 """The most tokens that the head drafts in a step, one after the other."""
 _FIRST_RATE = 0.7
-"""The expected rate of acceptance of a token that the head drafts after right ones."""
+"""The expected rate at which a token of the head is accepted if all tokens before it are right."""
 _FIRST_FOUND = 3.0
 """The expected number of accepted tokens of a prompt lookup, if the model also has a head."""
 _WEIGHT = 1 / 16

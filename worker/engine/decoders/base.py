@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.types import LayerCache, Pattern
-from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
 from promptq.worker.engine.quantization.modules import FewBits
 from promptq.worker.engine.recurrent.state_pool import StatePool
 
@@ -57,15 +56,6 @@ class Decoder(ABC):
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PackedModel.logits_and_states`."""
-
-    def add_head(self, head: HeadParts, cache: LayerCache) -> None:
-        """Add a head that drafts. Its K and V are in `cache`."""
-        raise NotImplementedError
-
-    def draft(self, step: DraftStep) -> torch.Tensor:
-        """Returns the tokens [most drafted, S] that the head drafts after the rows of a step.
-        Tokens beyond a sequence's count mean nothing."""
-        raise NotImplementedError
 
     @classmethod
     def is_available(cls) -> bool:

@@ -70,7 +70,7 @@ class LayerInput:
 
     @classmethod
     def of(cls, parts: dict[str, Any], found: Found) -> LayerInput:
-        """Returns this part, from the `parts` of a layer. Raises NotOfThisKindError."""
+        """Returns the part among the `parts` of a layer. Raises NotOfThisKindError."""
         gate, output = linears_of(parts, (_GATE, _OUTPUT))
         has_bias = gate.bias is not None or output.bias is not None
         require(not has_bias, "a layer that reads its inputs with a bias")

@@ -119,6 +119,7 @@ class NativeDecoder(NativeWeights, Decoder):
         return logits, states
 
     def add_head(self, head: HeadParts, cache: LayerCache) -> None:
+        """Add a head that drafts, with its K and V in `cache`."""
         layer = self._layer(head.layer, iter([(cache, FULL)]), iter(()))
         weights = library.HeadWeights(
             of_embedding=self._norm(head.of_embedding),
@@ -131,6 +132,7 @@ class NativeDecoder(NativeWeights, Decoder):
         self._copied.clear()
 
     def draft(self, step: DraftStep) -> torch.Tensor:
+        """See `DraftHead.draft`."""
         most, num_sequences = step.counts[0], len(step.sequences)
         sequences = step.sequences * most
         num_ahead = [depth for depth in range(most) for _ in range(num_sequences)]
@@ -218,7 +220,6 @@ def release(modules: Iterable[nn.Module]) -> int:
             num_bytes += sum(tensor.nbytes for tensor in weight.tensors)
             module.quantized = weight.released()
         elif isinstance(module, QuantizedExperts):
-            weights = [weight for expert in module.quantized for weight in expert if weight]
-            num_bytes += sum(tensor.nbytes for weight in weights for tensor in weight.tensors)
+            num_bytes += sum(tensor.nbytes for tensor in module.weight.tensors)
             module.quantized = []
     return num_bytes

@@ -138,7 +138,7 @@ class HeadOfModules:
             raise NoHeadError("its layer does not attend")
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """See `Decoder.draft`."""
+        """See `DraftHead.draft`."""
         layout, states = step.layout, step.states
         ids, positions = step.input_ids, step.positions
         last = torch.tensor(step.last_rows, device=states.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -19,10 +20,8 @@ class FP8Weight:
     scales: torch.Tensor
     """fp32 [outputs, 1]."""
 
-    @property
-    def kind(self) -> str:
-        """A key for joining weights: weights with equal keys can be joined."""
-        return "fp8"
+    kind: ClassVar[str] = "fp8"
+    """A key for joining weights: weights with equal keys can be joined."""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -173,7 +173,8 @@ class _Capture:
 
     def of(self, step: PackedStep) -> Callable[[], Results]:
         """Returns a function that replays the step. Raises RuntimeError if capturing fails. A
-        failed capture breaks the allocator. So a trial run first detects waiting for the device."""
+        failed capture breaks the allocator, so a trial run first detects a step that waits for the
+        device."""
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):

@@ -50,7 +50,8 @@ class DraftHead(Protocol):
     """Computes a model's head: a decoder of promptq, or transformers' modules."""
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """See `Decoder.draft`."""
+        """Returns the tokens [most drafted, S] that the head drafts after the rows of a step.
+        Tokens beyond a sequence's count mean nothing."""
         ...
 
 
@@ -100,7 +101,7 @@ class HeadDrafts:
         self._sampler = sampler
         self._device = device
         self._num_filled = [0] * cache.num_blocks
-        """For each block, how many first rows the head has computed since the model did."""
+        """For each block, how many of its first rows the head has computed since the model did."""
         self._held: dict[int, _Held] = {}
 
     def draft(self, batch: Batch) -> None:

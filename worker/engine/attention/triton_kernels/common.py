@@ -89,7 +89,7 @@ def in_fp8(numbers: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def as_kept(tile: tl.tensor, cache: tl.tensor) -> tl.tensor:
-    """Returns a tile of K or V in the cache's dtype, which is FP8 if it has 8 bits."""
+    """Returns a tile of K or V in the cache's dtype: FP8 if that has 8 bits."""
     if cache.dtype.element_ty.primitive_bitwidth == 8:
         tile = in_fp8(tile)
     return tile

@@ -160,8 +160,8 @@ def _decode_kernel(
     COMBINED_HEADS: tl.constexpr,
     COMBINED_PARTS: tl.constexpr,
 ) -> None:
-    """Computes spans. Each of n programs takes every n-th item of the work list times KV heads. The
-    length of the list is read from the device, so a captured launch can compute any list."""
+    """Computes spans. Each of n programs takes every n-th pair of a span and a KV head. The length
+    of the work list is read from the device, so a captured launch can compute any list."""
     in_group = tl.arange(0, HEAD_TILE)
     is_head = in_group < GROUP
     key_column = tl.arange(0, KEY_TILE)

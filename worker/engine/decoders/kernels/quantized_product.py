@@ -41,7 +41,7 @@ _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
 
 
 def programs_per_processor(architecture: int) -> int:
-    """Returns how many programs a processor runs at once. On older GPUs, three spill registers."""
+    """Returns the programs that a processor runs at once. On older GPUs, a third would spill."""
     return 3 if architecture >= 90 else 2
 
 

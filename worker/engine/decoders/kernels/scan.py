@@ -55,7 +55,7 @@ class Scan:
         states: torch.Tensor,
         sequences: StepSequences,
     ) -> torch.Tensor:
-        """Returns the values that the rows read: fp32 [T, value heads * value size].
+        """Returns the values that rows read from the states: fp32 [T, value heads * value size].
 
         `convolved` [T, channels] are queries, keys and values. `rates` are columns of a larger
         tensor: a time step for each value head, and in the delta rule an update rate for each value
