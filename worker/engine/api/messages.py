@@ -127,8 +127,7 @@ class SequenceOutput:
     timing: SequenceTiming | None = None
     """Set with the first token of an attempt or after a preemption, and on the last output."""
     embedding: npt.NDArray[np.float32] | None = None
-    """[embedding_size]: pooled hidden states, not normalised. Set on the last output for
-    `pooling`."""
+    """[embedding_size]: pooled hidden states, not normalised, on the last output for `pooling`."""
     given_back: GivenBack | None = None
     """Set if the engine gives the sequence back unfinished. Its request returns to the queue."""
 
@@ -146,8 +145,7 @@ class GivenBack:
 
 @dataclass(slots=True)
 class SequenceTiming:
-    """Times and counts of a sequence. Times are in seconds of `time.monotonic()`, or None if the
-    sequence has not got there yet."""
+    """Times and counts of a sequence. Times are seconds of `time.monotonic()`; None: not yet."""
 
     scheduled_at: float | None = None
     first_token_at: float | None = None
@@ -272,8 +270,7 @@ class EngineAbilities:
     """Whether another attempt continues with exactly the tokens that an undisturbed attempt would
     emit. Even if not, a stream has no gap and no repeated token."""
     inexact_with: frozenset[str] = frozenset()
-    """Fields of a request that make `exact_resume` false for this request. `temperature` stands for
-    any request that is not greedy."""
+    """Fields of a request that make `exact_resume` false. `temperature`: requests that sample."""
 
     head_cost: float | None = None
     """Time to draft a token with the model's head, as a fraction of a step's. None: no head."""

@@ -45,8 +45,7 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def add(self, request: EngineRequest) -> None:
-        """Add a sequence, which waits for a slot and blocks. Raises ValueError if it can never
-        fit."""
+        """Add a sequence, which waits for a slot and blocks. Raises ValueError if it never fits."""
         ...
 
     def abort(self, sequence_id: int) -> bool:

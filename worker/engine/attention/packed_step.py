@@ -36,7 +36,7 @@ def no_padding(layout: StepLayout, num_sampled: int) -> None:
 @dataclass(frozen=True, slots=True)
 class PackedStep:
     """A packed batch: decodes, longest context first, then chunks, shortest first. A decode with
-    drafted tokens is a chunk."""
+    drafted tokens counts as a chunk."""
 
     items: list[ScheduledSequence]
     input_ids: torch.Tensor  # [1, T]

@@ -20,8 +20,8 @@ class SpanList:
 
 
 class RequestedLists:
-    """The keys of work lists that layers requested in earlier steps. A new list is copied
-    separately the first time."""
+    """Keys of work lists that layers requested in earlier steps. A new list is copied separately
+    once."""
 
     def __init__(self) -> None:
         self.spans: set[SpanList] = set()

@@ -202,9 +202,8 @@ class ModelFolder:
         return weights
 
     def _of_head(self, names: Iterable[str]) -> list[str]:
-        """Returns those of `names` that name a head's tensors. Such names begin with `mtp`
-        (Qwen3-Next), or with a layer after the last one, with parts of a head (DeepSeek-V3,
-        GLM-4.5)."""
+        """Returns those of `names` that name a head's tensors: with `mtp` (Qwen3-Next), or with a
+        layer after the last one that has parts of a head (DeepSeek-V3, GLM-4.5)."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         found = [name for name in names if of_head.fullmatch(name)]

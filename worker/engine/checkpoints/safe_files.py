@@ -88,8 +88,8 @@ def _is_inside(target: Path, folder: Path) -> bool:
 
 
 def check_config(source: str, config: Any) -> None:
-    """Raise UnsupportedModelError if the numbers of parts in a `config.json` would make
-    transformers hang or run out of memory."""
+    """Raise UnsupportedModelError for counts in a `config.json` that would make transformers
+    hang."""
     left = [config]
     while left:
         item = left.pop()

@@ -99,8 +99,8 @@ class BlockManager:
         return prefix
 
     def num_known_to(self, tenant: str, prefix: list[int]) -> int:
-        """Returns the number of blocks of a prefix that this tenant sent before. Records that the
-        tenant has now sent all of them."""
+        """Returns how many blocks of a prefix the tenant sent before. It now counts as having sent
+        all."""
         if self._senders is None:
             return len(prefix)
         num_known = 0

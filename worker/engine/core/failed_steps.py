@@ -57,8 +57,7 @@ class StepRecovery:
 
     `commit` stores the results of a batch and returns outputs. `leave` removes a sequence and
     returns its output. Its second argument is the error message, or None to give the sequence back.
-    If a sequence lacked memory even alone, `set_back` makes it wait, and returns whether to try
-    again.
+    If a sequence lacked memory alone, `set_back` makes it wait, and returns whether to try again.
     """
 
     def __init__(

@@ -37,8 +37,7 @@ from promptq.worker.engine.core.sequence import Batch, Sequence, SequenceStatus
 from promptq.worker.engine.core.step_plan import most_reported_rows
 
 _AUDIT_INTERVAL_SECONDS = 1.0
-"""The least seconds between two audits. An audit takes 0.1 µs for each block, which is too much at
-the end of every single request."""
+"""The least seconds between two audits. An audit takes 0.1 µs for each block."""
 _SMALL_STEPS = 256
 """Number of smaller steps after a step that ran out of memory."""
 _MOST_SHORTAGES = 6

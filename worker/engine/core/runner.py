@@ -72,8 +72,8 @@ class Runner(Protocol):
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:
-        """Returns the log-probabilities of the tokens after `reported_rows`, for each share of
-        `batch.reporting`, in that order."""
+        """Returns the log-probabilities after `reported_rows`, in the order of
+        `batch.reporting`."""
         ...
 
     def peak_memory_bytes(self) -> int: ...

@@ -24,8 +24,8 @@ class _Room(NamedTuple):
 
 
 _Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
-"""Returns the running sequences that may be preempted for a waiting sequence that needs this number
-of blocks, in the order of preemption."""
+"""Returns running sequences to preempt for a waiting one that needs this number of blocks, in
+order."""
 
 
 class Scheduler:
@@ -112,8 +112,7 @@ class Scheduler:
         self, batch: Batch, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
     ) -> Batch | None:
         """Plan the step after `batch` before its tokens are known: the next chunks of prompts, and
-        one more decode of each sequence that samples in `batch` and does not reach its length
-        there.
+        one more decode of each sequence that samples in `batch` below its length.
 
         Returns None if a waiting sequence may be admitted, or if the plan depends on the tokens.
         """

@@ -121,8 +121,8 @@ class ScheduledSequence:
     samples: bool
     """Whether the tokens include the last known one, so that the step samples the next one."""
     draft: tuple[int, ...] = ()
-    """Drafted next tokens. The step also samples after each of them. If they are UNKNOWN, the
-    model's head chooses them at launch."""
+    """Drafted next tokens, after each of which the step samples too. UNKNOWN ones are chosen at
+    launch by the model's head."""
     drafts_by_head: bool = False
     """Whether the model's head drafts these tokens, or has drafted them."""
     states: npt.NDArray[np.float32] | None = None

@@ -28,8 +28,7 @@ class Attention:
     norms, rotates heads, and writes K and V."""
 
     qkv: tuple[nn.Linear, ...]
-    """Linear layers whose outputs, one after the other, are queries, keys and values. Keys and
-    values may have the same linear layer."""
+    """Linear layers for queries, keys and values, in this order. Keys and values may share one."""
     output: nn.Linear
     num_heads: int
     num_kv_heads: int

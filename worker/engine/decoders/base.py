@@ -38,8 +38,7 @@ class Decoder(ABC):
     """Computes packed steps like PackedModel, but without transformers' modules."""
 
     unpacked: ClassVar[type[Decoder] | None] = None
-    """A decoder that computes the same formula in fp32 without copying the weights, for the check
-    at load. None: there is no such decoder."""
+    """For the check at load: computes the same formula in fp32, without copies of weights."""
     states: StatePool | None = None
     """The states of recurrent layers; None if the model has no recurrent layers."""
 

@@ -41,8 +41,8 @@ class LayerInputs:
 
     @classmethod
     def of(cls, body: Any, parts: dict[str, Any], dtype: torch.dtype, found: Found) -> LayerInputs:
-        """Returns the inputs of layers, from the `parts` of a model's `body`. Raises
-        NotOfThisKindError for an unknown part."""
+        """Returns the inputs of layers, from a `body` and its `parts`. Raises
+        NotOfThisKindError."""
         table, projection = parts[_TABLE], linears_of(parts, (_PROJECTION,))[0]
         scale = scale_of_embedding(table, dtype)
         require(projection.bias is None, "a projection for inputs of layers with a bias")

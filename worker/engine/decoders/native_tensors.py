@@ -58,8 +58,8 @@ class NativeTensors:
         return self._address(bias)
 
     def _weight(self, module: nn.Linear | nn.Embedding, *, keeps: bool = False) -> library.Weight:
-        """Returns the description of a weight. `keeps`: packing does not copy this weight, so the
-        decoder keeps a reference to its memory."""
+        """Returns the description of a weight. `keeps`: keep its memory, since packing does not
+        copy."""
         weight = _weight_of(module)
         if keeps and not isinstance(weight, QuantizedWeight):
             # The model's tensor may be part of a whole file in memory.

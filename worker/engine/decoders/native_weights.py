@@ -47,8 +47,8 @@ class NativeWeights(NativeTensors):
         attended: Iterator[tuple[LayerCache, Pattern]],
         states: Iterator[Sequence[torch.Tensor]],
     ) -> library.LayerWeights:
-        """Returns the description of a layer. Attention uses the next cache and pattern, and a
-        recurrent part the next states."""
+        """Returns the description of a layer, with the next cache and pattern, or the next
+        states."""
         weights = library.LayerWeights(
             before_mixer=self._norm(layer.before_mixer),
             after_mixer=self._norm(layer.after_mixer),

@@ -83,7 +83,7 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
     ):
         yield False
         return
-    widening = [module for module in model.modules() if by_parts and _widens(module)]
+    widening = [module for module in model.modules() if by_parts and _can_widen(module)]
     misread = misread_experts(model) if widening else set()
     widening = [module for module in widening if type(module) not in misread]
     kept = {id(weight) for module in widening for weight in _large_weights(module)}
@@ -106,7 +106,7 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
             tensor.data = original
 
 
-def _widens(module: Any) -> bool:
+def _can_widen(module: Any) -> bool:
     is_plain = "forward" not in vars(module)
     return is_plain and any(weight.dtype in _HALVES for weight in _large_weights(module))
 

@@ -1,5 +1,5 @@
-"""Checks that a decoder with rounded or packed weights computes correctly. Another check has shown
-before that its formula is right."""
+"""Checks a decoder with rounded or packed weights. Another check has shown that its formula is
+right."""
 
 from __future__ import annotations
 

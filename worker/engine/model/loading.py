@@ -213,8 +213,8 @@ def load_model(
 
 
 def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None, str]:
-    """Returns the head in the files, or None and the reason why it cannot be used. The reason is
-    empty if the files have no head."""
+    """Returns the files' head, or None and the reason why it is not usable; empty without a
+    head."""
     if not isinstance(files, ModelFolder):
         return None, ""
     try:

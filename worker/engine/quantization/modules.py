@@ -35,7 +35,7 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, weight: FewBits, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=bias is not None, device="meta")
-        self.weight = _nothing(weight, dtype)
+        self.weight = _empty_parameter(weight, dtype)
         if bias is not None:
             self.bias = bias
         self.quantized: FewBits = weight
@@ -55,7 +55,7 @@ class QuantizedEmbedding(nn.Embedding):
 
     def __init__(self, weight: FewBits, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__(*weight.shape, device="meta")
-        self.weight = _nothing(weight, dtype)
+        self.weight = _empty_parameter(weight, dtype)
         self.quantized: FewBits = weight
         self.scalar_embed_scale = scale
 
@@ -121,7 +121,7 @@ class QuantizedExperts(nn.Module):
         return ExpertWeights(of_gate, up.dequantized(), down.dequantized())
 
 
-def _nothing(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:
+def _empty_parameter(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:
     """Returns an empty parameter with the dtype of the model, on the device of the weight."""
     return nn.Parameter(weight.scales.new_empty(0, dtype=dtype), requires_grad=False)
 

@@ -59,8 +59,8 @@ class QuantizedWeight:
         """
         inputs, numbers = numbers.shape[1], numbers.to(torch.uint8)
         numbers = pack_int4(numbers) if bits == 4 else numbers
-        scales = _as_kept(scales, bits)
-        offsets = None if offsets is None else _as_kept(offsets, bits)
+        scales = _as_stored(scales, bits)
+        offsets = None if offsets is None else _as_stored(offsets, bits)
         wanted = (len(numbers), -(-inputs // group))
         for factors in (scales, scales if offsets is None else offsets):
             if factors.shape != wanted:
@@ -171,5 +171,5 @@ class ExpertsWeight:
         return "up_proj" if self.experts[0][0] is None else "gate_up_proj"
 
 
-def _as_kept(factors: torch.Tensor, bits: int) -> torch.Tensor:
+def _as_stored(factors: torch.Tensor, bits: int) -> torch.Tensor:
     return (factors.half() if bits == 4 else factors).float().contiguous()

@@ -162,8 +162,8 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs for one token of each sequence, and updates the states [rows, value
-    heads, key size, value size] in place."""
+    """Returns the outputs of decodes. Updates `states` [rows, value heads, key size, value
+    size]."""
     served = tokens.value.shape[1] // tokens.key.shape[1]
     flat = states.flatten(0, 1)  # [rows x value heads, key size, value size]
     query, key = (

@@ -16,8 +16,7 @@ from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 _PARTS = {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"}
 _GATES = ({"g_proj"}, {"g_a_proj", "g_b_proj"})
 _LONGEST_PIECE = 16
-"""The most rows of a piece. The decays between two rows differ from channel to channel, so they
-would take much memory in longer pieces."""
+"""The most rows of a piece. Each channel has its decays, which need memory for pairs of rows."""
 
 
 class _Tokens(NamedTuple):

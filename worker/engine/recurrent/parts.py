@@ -78,8 +78,8 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceParts:
-    """A gated linear recurrence, as native/src/layers/scan.h computes it. Each key head serves the
-    same number of successive value heads."""
+    """A gated linear recurrence (native/src/layers/scan.h). Successive value heads share a key
+    head."""
 
     inputs: tuple[RowsOfLinear, ...]
     """Outputs of linear layers, in this order: the channels of the convolution; a gate for each

@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 from promptq.worker.engine.device.scratch import Scratch
 
 LONGEST_PIECE = 64
-"""The most rows of a chunk that are computed at once. Longer pieces need fewer steps from state to
-state, but more scores of pairs of rows."""
+"""The most rows of a piece. Longer pieces need fewer state updates, but more scores of pairs."""
 _SHORTEST_PIECE = 4
 
 

@@ -105,7 +105,7 @@ class StatePool:
                 for tensor in chain(*self.tensors):
                     tensor[self._first_kept + place] = tensor[self._entry(slot, target)]
 
-    def pretend(self, items: Sequence[ScheduledSequence]) -> None:
+    def assume(self, items: Sequence[ScheduledSequence]) -> None:
         """For a dummy step, accept what the slots have as the states before these shares."""
         for item in items:
             if item.start not in (held := self._num_tokens[slot_of(item.sequence)]):

@@ -26,8 +26,7 @@ TRIAL_ROWS = 61
 """The number of rows of a trial step. The number is prime, because the compiler treats equal sizes
 as one variable, for example the rows and the width of a head."""
 TOLERANCE = 1e-3
-"""The largest median difference of the rows in fp32 (see `off_by`). Fused operations round less
-often, so results differ a little."""
+"""The largest median difference in fp32 (see `off_by`). Fused operations round less often."""
 GRAPHS = 32
 """The most graphs of a model's layers. The default of 8 is enough for four kinds of layers."""
 

@@ -118,8 +118,8 @@ class GraphedModel:
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PackedModel.logits_and_states`. Runs without a graph, because graphs return no
-        states. The step must not be padded."""
+        """See `PackedModel.logits_and_states`. Runs without a graph: the step must not be
+        padded."""
         return self.plain.logits_and_states(step, rows, kept)
 
     @torch.inference_mode()
@@ -159,8 +159,7 @@ class GraphedModel:
 
 
 class _Capture:
-    """Captures steps of one model as CUDA graphs, on one stream and in one memory pool. All graphs
-    write their logits to one tensor."""
+    """Captures steps as CUDA graphs, with one stream, memory pool and tensor of logits for all."""
 
     def __init__(
         self, model: Model, choose: Choose | None, stream: torch.cuda.Stream | None
@@ -172,9 +171,8 @@ class _Capture:
         self._logits: torch.Tensor | None = None
 
     def of(self, step: PackedStep) -> Callable[[], Results]:
-        """Returns a function that replays the step. Raises RuntimeError if capturing fails. A
-        failed capture breaks the allocator, so a trial run first detects a step that waits for the
-        device."""
+        """Returns a function that replays the step. Raises RuntimeError if capturing fails. That
+        breaks the allocator, so a trial run first detects a step that waits for the device."""
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):

@@ -105,8 +105,8 @@ class HeadDrafts:
         self._held: dict[int, _Held] = {}
 
     def draft(self, batch: Batch) -> None:
-        """Choose the drafted tokens of a batch that are UNKNOWN. If the head lacks rows for a
-        share, the share loses its draft."""
+        """Choose the UNKNOWN tokens of a batch. A share for which the head lacks rows loses its
+        draft."""
         rows = []
         for share in batch.scheduled:
             if share.draft and share.draft[0] == UNKNOWN:

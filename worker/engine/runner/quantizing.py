@@ -38,8 +38,7 @@ def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
 
 
 def check_quantization(options: LoadOptions, device: torch.device) -> None:
-    """Raise ConfigurationError if the options or the device rule out the requested quantization.
-    Call this before anything is loaded."""
+    """Before loading, raise ConfigurationError if options or device rule out the quantization."""
     if options.quantization not in ("none", *BITS):
         raise ConfigurationError(
             f"--quantization: {options.quantization!r} is not one of none, {', '.join(BITS)}"
@@ -83,7 +82,7 @@ def quantize(loaded: LoadedModel, checked: CheckedModel, options: LoadOptions) -
         with_plain_modules(loaded.model)
         return checked
     bits, decoder = BITS.get(options.quantization), checked.decoder
-    if loaded.format and bits is None and (wide := _wide(loaded)):
+    if loaded.format and bits is None and (wide := _num_wide_linears(loaded)):
         _warn_of_wide(loaded, str(wide), "--quantization int8 rounds them")
     if not (rounding or _quantized_weights(loaded)):
         return checked
@@ -104,7 +103,7 @@ def quantize(loaded: LoadedModel, checked: CheckedModel, options: LoadOptions) -
     return checked
 
 
-def _wide(loaded: LoadedModel) -> int:
+def _num_wide_linears(loaded: LoadedModel) -> int:
     """Returns the number of linear layers without quantized weights, except the output layer."""
     model: Any = loaded.model
     head = model.get_output_embeddings()

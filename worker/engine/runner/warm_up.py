@@ -110,5 +110,5 @@ def _trial(
     """Returns a `trial_batch`. Launch the batch before you make the next one."""
     batch = trial_batch(shares, runner.kv_layout, params, max_reported_rows, vocab_size)
     if runner.states is not None:
-        runner.states.pretend(batch.scheduled)
+        runner.states.assume(batch.scheduled)
     return batch

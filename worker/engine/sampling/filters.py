@@ -108,8 +108,7 @@ def _top_p(
 def _last_needed(
     likeliest: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logit at which the weights, added in order, reach `wanted`, and whether they
-    do."""
+    """Returns the logit at which the weights, in order, reach `wanted`, and whether they do."""
     weights = (likeliest - threshold.clamp_min(_LOWEST)).exp().double()
     needed = (weights.cumsum(dim=1) < wanted).sum(dim=1, keepdim=True)
     is_reached = needed < likeliest.shape[1]

@@ -24,8 +24,7 @@ from promptq.worker.engine.sampling.randomness import uniforms
 from promptq.worker.engine.sampling.temperature_and_choice import Chosen, Distributions, kernels_on
 
 _ROWS_AT_ONCE = 64
-"""Number of prompt rows whose log-probabilities are computed at once. The work on a row takes a few
-times the memory of its logits."""
+"""Prompt rows whose log-probabilities are computed at once, in a few times their logits' memory."""
 _NO_CHOICE = (
     "no token can be chosen, because of the model's logits or of the request's limits; if the"
     " request limits nothing, a weight is not a number (fetch the model's files again), or the"
@@ -131,8 +130,8 @@ class Sampler:
         return SamplerOutput(token_ids, copies, rows.logprobs, errors)
 
     def report(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> HostCopies:
-        """Returns the columns of ChosenLogprobs for the token ids `chosen` [R] from `logits` [R,
-        vocab_size], which do not change."""
+        """Returns ChosenLogprobs' columns for the tokens `chosen` [R] from `logits` [R,
+        vocab_size]."""
         num_top = min(num_top, self._vocab_size)
         pieces = []
         for start in range(0, len(logits), _ROWS_AT_ONCE):

@@ -25,8 +25,7 @@ PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
 
 MAX_KEYS_PER_TILE = 64
 _A_CARD = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 2}
-"""The GPU for which launches in the interpreter are planned. It has few processors, so that a
-program gets several parts of the work."""
+"""The GPU for which the interpreter plans: few processors, so a program gets several parts."""
 
 
 @triton.jit

@@ -165,8 +165,7 @@ class GGUFFile:
         config.dtype = self.dtype
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights:
-        """Returns the weights for a model that computes in `dtype`. Raises UnsupportedModelError if
-        a weight is missing or unknown."""
+        """Returns the weights, to compute in `dtype`. Raises UnsupportedModelError."""
         blocks = sorted(self._kinds - _DTYPES.keys())
         saved = SavedWeights(f"GGUF {'/'.join(blocks)}" if blocks else "", dtype)
         places = self._places()

@@ -199,8 +199,8 @@ def _of_best_groups(
     TOP_GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the ranks of the experts in the groups whose two best ranks have the largest sums,
-    and -inf for all other experts."""
+    """Returns the ranks, and -inf outside of the groups whose two best ranks have the largest
+    sums."""
     group = expert // SIZE
     sums = tl.full((ranks.shape[0],), float("-inf"), tl.float32)
     for index in range(NUM_GROUPS):

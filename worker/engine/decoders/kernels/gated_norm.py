@@ -49,8 +49,7 @@ def _gated_norm_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one row and one group of values that are normalised together. Several
-    groups may have the same weights."""
+    """Each program computes one row and one group of values. Groups may share weights."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP
     column = tl.arange(0, TILE)

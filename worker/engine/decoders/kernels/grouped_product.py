@@ -161,8 +161,8 @@ def _grouped_kernel(
     ROW_TILE: tl.constexpr,
 ) -> None:
     """Each program computes one tile of an expert's rows and one tile of outputs. Programs beyond
-    the tiles end at once. A row has SLOTS pairs. Weights are the left side of products. BITS 0:
-    weights are not quantized."""
+    the tiles end at once. A row has SLOTS pairs. Weights are the left side. BITS 0: not
+    quantized."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     IS_EVEN: tl.constexpr = NUM_INPUTS % STEP == 0
     index = tl.arange(0, EXPERT_TILE)

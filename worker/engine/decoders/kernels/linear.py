@@ -58,7 +58,7 @@ def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns one tensor with all parameters, in order. Copies them unless they are adjacent."""
     first = parameters[0].data
     num_rows = sum(len(each) for each in parameters)
-    if not _lie_together(parameters):
+    if not _are_adjacent(parameters):
         first = torch.cat([each.data for each in parameters])
         start = 0
         for each in parameters:
@@ -67,7 +67,7 @@ def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((num_rows, *first.shape[1:]), first.stride())
 
 
-def _lie_together(parameters: Sequence[torch.Tensor]) -> bool:
+def _are_adjacent(parameters: Sequence[torch.Tensor]) -> bool:
     end = parameters[0].data_ptr()
     for each in parameters:
         if not each.is_contiguous() or each.data_ptr() != end:

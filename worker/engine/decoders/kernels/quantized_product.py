@@ -30,8 +30,7 @@ _OUTPUT_TILE = 128
 warps of a program divide its outputs, so each warp dequantizes a part of the weights."""
 _ROW_TILE = 64
 _LEAST_ITERATIONS = 12
-"""The fewest iterations of a program. Writing and reading the sum of a tile takes as many bytes as
-the numbers of four to eight iterations."""
+"""The fewest iterations of a program. A tile's sum has the bytes of four to eight iterations."""
 _NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
 """The approximate number of weights that are dequantized at once, for many rows. In 16 bits they

@@ -32,8 +32,7 @@ def rates_of(
     Both are zero where `is_row` is false.
 
     `rates` [rows] points to the model's numbers of each row: a time step for each head, and for the
-    delta rule before them an update rate for each head. Without that rule, time steps are the
-    rates.
+    delta rule before them an update rate for each head, else the time step.
     """
     column = head + NUM_HEADS if IS_DELTA else head
     time = tl.load(rates + column, mask=is_row, other=0.0).to(tl.float32)

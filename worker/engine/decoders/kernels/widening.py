@@ -103,8 +103,8 @@ def scaled(
     HAS_OFFSETS: tl.constexpr,
     PART: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the weights of `numbers` [outputs, inputs] in fp32. Scales and offsets are [outputs,
-    parts]. A part has PART inputs."""
+    """Returns fp32 weights of `numbers` [outputs, inputs], with scales and offsets of PART
+    inputs."""
     weights = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // PART, PART))
     weights *= scale.to(tl.float32)[:, :, None]
     if HAS_OFFSETS:
