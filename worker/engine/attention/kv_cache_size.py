@@ -50,25 +50,24 @@ def fitting_blocks(
     num_blocks = max(0, memory_bytes - state_bytes) // max(1, block_bytes)
     if is_limited:
         num_blocks = min(num_blocks, max(num_blocks_for(wanted_tokens, block_size), MIN_BLOCKS))
-    if num_blocks < MIN_BLOCKS and reserved_bytes:
+    if num_blocks >= MIN_BLOCKS:
+        return num_blocks
+    if reserved_bytes:
         raise ConfigurationError(
             f"--max-num-batched-tokens: a step, with its CUDA graphs, takes {reserved_bytes} bytes"
             f" of {device}, which leaves {memory_bytes} for the KV cache, but this model needs at"
             f" least {MIN_BLOCKS * block_bytes}; a smaller --max-num-seqs helps too"
         )
-    if num_blocks < MIN_BLOCKS and state_bytes:
+    if state_bytes:
         raise ConfigurationError(
             f"--max-num-seqs: the states of the recurrent layers take {state_bytes} bytes for all"
             f" slots, and at least {MIN_BLOCKS * block_bytes} are needed for the KV cache, but"
             f" there are {memory_bytes} for both; use fewer slots or a larger --kv-cache-memory"
         )
-    if num_blocks < MIN_BLOCKS:
-        raise ConfigurationError(
-            f"--kv-cache-memory: {memory_bytes} bytes hold {num_blocks} blocks of {block_size} "
-            f"tokens, and this model needs at least {MIN_BLOCKS * block_bytes} bytes "
-            f"({block_bytes} a block)"
-        )
-    return num_blocks
+    raise ConfigurationError(
+        f"--kv-cache-memory: {memory_bytes} bytes hold {num_blocks} blocks of {block_size} tokens,"
+        f" and this model needs at least {MIN_BLOCKS * block_bytes} bytes ({block_bytes} a block)"
+    )
 
 
 def default_memory_bytes(device: torch.device, reserved_bytes: int = 0) -> int:

@@ -160,10 +160,8 @@ def compare(
         if checked.counts_rows:  # not every family accepts RowStarts
             return Difference(math.nan, math.nan, tolerance)
         raise
-    except PromptqError:
-        raise
     except Exception as error:  # exceptions of Triton's compiler share no class
-        if checked.decoder is not None:
+        if checked.decoder is not None or isinstance(error, PromptqError):
             raise
         raise NotCompiledError(checked.backend, error) from error
     finally:

@@ -205,9 +205,7 @@ def _tolerance(is_float32: bool, multiplies_exactly: bool) -> float:
         return TOLERANCE
     logger.warning(
         "products in fp32 are rounded to TF32 here, whatever torch requests"
-        " (NVIDIA_TF32_OVERRIDE=%s), so the check at load compares to %g only and not to %g",
-        os.environ.get("NVIDIA_TF32_OVERRIDE", ""),
-        TF32_TOLERANCE,
-        TOLERANCE,
+        " (NVIDIA_TF32_OVERRIDE=%s), so the check at load has the tolerance %g instead of %g",
+        *(os.environ.get("NVIDIA_TF32_OVERRIDE", ""), TF32_TOLERANCE, TOLERANCE),
     )
     return TF32_TOLERANCE
