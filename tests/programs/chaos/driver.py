@@ -80,8 +80,8 @@ _PATIENCE_WITH_MUTANTS_SECONDS = 10.0
 _PATIENCE_WITH_CIRCLES = 5
 """Factor of the longest time in which requests may change without any of them ending."""
 _PATIENCE_UNDISTURBED_SECONDS = 600.0
-"""The longest time of each of the shipped model's answers before any fault, loading included. With a
-mutant, whose requests may be claimed again and again, it is a tenth of this."""
+"""The longest time of each answer before any fault, loading included. It is a tenth of this with a
+mutant, under which a request may never end."""
 _CONFIG = {"result_ttl_ms": 12 * 3600 * 1000, "crash_backoff_ms": CRASH_BACKOFF_MS}
 _SETTLING_MS = 1000
 """Time after the last end, from which on a worker's heartbeat must report an idle worker."""
