@@ -14,7 +14,7 @@ from starlette.responses import Response
 from promptq.producer.apis.completions import route as completions
 from promptq.producer.apis.completions.positions import read_event_id
 from promptq.producer.apis.messages import route as messages
-from promptq.producer.calls.call import HEADERS, read_object, without_none, wrong_field
+from promptq.producer.calls.call_body import HEADERS, read_object, without_none, wrong_field
 from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.call_to_payloads import payloads_of
 from promptq.producer.calls.caller import Caller

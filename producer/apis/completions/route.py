@@ -23,7 +23,8 @@ from promptq.producer.apis.completions.write import (
     role_chunks,
     usage_chunk,
 )
-from promptq.producer.calls.call import CompletionCall, request_ids, wrong_field
+from promptq.producer.calls.call import CompletionCall, request_ids
+from promptq.producer.calls.call_body import wrong_field
 from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.call_to_payloads import payloads_of
 from promptq.producer.calls.caller import Caller

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
-from promptq.producer.calls.call import (
+from promptq.producer.calls.call_body import (
     IGNORED,
     ONLY_VALUE,
     name_of_tool,
