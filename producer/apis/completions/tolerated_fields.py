@@ -71,7 +71,7 @@ class FixedFields(BaseModel):
 
 @lru_cache(maxsize=len(FieldsWithoutEffect.model_fields))
 def warn_of(field: str) -> None:
-    """Logs that calls have a field without effect. The cache makes this once for each field."""
+    """Logs, once for each field, that calls have a field without effect."""
     _log.warning("a field of a call has no effect: %(field)s", {"field": field})
 
 
