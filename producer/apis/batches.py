@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from promptq.producer.apis.files import LEAST_EXPIRY_SECONDS, ThisStore, page_of
 from promptq.producer.batch_store.batch_records import Batches, BatchMissingError, new_batch
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
-from promptq.producer.calls.call import wrong_field
+from promptq.producer.calls.call_body import wrong_field
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described
 from promptq.producer.http.json_body import described_body, json_body

@@ -17,7 +17,7 @@ from promptq.producer.admin.request_fields import whole
 from promptq.producer.batch_store.file_quotas import Upload
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore, StoredFile
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
-from promptq.producer.calls.call import check_one_of, wrong_field
+from promptq.producer.calls.call_body import check_one_of, wrong_field
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.bodies import body_pieces

@@ -12,7 +12,8 @@ from promptq.producer.apis.messages.read import NAMES as MESSAGE_NAMES
 from promptq.producer.apis.messages.read import read_count_call, read_message_call
 from promptq.producer.apis.responses.read import read_input_count, read_response
 from promptq.producer.apis.responses.response_call import NewResponse, new_response_id
-from promptq.producer.calls.call import CompletionCall, wrong_field
+from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.call_body import wrong_field
 from promptq.producer.calls.call_reader import Read, Reader, Readers
 from promptq.producer.calls.completion import new_completion_id, new_embedding_id, new_message_id
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from promptq.producer.apis.completions import route as completions
 from promptq.producer.apis.completions.positions import read_event_id
 from promptq.producer.apis.messages import route as messages
-from promptq.producer.calls.call import HEADERS, read_object, without_none, wrong_field
+from promptq.producer.calls.call_body import HEADERS, read_object, without_none, wrong_field
 from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.call_to_payloads import payloads_of
 from promptq.producer.calls.caller import Caller
@@ -170,8 +170,7 @@ async def fork_stream(
         check_completion_id(completion_id)
         choice = "" if options.choice is None else f":{options.choice}"
         request_id = f"{completion_id}{choice}"
-        served = await gateway.queues.holding(request_id)
-        await payloads_of(served, caller, [request_id])
+        served, _ = await payloads_of(gateway.queues, caller, [request_id])
         source = await carry_out_async(fork_source(served.queue.keys, request_id), served.queue.run)
         model = (await served.view()).model
         endpoint, body, point = fork_call(source, options, request.headers, caller, model)
@@ -199,8 +198,7 @@ async def cancel_stream(
     """
     ids = all_request_ids(completion_id, request.query_params)
     bind(request_id=completion_id)
-    served = await gateway.queues.holding(ids[0])
-    await payloads_of(served, caller, ids[:1])
+    served, _ = await payloads_of(gateway.queues, caller, ids[:1])
     statuses = await served.queue.run(scripts.cancel(ids))
     status = next((one for one in _BY_WEIGHT if one in statuses), CancelStatus.FINISHED)
     is_cancelled = status is not CancelStatus.FINISHED
@@ -215,8 +213,7 @@ async def _find(
     query = request.query_params
     request_ids = needed_request_ids(completion_id, query)
     bind(request_id=completion_id)
-    served = await gateway.queues.holding(request_ids[0])
-    payloads = await payloads_of(served, caller, request_ids)
+    served, payloads = await payloads_of(gateway.queues, caller, request_ids)
     shown = await gateway.call_reader.shown_fields(caller, payloads, wants_echo(query))
     view = await served.view()
     return served, stream_completion(completion_id, query, shown, view.model)

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from promptq.producer.calls.call import CompletionCall, without_none
+from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.call_body import without_none
 from promptq.producer.calls.call_to_payloads import prepare
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import new_completion_id

@@ -21,7 +21,8 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
-from promptq.producer.calls.call import HEADERS, CompletionCall, Extra, HistoryNeededError
+from promptq.producer.calls.call import CompletionCall, Extra
+from promptq.producer.calls.call_body import HEADERS, HistoryNeededError
 from promptq.producer.calls.call_to_payloads import Prepared, prepare
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import shown_fields

@@ -12,7 +12,7 @@ from typing import Any
 from promptq.producer.calls.call import CompletionCall, Extra
 from promptq.producer.calls.caller import Caller, check_priority, check_tenant
 from promptq.producer.calls.errors import in_api_names, unknown_completion
-from promptq.producer.calls.queues import ServedQueue
+from promptq.producer.calls.queues import ServedQueue, ServedQueues
 from promptq.producer.calls.rate_costs import account_of, rates_of
 from promptq.producer.clients.request_builder import compose
 from promptq.shared.errors import InvalidRequestError
@@ -87,12 +87,13 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
 
 
 async def payloads_of(
-    served: ServedQueue, caller: Caller, request_ids: Sequence[str]
-) -> list[bytes]:
-    """Reads the payloads of the requests with these ids from the queue.
+    queues: ServedQueues, caller: Caller, request_ids: Sequence[str]
+) -> tuple[ServedQueue, list[bytes]]:
+    """Returns the queue that knows the requests with these ids, and their payloads.
 
     Raises RequestNotFoundError for ids that are unknown or do not belong to the caller.
     """
+    served = await queues.holding(request_ids[0])
     queue = served.queue
     names = [queue.keys.request(request_id) for request_id in request_ids]
     reading: list[Call[list[bytes | None]]] = [
@@ -105,4 +106,4 @@ async def payloads_of(
         if payload is None or not is_callers:
             raise unknown_completion(request_id)
         payloads.append(payload)
-    return payloads
+    return served, payloads

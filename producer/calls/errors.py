@@ -220,8 +220,7 @@ def log_why_unavailable(error: RedisSideError | RedisError) -> None:
 
 @lru_cache(maxsize=16)
 def _log_refusal(message: str) -> None:
-    """Logs a refusal. The cache makes this once for each message, because the server repeats it for
-    every call."""
+    """Logs a refusal, once for each message, because the server repeats it for every call."""
     from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
     get_logger().error(
@@ -233,8 +232,7 @@ def _log_refusal(message: str) -> None:
 
 @lru_cache(maxsize=16)
 def _log_absence(message: str, turn: int) -> None:
-    """Logs a message. The cache makes this once for each message in each period (`turn`) of
-    `_ABSENCE_LOGGED_SECONDS`."""
+    """Logs a message, once in each period (`turn`) of `_ABSENCE_LOGGED_SECONDS`."""
     from promptq.shared.runtime.logs import get_logger
 
     get_logger().warning("the Redis server cannot be used; calls get 503 meanwhile", error=message)

@@ -78,7 +78,7 @@ def completion_logprobs(
 
 def prompt_logprobs(source: Result) -> Work[list[dict[str, Any] | None] | None]:
     """Returns the prompt's log-probabilities in vLLM's format: for each position, a mapping from
-    the ids of the prompt's token and of the likeliest tokens. The first position has None."""
+    ids, of the prompt's token and of the likeliest tokens; None for the first position."""
     if source.prompt_logprobs is None:
         return None
     tokens = []

@@ -72,8 +72,8 @@ def _secret_of(request: Request) -> str:
 
 
 async def admin_of(caller: ThisCaller) -> Caller:
-    """Returns the caller, who may read and control the whole queue. Raises ApiError 403 for a
-    caller who may not."""
+    """Returns the caller if its key is an administrator's, which may read and control the whole
+    queue. Otherwise raises ApiError 403."""
     if not caller.is_admin:
         raise ApiError(
             403, f"the key {caller.name!r} may not do this: it needs one made with --admin"

@@ -15,7 +15,7 @@ from promptq.producer.http.state import Gateway
 
 
 class Answer(Protocol):
-    """The answer of requests, while its client is connected."""
+    """An answer to a client that is still connected."""
 
     @property
     def request_ids(self) -> list[str]: ...

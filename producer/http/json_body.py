@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from promptq.producer.calls.call import read_object
+from promptq.producer.calls.call_body import read_object
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.auth import ThisCaller
 from promptq.producer.http.bodies import read_body

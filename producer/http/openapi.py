@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from promptq.producer.calls.call import HEADERS, BodyOptions, GeneratingOptions
+from promptq.producer.calls.call_body import HEADERS, BodyOptions, GeneratingOptions
 from promptq.shared.protocol.request import OutputPrefix, Request, SamplingParams
 
 TOOL_FIELDS = frozenset({"tools", "tool_choice", "chat_template_kwargs"})

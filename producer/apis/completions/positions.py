@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from promptq.producer.calls.call import wrong_field
+from promptq.producer.calls.call_body import wrong_field
 
 _SEPARATOR = "/"
 _CHOICE = re.compile(r"(\d{1,9})-(\d{1,9})(e?)")

@@ -16,11 +16,10 @@ from promptq.producer.apis.completions.tolerated_fields import (
     in_our_names,
     names_in,
 )
-from promptq.producer.calls.call import (
+from promptq.producer.calls.call import MAX_CHOICES, CompletionCall
+from promptq.producer.calls.call_body import (
     IGNORED,
-    MAX_CHOICES,
     ONLY_VALUE,
-    CompletionCall,
     GeneratingOptions,
     StreamOptions,
     check_size_of_call,

@@ -23,7 +23,8 @@ from promptq.producer.apis.completions.write import (
     role_chunks,
     usage_chunk,
 )
-from promptq.producer.calls.call import CompletionCall, request_ids, wrong_field
+from promptq.producer.calls.call import CompletionCall, request_ids
+from promptq.producer.calls.call_body import wrong_field
 from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.call_to_payloads import payloads_of
 from promptq.producer.calls.caller import Caller
@@ -113,7 +114,7 @@ async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> 
     completion_id, have = read_event_id(last_event_id)
     check_completion_id(completion_id)
     first, *_ = request_ids(completion_id, len(have))
-    await payloads_of(await gateway.queues.holding(first), caller, [first])
+    await payloads_of(gateway.queues, caller, [first])
 
 
 async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) -> Response:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
-from promptq.producer.calls.call import (
+from promptq.producer.calls.call_body import (
     IGNORED,
     ONLY_VALUE,
     name_of_tool,
@@ -71,7 +71,7 @@ class FixedFields(BaseModel):
 
 @lru_cache(maxsize=len(FieldsWithoutEffect.model_fields))
 def warn_of(field: str) -> None:
-    """Logs that calls have a field without effect. The cache makes this once for each field."""
+    """Logs, once for each field, that calls have a field without effect."""
     _log.warning("a field of a call has no effect: %(field)s", {"field": field})
 
 

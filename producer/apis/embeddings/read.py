@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from promptq.producer.calls.call import (
+from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.call_body import (
     BodyOptions,
-    CompletionCall,
     check_size_of_call,
     prompts_of,
     read_options,

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import Field
 
-from promptq.producer.calls.call import (
+from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.call_body import (
     BodyOptions,
-    CompletionCall,
     GeneratingOptions,
     check_effort,
     check_one_of,

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from promptq.producer.calls.call import check_one_of, wrong_field
+from promptq.producer.calls.call_body import check_one_of, wrong_field
 
 MAX_ITEMS = 16_384
 """The most items in the input of one response."""

@@ -10,10 +10,10 @@ from pydantic_core import from_json, to_json
 
 from promptq.producer.apis.responses.input_items import messages_of, read_items
 from promptq.producer.apis.responses.response_call import NewResponse, ResponseCall
-from promptq.producer.calls.call import (
+from promptq.producer.calls.call import CompletionCall
+from promptq.producer.calls.call_body import (
     IGNORED,
     BodyOptions,
-    CompletionCall,
     GeneratingOptions,
     HistoryNeededError,
     StreamOptions,

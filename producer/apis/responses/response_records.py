@@ -17,7 +17,7 @@ from promptq.producer.apis.responses.ended_output import EndedOutput
 from promptq.producer.apis.responses.response_call import Status, not_known
 from promptq.producer.apis.responses.stored_responses import StoredResponse, StoredResponses
 from promptq.producer.apis.responses.write import finished_writer
-from promptq.producer.calls.call import wrong_field
+from promptq.producer.calls.call_body import wrong_field
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import model_and_style
 from promptq.producer.calls.errors import ApiError

@@ -16,7 +16,7 @@ from promptq.producer.apis.responses.respond import JSON, AnsweredResponse, resp
 from promptq.producer.apis.responses.response_call import is_response_id
 from promptq.producer.apis.responses.response_records import ResponseRecords
 from promptq.producer.apis.responses.write import ResponseWriter, frames_of
-from promptq.producer.calls.call import wrong_field
+from promptq.producer.calls.call_body import wrong_field
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.auth import ThisCaller, needs
 from promptq.producer.http.errors import described, method_not_allowed

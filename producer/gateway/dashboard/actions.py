@@ -87,11 +87,10 @@ TheseLetters = Annotated[DeadLetters, Depends(json_body(DeadLetters))]
 @router.post("/cancel")
 async def cancel(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, str]:
     """Cancel a request: at once if it waits, at the next token if it runs."""
-    request_id = one.id
-    status = await served.client.cancel(request_id)
-    log(action="cancel", request_id=request_id, status=status.value)
+    status = await served.client.cancel(one.id)
+    log(action="cancel", request_id=one.id, status=status.value)
     if status is CancelStatus.UNKNOWN:
-        raise RequestNotFoundError(f"no request {request_id!r} is known")
+        raise RequestNotFoundError(f"no request {one.id!r} is known")
     return {"status": status.value}
 
 
@@ -102,11 +101,10 @@ async def reprioritise(
     move: Annotated[Move, Depends(json_body(Move))],
 ) -> dict[str, str]:
     """Move a waiting request to another priority."""
-    request_id, priority = move.id, move.priority
-    status = await served.client.reprioritise(request_id, priority)
-    log(action="reprioritise", request_id=request_id, priority=priority, status=status.value)
+    status = await served.client.reprioritise(move.id, move.priority)
+    log(action="reprioritise", request_id=move.id, priority=move.priority, status=status.value)
     if status is PriorityStatus.UNKNOWN:
-        raise RequestNotFoundError(f"no request {request_id!r} waits")
+        raise RequestNotFoundError(f"no request {move.id!r} waits")
     return {"status": status.value}
 
 
@@ -129,11 +127,10 @@ async def resume(log: AdminLog, served: ThisQueue) -> dict[str, bool]:
 @router.post("/drain")
 async def drain(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, list[str]]:
     """Make one worker finish its running requests and exit."""
-    worker_id = one.id
-    draining = await served.client.drain(worker_id)
-    log(action="drain", worker_id=worker_id, told=len(draining))
+    draining = await served.client.drain(one.id)
+    log(action="drain", worker_id=one.id, told=len(draining))
     if not draining:
-        raise RequestNotFoundError(f"no worker {worker_id!r} is alive")
+        raise RequestNotFoundError(f"no worker {one.id!r} is alive")
     return {"told": draining}
 
 

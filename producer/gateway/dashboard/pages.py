@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from promptq.producer.admin.timeline import Timeline
-from promptq.producer.calls.call import check_one_of
+from promptq.producer.calls.call_body import check_one_of
 from promptq.producer.calls.errors import as_api_error
 from promptq.producer.calls.logprobs import free_logprobs
 from promptq.producer.calls.queues import ServedQueue

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from redis.exceptions import NoPermissionError
 
-from promptq.producer.calls.call import check_one_of, wrong_field
+from promptq.producer.calls.call_body import check_one_of, wrong_field
 from promptq.shared.protocol.keys import is_name
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.call import Call, ids_of

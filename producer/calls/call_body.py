@@ -1,0 +1,265 @@
+"""Reads the body and the headers of a call of an API, such as a chat.
+
+Each API describes the fields that it adds to a payload's fields, or names differently. All other
+fields of a body are fields of `promptq.shared.protocol.request.Request`, which checks them. So a
+new field of a payload works over HTTP at once, and a misspelt field is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic_core import from_json, to_json
+
+from promptq.producer.calls.call import CompletionCall
+from promptq.producer.clients.request_builder import Prompt
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
+
+MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
+"""The most bytes of all payloads of one call. Each answer of a call is a separate request with a
+complete payload."""
+
+HEADERS = {
+    "priority": "X-Priority",
+    "deadline_ms": "X-Deadline-Ms",
+    "detach": "X-Detach",
+    "wait_for_worker": "X-Wait-For-Worker",
+    "idempotency_key": "Idempotency-Key",
+}
+"""For each field of a body that a header can set, the name of the header."""
+
+_NUMBER_FIELDS = {"priority", "deadline_ms"}
+_BOOLEAN_FIELDS = {"detach", "wait_for_worker"}
+_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_LONGEST_EFFORT = 100
+"""The most characters of a `reasoning_effort`."""
+
+T = TypeVar("T", bound="BodyOptions")
+_BOM = b"\xef\xbb\xbf"
+
+
+def _known_options(options: Any) -> Any:
+    """Returns `stream_options` unchanged. Raises ValueError for its first unknown name, while
+    pydantic would report all of them."""
+    for name in options if isinstance(options, dict) else ():
+        if name not in _STREAM_OPTIONS:
+            raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")
+    return options
+
+
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
+StreamOptions = Annotated[dict[str, bool], BeforeValidator(_known_options)]
+IGNORED = "accepted without effect"
+ONLY_VALUE = "accepted with this value only"
+"""Descriptions of two kinds of fields: those without effect, and those with one supported value."""
+
+
+class BodyOptions(BaseModel):
+    """Fields that every endpoint which enqueues requests accepts besides a payload's fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = Field(
+        None, description="null or empty: the model of the gateway's own queue"
+    )
+    version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="version of the payload")
+    wait_for_worker: bool = Field(True, description="false: answer 503 while no worker is alive")
+    _names: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def renamed(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Returns a body's fields under promptq's names. Raises InvalidRequestError."""
+        return fields
+
+    @classmethod
+    def names_in(cls, fields: Mapping[str, Any]) -> dict[str, str]:
+        """Maps names of fields in the payload to their names in the body, where the two differ."""
+        return {}
+
+    def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
+        """Returns a call with these fields of a payload. `answer` sets other attributes of it."""
+        answer = {"wait_for_worker": self.wait_for_worker, "names": self._names, **answer}
+        return CompletionCall(fields=fields, body_bytes=body_bytes, **answer)
+
+
+class GeneratingOptions(BodyOptions):
+    """Further fields that endpoints accept if a model generates their answer."""
+
+    stream: bool = Field(False, description="send tokens as they come, as server-sent events")
+    detach: bool = Field(
+        False,
+        description="continue when the client disconnects; the client can read the rest later",
+    )
+
+    def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
+        answer = {"stream": self.stream, "detach": self.detach, **answer}
+        return super().call(fields, body_bytes, **answer)
+
+
+def check_effort(field: str, effort: Any) -> None:
+    """Raises InvalidRequestError unless a reasoning effort is None or a short text."""
+    is_short = isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT
+    if effort is not None and not is_short:
+        raise wrong_field(field, f"must be a text of 1 to {_LONGEST_EFFORT} characters")
+
+
+def with_effort(effort: str, variables: Any) -> Any:
+    """Returns a chat template's variables with this reasoning effort, unless they have another
+    one."""
+    if not isinstance(variables, dict):
+        return variables  # refused later, by its name
+    ours: dict[str, Any] = {"reasoning_effort": effort}
+    if effort == "none":
+        ours["enable_thinking"] = False
+    return {**ours, **variables}
+
+
+def read_options(
+    kind: type[T], body: bytes, headers: Mapping[str, str]
+) -> tuple[T, dict[str, Any]]:
+    """Returns the endpoint's options in a body and its headers, and all other fields, which are
+    those of a payload. Raises InvalidRequestError."""
+    body_fields = without_none(read_object(body))
+    for name, value in _from_headers(headers).items():
+        body_fields.setdefault(name, value)
+    try:
+        options = kind.model_validate(kind.renamed(body_fields))
+    except ValidationError as error:
+        raise invalid_request(error) from None
+    options._names = kind.names_in(body_fields)
+    fields = dict(options.model_extra or {})
+    if options.model:  # OpenAI's clients cannot leave it out, so it may be empty
+        fields["model"] = options.model
+    if fields.get("idempotency_key") == "":  # all callers that send it would share one answer
+        raise wrong_field("idempotency_key", "is empty")
+    refuse(fields, ["request_id"])
+    return options, fields
+
+
+def check_size_of_call(
+    num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int = 1, named: str = "n"
+) -> None:
+    """Raises InvalidRequestError, which names the field `named`, if the payloads of a call with a
+    body of `num_bytes` would be too large together."""
+    total = n * num_bytes
+    if num_prompts > 1:  # each prompt has its own copy of the fields
+        total += n * (num_prompts - 1) * len(to_json(fields))
+    if total > MAX_CALL_BYTES:
+        raise wrong_field(
+            named,
+            f"the payloads of {num_prompts * n} answers have {total} bytes, more than the"
+            f" {MAX_CALL_BYTES} that one call may enqueue",
+        )
+
+
+def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
+    """Returns the prompts of a field that has one prompt or several. Raises InvalidRequestError."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt or not all(isinstance(each, str | list) for each in prompt):
+        raise wrong_field(field, "must be text, token ids, or a list of either")
+    return list(prompt)
+
+
+def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
+    """Returns the tools with these names, which come from a `tool_choice`. Raises
+    InvalidRequestError for an unknown name."""
+    known = [name_of_tool(tool) for tool in tools]
+    for name in names:
+        if name is None or name not in known:
+            raise wrong_field(
+                "tool_choice", f"allows {str(name)[:80]!r}, which is not among the tools"
+            )
+    return [tool for name, tool in zip(known, tools, strict=True) if name in names]
+
+
+def name_of_tool(tool: Any) -> str | None:
+    """Returns the name of a tool that is a function in the form of OpenAI's chats; None for any
+    other value."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def wrong_field(place: str, reason: str) -> InvalidRequestError:
+    """Returns the error for a field. `place` is the field's name, or `NAME: PART` for a part of
+    it."""
+    return InvalidRequestError(f"{place}: {reason}", field=place.partition(":")[0])
+
+
+def check_one_of(place: str, value: Any, known: Sequence[str], kind: str = "") -> None:
+    """Raises InvalidRequestError unless `value` is one of `known`. `kind`, such as `role`, says in
+    the message what the value is."""
+    if value not in known:
+        shown = f"{kind} {str(value)[:80]!r}".lstrip()
+        raise wrong_field(place, f"{shown} is not one of {', '.join(known)}")
+
+
+def refuse(
+    fields: Mapping[str, Any], names: Iterable[str], instead: Mapping[str, str] = {}
+) -> None:
+    """Raises InvalidRequestError if a call has fields of a payload that its endpoint does not
+    support.
+
+    `instead` has the endpoint's names for some of these fields.
+    """
+    for name in names:
+        if name in fields:
+            advice = f"; use {instead[name]}" if name in instead else ""
+            raise wrong_field(name, f"is not a field of this endpoint{advice}")
+
+
+class HistoryNeededError(Exception):
+    """The call continues an earlier response, so reading it needs that response's items
+    (`history`)."""
+
+    def __init__(self, previous_response_id: str) -> None:
+        super().__init__(previous_response_id)
+        self.previous_response_id = previous_response_id
+
+
+def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, header in HEADERS.items():
+        text = headers.get(header)
+        if text is None:
+            continue
+        value: Any = text
+        if name in _NUMBER_FIELDS:
+            value = int(text) if _NUMBER.fullmatch(text.strip()) else None
+        elif name in _BOOLEAN_FIELDS:
+            value = _BOOLEANS.get(text.strip().lower())
+        if value is None:
+            kind = "a number" if name in _NUMBER_FIELDS else "true or false"
+            raise wrong_field(header, f"{text[:80]!r} is not {kind}")
+        fields[name] = value
+    return fields
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a body, with or without a byte order mark. Raises
+    InvalidRequestError."""
+    encoding = json.detect_encoding(body)
+    if not encoding.startswith("utf-8"):
+        raise InvalidRequestError(
+            f"the body is not JSON: it is {encoding}, and JSON is sent in utf-8"
+        )
+    try:
+        value = from_json(body.removeprefix(_BOM), allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError("the body is not a JSON object")
+    return value
+
+
+def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that are not None. Some clients send null for each field that is not
+    set."""
+    return {name: value for name, value in fields.items() if value is not None}
