@@ -88,9 +88,7 @@ def test_a_model_that_nobody_serves_is_refused_while_the_own_queue_has_none(
 
 
 @pytest.mark.usefixtures("workers")
-def test_all_models_are_listed(
-    http: httpx2.Client, redis_url: str, everything: redis.Redis
-) -> None:
+def test_all_models_are_listed(http: httpx2.Client, everything: redis.Redis) -> None:
     everything.hset(ALIASES, mapping={"gpt-4o": "wren", "gone": "no such model"})
     listed = http.get("/v1/models").json()
     assert http.get("/v1/models/").json() == listed

@@ -87,9 +87,7 @@ async def test_a_worker_starts_whatever_a_stranger_wrote_about_others(
         ] == text_of(1, 5)
 
 
-async def test_a_worker_of_another_model_refuses_to_start(
-    redis_url: str, queue: AsyncRequestQueue
-) -> None:
+async def test_a_worker_of_another_model_refuses_to_start(redis_url: str) -> None:
     other_model = ModelIdentity("llama", "123")
     async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as client:
         other = AsyncRequestQueue(client, model=other_model)
