@@ -52,24 +52,18 @@ def logging(*command: str) -> Iterator[tuple[str, Lines]]:
             lines += [json.loads(line) for line in log.splitlines()]
 
 
+def worker_of(url: str) -> list[str]:
+    worker = ["-m", "promptq.worker", "--model", "model-free", "--log-level", "debug"]
+    return [*worker, "--redis", as_role("worker", url)]
+
+
 def about(lines: Lines, request_id: str) -> Lines:
     """Returns the log lines that mention the request anywhere."""
     return [line for line in lines if request_id in json.dumps(line)]
 
 
 def test_a_request_has_one_id_in_all_logs(redis_url: str) -> None:
-    url = as_role("worker", redis_url)
-    worker = [
-        "-m",
-        "promptq.worker",
-        "--model",
-        "model-free",
-        "--redis",
-        url,
-        "--log-level",
-        "debug",
-    ]
-    with logging(*worker) as (_, of_worker), Client(redis_url) as client:
+    with logging(*worker_of(redis_url)) as (_, of_worker), Client(redis_url) as client:
         with logging("-c", GATEWAY, as_role("gateway", redis_url)) as (port, of_gateway):
             url = f"http://127.0.0.1:{port}"
             body = {"prompt": "x", "max_tokens": 3}
@@ -116,22 +110,11 @@ def test_every_call_about_an_answer_is_logged_with_its_id(redis_url: str) -> Non
 
     A call behind another on its connection does not take over the other's.
     """
-    url = as_role("worker", redis_url)
-    worker = [
-        "-m",
-        "promptq.worker",
-        "--model",
-        "model-free",
-        "--redis",
-        url,
-        "--log-level",
-        "debug",
-    ]
     gateway = ["-m", "promptq.producer.cli", "gateway", "--port", "0"]
     gateway += ["--redis", as_role("gateway", redis_url)]
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True}
     unknown = "/v1/streams/chatcmpl-0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10"
-    with logging(*worker) as (_, of_worker), logging(*gateway) as (ready, of_gateway):
+    with logging(*worker_of(redis_url)) as (_, of_worker), logging(*gateway) as (ready, of_gateway):
         base = ready.split()[2].rstrip(",")
         with httpx2.Client(base_url=base, timeout=None) as http:
             asked = http.post("/v1/chat/completions", json=body)
@@ -206,8 +189,7 @@ print(second.getvalue(), end="")
 
 def test_a_worker_says_that_another_has_another_length(redis_url: str) -> None:
     """A stream may go on at any of them."""
-    url = as_role("worker", redis_url)
-    worker = ["-m", "promptq.worker", "--model", "model-free", "--redis", url, "--max-model-len"]
+    worker = [*worker_of(redis_url), "--max-model-len"]
     with (
         logging(*worker, "600") as (_, of_first),
         logging(*worker, "600") as (_, of_second),

@@ -238,7 +238,7 @@ async def test_rq_runs_our_functions_only(
 
 
 async def test_a_forged_webhook_is_not_sent(
-    redis_url: str, tmp_path: Path, start: Start, own_worker: HandWorker
+    tmp_path: Path, start: Start, own_worker: HandWorker
 ) -> None:
     """Whoever writes to RQ's server alone has nothing signed and sent anywhere."""
     server = own_worker.redis

@@ -97,9 +97,7 @@ def test_the_message_of_an_error(at_terminal: At, own_worker: HandWorker, redis_
     assert DRAWN.encode() in done.stderr, "it may become a line of a log"
 
 
-def test_what_workers_say_of_themselves(
-    at_terminal: At, own_worker: HandWorker, redis_url: str
-) -> None:
+def test_what_workers_say_of_themselves(at_terminal: At, own_worker: HandWorker) -> None:
     """Whoever may write to the queue may be any worker and name any model."""
     stats = WorkerStats(
         worker_id=f"w{HOSTILE}{MARKUP}", model=f"m{HOSTILE}{MARKUP}", device=f"d{HOSTILE}",

@@ -18,7 +18,7 @@ import redis.asyncio
 
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.queue import lookups
-from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.core import model_free
@@ -29,6 +29,7 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 from promptq.worker.serve.build import Served
 from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
+from tests.support.requests import check_log, result_of
 from tests.support.roles import as_role
 
 __all__ = [
@@ -227,3 +228,13 @@ async def finished(queue: AsyncRequestQueue, request_id: str) -> dict[str, Any]:
     record = await queue.run(lookups.record(queue.keys, request_id))
     result: dict[str, Any] = json.loads(record["result"])
     return result
+
+
+def assert_texts(
+    queue: RequestQueue, requests: list[str], num_tokens: int, attempts: int = 1
+) -> None:
+    """Asserts that each request, whose seed is its place, got its whole text in so few attempts."""
+    for seed, request_id in enumerate(requests):
+        result, text = result_of(queue, request_id), text_of(seed, num_tokens)
+        assert (result["text"], result["stats"]["attempts"]) == (text, attempts)
+        check_log(queue, request_id, text)

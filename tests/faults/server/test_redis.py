@@ -10,7 +10,7 @@ import pytest
 
 from promptq import Client
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.support.model_free import text_of
+from tests.support.model_free import assert_texts, text_of
 from tests.support.network import Network
 from tests.support.processes import started
 from tests.support.requests import check_log, num_tokens, put, result_of
@@ -186,10 +186,7 @@ def test_a_server_that_refuses_writes_for_a_while_loses_nothing(
         assert num_tokens(queue, requests[0]) == so_far
         assert [line["level"] for line in worker.logged("")] == ["warning"], "all parts say it once"
         client.config_set(setting, good)
-        for n, request_id in enumerate(requests):
-            result = result_of(queue, request_id)
-            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 1000), 1)
-            check_log(queue, request_id, text_of(n, 1000))
+        assert_texts(queue, requests, 1000)
 
 
 def test_a_server_that_becomes_a_replica_for_a_while_loses_nothing(

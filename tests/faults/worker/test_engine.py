@@ -15,7 +15,7 @@ import redis
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.support.model_free import text_of
+from tests.support.model_free import assert_texts, text_of
 from tests.support.processes import started
 from tests.support.requests import check_log, log_of, new, num_tokens, put, result_of
 from tests.support.waiting import until
@@ -216,9 +216,7 @@ def test_a_step_that_is_out_of_memory_is_computed_in_smaller_parts(
     with started(tmp_path, redis_url, module=FAULTY, FAULT="memory") as worker:
         prompts = ["x" * 200, *("y" * n for n in range(1, 60))]
         requests = [put(queue, prompt=it, seed=n, max_tokens=20) for n, it in enumerate(prompts)]
-        for n, request_id in enumerate(requests):
-            result = result_of(queue, request_id)
-            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 20), 1)
+        assert_texts(queue, requests, 20)
         assert worker.logged("a step failed")
         worker.terminate()
         assert worker.wait() == 0
@@ -230,10 +228,7 @@ def test_memory_that_is_short_for_everything_for_a_while_fails_nobody(
     environment = {"FAULT": "memory-for-all", "FAULT_FOR": "0.3"}
     with started(tmp_path, redis_url, module=FAULTY, **environment) as worker:
         requests = [put(queue, prompt="!", seed=n, max_tokens=100) for n in range(9)]
-        for n, request_id in enumerate(requests):
-            result = result_of(queue, request_id)
-            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 100), 1)
-            check_log(queue, request_id, text_of(n, 100))
+        assert_texts(queue, requests, 100)
         assert worker.logged("a step failed")
         worker.terminate()
         assert worker.wait() == 0
@@ -249,10 +244,7 @@ def test_memory_that_is_short_for_everything_and_for_good_ends_the_worker_and_no
         assert "out of memory" in worker.said
     assert sum(num_tokens(queue, it) for it in requests) > 0
     with started(tmp_path, redis_url, "--model", "model-free"):
-        for n, request_id in enumerate(requests):
-            result = result_of(queue, request_id)
-            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 1000), 2)
-            check_log(queue, request_id, text_of(n, 1000))
+        assert_texts(queue, requests, 1000, attempts=2)
 
 
 def test_one_that_needs_too_much_memory_goes_on_elsewhere_and_nobody_else_notices(

@@ -18,6 +18,16 @@ from tests.support.servers import Server
 Read = Callable[..., Any]
 
 
+Begun = tuple[str, Any, Any]
+
+
+@pytest.fixture
+def begun(client: Client, worker: Any, read: Read) -> Begun:
+    """A request that is read and claimed: its id, its reader and its claim."""
+    request_id = client.enqueue("Hi")
+    return request_id, read(request_id), worker.take()
+
+
 def wait_until_subscribed(worker: Any, request_id: str) -> None:
     while (
         dict(worker.redis.pubsub_numsub(KEYS.events(request_id)))[KEYS.events(request_id).encode()]
@@ -26,11 +36,9 @@ def wait_until_subscribed(worker: Any, request_id: str) -> None:
         pass
 
 
-def test_events_arrive_as_they_are_published(client: Client, worker: Any, read: Read) -> None:
+def test_events_arrive_as_they_are_published(worker: Any, begun: Begun) -> None:
     """A subscriber that was there first gets each event when it is sent, and then the end."""
-    request_id = client.enqueue("Hi")
-    reader = read(request_id)
-    claim = worker.take()
+    _, reader, claim = begun
     worker.send(claim, "He")
     reader.wait_for("He")
     worker.send(claim, "l")
@@ -97,11 +105,9 @@ def test_an_end_without_tokens(client: Client, worker: Any, read: Read) -> None:
     assert (event.index, event.text, event.finish_reason) == (0, "", FinishReason.CANCELLED)
 
 
-def test_repeats_are_dropped(client: Client, worker: Any, read: Read) -> None:
+def test_repeats_are_dropped(worker: Any, begun: Begun) -> None:
     """An event that the channel repeats is not delivered again."""
-    request_id = client.enqueue("Hi")
-    reader = read(request_id)
-    claim = worker.take()
+    request_id, reader, claim = begun
     event = worker.event(claim, "ab")
     worker._ends[request_id] = 0
     worker.send(claim, "ab")
@@ -112,11 +118,9 @@ def test_repeats_are_dropped(client: Client, worker: Any, read: Read) -> None:
     assert [event.text for event in reader.finish()] == ["ab", "c"]
 
 
-def test_a_jump_of_index_reads_the_log(client: Client, worker: Any, read: Read) -> None:
+def test_a_jump_of_index_reads_the_log(worker: Any, begun: Begun) -> None:
     """A lost message is noticed at the next one and fetched, long before any silence."""
-    request_id = client.enqueue("Hi")
-    reader = read(request_id)
-    claim = worker.take()
+    _, reader, claim = begun
     worker.send(claim, "a")
     reader.wait_for("a")
     worker.log_only(claim, "b")
@@ -141,11 +145,9 @@ def test_a_lost_last_event_is_found_after_some_silence(
     assert reader.text == "ab"
 
 
-def test_an_event_that_only_the_channel_has(client: Client, worker: Any, read: Read) -> None:
+def test_an_event_that_only_the_channel_has(worker: Any, begun: Begun) -> None:
     """An event that continues the stream is delivered before its log is looked at."""
-    request_id = client.enqueue("Hi")
-    reader = read(request_id)
-    claim = worker.take()
+    request_id, reader, claim = begun
     wait_until_subscribed(worker, request_id)
     worker.send(claim, "a")
     reader.wait_for("a")
@@ -156,11 +158,9 @@ def test_an_event_that_only_the_channel_has(client: Client, worker: Any, read: R
     assert [event.text for event in reader.finish()] == ["a", "b", "c"]
 
 
-def test_what_is_no_event_is_passed_over(client: Client, worker: Any, read: Read) -> None:
+def test_what_is_no_event_is_passed_over(worker: Any, begun: Begun) -> None:
     """Anybody may publish on a channel; a stream does not break on it."""
-    request_id = client.enqueue("Hi")
-    reader = read(request_id)
-    claim = worker.take()
+    request_id, reader, claim = begun
     worker.send(claim, "a")
     reader.wait_for("a")
     worker.channel_only(request_id, "not JSON")
@@ -184,11 +184,9 @@ def test_a_folded_log_gives_one_event(client: Client, worker: Any, read: Read) -
     assert event.usage.prompt_tokens == 3
 
 
-def test_a_log_folded_in_mid_stream_gives_the_rest(client: Client, worker: Any, read: Read) -> None:
+def test_a_log_folded_in_mid_stream_gives_the_rest(worker: Any, begun: Begun) -> None:
     """A client that reconnects after the log has expired gets the missing text, and no more."""
-    request_id = client.enqueue("Hi")
-    reader = read(request_id)
-    claim = worker.take()
+    request_id, reader, claim = begun
     worker.send(claim, "ab")
     reader.wait_for("ab")
     worker.finish_unheard(claim, "cde")
@@ -286,8 +284,7 @@ def test_a_log_of_another_type(client: Client, worker: Any, read: Read) -> None:
 def test_sharded_events(client: Client, worker: Any, read: Read) -> None:
     """A queue whose config says so sends its events by sharded pub/sub."""
     worker.redis.hset(KEYS.config, "pubsub", "sharded")
-    request_id = client.enqueue("Hi")
-    reader = read(request_id)
+    reader = read(client.enqueue("Hi"))
     claim = worker.take()
     worker.send(claim, "a")
     reader.wait_for("a")
@@ -314,11 +311,9 @@ def test_a_stream_goes_on_with_the_next_attempt(client: Client, worker: Any, rea
     assert [(event.text, event.attempt) for event in events] == [("ab", 1), ("c", 2)]
 
 
-def test_other_tokens_in_the_place_of_lost_ones(client: Client, worker: Any, read: Read) -> None:
+def test_other_tokens_in_the_place_of_lost_ones(worker: Any, begun: Begun) -> None:
     """A server that lost writes has the answer made anew: who read another beginning is told."""
-    request_id = client.enqueue("Hi")
-    reader = read(request_id)
-    claim = worker.take()
+    request_id, reader, claim = begun
     worker.send(claim, "ab")
     reader.wait_for("ab")
     worker.redis.delete(KEYS.tokens(request_id))

@@ -136,6 +136,18 @@ def live_gateway(
 
 
 @contextmanager
+def live_http(
+    redis_url: str, headers: dict[str, str] | None = None, **settings: Any
+) -> Iterator[httpx2.Client]:
+    """A plain HTTP client of a gateway."""
+    with (
+        live_gateway(redis_url, **settings) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        yield http
+
+
+@contextmanager
 def live_worker(redis_url: str, served: Served | None = None, **settings: Any) -> Iterator[Any]:
     with beside(lambda: running_worker(redis_url, served, **settings)) as worker:
         yield worker

@@ -52,7 +52,7 @@ def test_readiness_needs_a_worker_that_gets_on(impatient: httpx2.Client, redis_u
 
 
 def test_a_worker_that_drains_takes_no_request(
-    impatient: httpx2.Client, redis_url: str, own_worker: HandWorker
+    impatient: httpx2.Client, own_worker: HandWorker
 ) -> None:
     queue: RequestQueue = own_worker.queue
     beat(queue, "running")

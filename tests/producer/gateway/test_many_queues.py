@@ -20,6 +20,7 @@ from tests.producer.gateway.living import (
     bearer,
     error_of,
     live_gateway,
+    live_http,
     live_worker,
     make_key,
 )
@@ -87,9 +88,7 @@ def test_a_model_that_nobody_serves_is_refused_while_the_own_queue_has_none(
 
 
 @pytest.mark.usefixtures("workers")
-def test_all_models_are_listed(
-    http: httpx2.Client, redis_url: str, everything: redis.Redis
-) -> None:
+def test_all_models_are_listed(http: httpx2.Client, everything: redis.Redis) -> None:
     everything.hset(ALIASES, mapping={"gpt-4o": "wren", "gone": "no such model"})
     listed = http.get("/v1/models").json()
     assert http.get("/v1/models/").json() == listed
@@ -264,10 +263,7 @@ def test_a_gateway_whose_user_may_read_one_queue(
 ) -> None:
     everything.execute_command("ACL", "SETUSER", "one", *user_rules("gateway", "default", "pw"))
     address = as_role("", redis_url).partition("://")[2]
-    with (
-        live_gateway(f"redis://one:pw@{address}") as gateway,
-        httpx2.Client(base_url=gateway.url, timeout=30) as http,
-    ):
+    with live_http(f"redis://one:pw@{address}") as http:
         assert complete(http, "owl").status_code == 200
         assert error_of(complete(http, "wren")) == (404, "model_not_found")
         assert http.get("/readyz").status_code == 200

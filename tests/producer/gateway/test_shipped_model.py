@@ -104,27 +104,6 @@ def test_the_streamed_call_of_a_tool(stories: OpenAI, stories_gateway: LiveGatew
     assert again.text.count(json.dumps(named)) == 1
 
 
-@pytest.mark.parametrize("max_tokens", [1, 5, 12, 14, 16])
-def test_a_forced_call_that_is_cut_is_never_content(stories: OpenAI, max_tokens: int) -> None:
-    """Before its name is whole there is no call; after that there is one, with some arguments."""
-    fields: dict[str, Any] = {
-        "model": "", "messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "seed": 3,
-        "max_tokens": max_tokens,
-    }  # fmt: skip
-    whole = stories.chat.completions.create(**fields).choices[0]
-    assert (whole.finish_reason, whole.message.content) == ("length", None)
-    calls: list[Any] = whole.message.tool_calls or []
-    assert [call.function.name for call in calls] == ["paint"] * (max_tokens > 5)
-    chunks = list(stories.chat.completions.create(**fields, stream=True))
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert not any(delta.content for delta in deltas)
-    streamed = [call.function for delta in deltas for call in delta.tool_calls or ()]
-    arguments = "".join(it.arguments for it in streamed if it is not None and it.arguments)
-    assert arguments == "".join(call.function.arguments for call in calls)
-    assert [it.name for it in streamed if it is not None and it.name] == ["paint"] * len(calls)
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
 def test_tools_that_need_not_be_called(stories: OpenAI) -> None:
     got = stories.chat.completions.create(
         model="", messages=MESSAGES, tools=[TOOL], max_tokens=8, temperature=0

@@ -16,7 +16,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.apis.responses import response_records
 from promptq.producer.apis.responses.response_call import new_response_id
 from promptq.producer.calls.completion import new_completion_id, new_message_id, request_ids
-from tests.producer.gateway.living import LiveGateway, bearer, error_of, live_gateway
+from tests.producer.gateway.living import LiveGateway, bearer, error_of, live_http
 from tests.producer.playing import KEYS, HandWorker
 from tests.support.requests import put
 from tests.support.roles import as_role
@@ -36,10 +36,7 @@ def quick(redis_url: str) -> Iterator[httpx2.Client]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(response_records, "_LOOK_SECONDS", 0.02)
         patch.setattr(response_records, "_NOT_SINCE_MS", 0)
-        with (
-            live_gateway(as_role("gateway", redis_url)) as gateway,
-            httpx2.Client(base_url=gateway.url, timeout=30) as http,
-        ):
+        with live_http(as_role("gateway", redis_url)) as http:
             yield http
 
 

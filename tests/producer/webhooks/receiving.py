@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import json
 import ssl
 import threading
 from collections.abc import Iterator
@@ -41,9 +40,6 @@ class Receiver:
 
     def headers_at(self, path: str) -> list[dict[str, str]]:
         return [headers for at, headers, _ in list(self.calls) if at == path]
-
-    def bodies_at(self, path: str) -> list[dict[str, Any]]:
-        return [json.loads(body) for at, _, body in list(self.calls) if at == path]
 
 
 def secret_of(tenant: str, version: int = 1) -> str:

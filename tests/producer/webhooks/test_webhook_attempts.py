@@ -460,7 +460,7 @@ def test_what_an_earlier_release_handed_to_rq(
     assert server.keys("rq:*") == []
 
 
-def test_the_secrets(settings: JobsSettings, tmp_path: Path) -> None:
+def test_the_secrets(settings: JobsSettings) -> None:
     """Each tenant has its own, made of one that is made once, for its owner's eyes alone."""
     own = settings.model_copy(update={"webhook_master_secret": None})
     master = lambda: master_file(own).read_text().strip()  # noqa: E731

@@ -23,7 +23,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from promptq.shared.queue.scripts import Rate, take_of_rates
-from tests.producer.gateway.living import LiveGateway, bearer, live_gateway, make_key
+from tests.producer.gateway.living import LiveGateway, bearer, live_gateway, live_http, make_key
 from tests.support.roles import as_role
 
 MANY = [{"role": "user", "content": ""}] * 60_000
@@ -110,10 +110,7 @@ def test_a_body_that_takes_too_long_fails_alone(
 ) -> None:
     secret = make_key(redis_url, "greedy")
     headers = bearer(secret)
-    with (
-        live_gateway(redis_url) as gateway,
-        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
-    ):
+    with live_http(redis_url, headers) as http:
         with monkeypatch.context() as patch:
             patch.setattr(call_reader, "_MOST_CPU_SECONDS", 0.001)
             refused = http.post("/v1/chat/completions", content=LARGE)
@@ -126,10 +123,7 @@ def test_a_body_that_takes_too_long_fails_alone(
 def test_a_process_that_was_ended_fails_nobodys_call(redis_url: str, number: int) -> None:
     headers = bearer(make_key(redis_url, "web"))
     others = helpers().keys()
-    with (
-        live_gateway(redis_url) as gateway,
-        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
-    ):
+    with live_http(redis_url, headers) as http:
         ended = set()
         for _ in range(3):
             wrong = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
@@ -158,10 +152,7 @@ def test_where_no_process_starts_or_gets_time_the_call_is_to_come_again(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = bearer(make_key(redis_url, "web"))
-    with (
-        live_gateway(redis_url) as gateway,
-        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
-    ):
+    with live_http(redis_url, headers) as http:
         for name, value in (("sys.executable", "/nowhere"), ("_MOST_SECONDS", 0.0)):
             with monkeypatch.context() as patch:
                 patch.setattr(f"{call_reader.__name__}.{name}", value)
@@ -191,10 +182,7 @@ def test_the_processes_know_no_password_and_run_no_file_of_the_working_directory
 def test_an_invalid_body_counts_as_a_call(redis_url: str) -> None:
     secret = make_key(redis_url, "web", requests_per_minute=2)
     headers = bearer(secret)
-    with (
-        live_gateway(redis_url) as gateway,
-        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
-    ):
+    with live_http(redis_url, headers) as http:
         answers = [http.post("/v1/completions", content=b"{") for _ in range(3)]
     assert [answer.status_code for answer in answers] == [400, 400, 429]
 
@@ -227,10 +215,7 @@ def test_a_client_that_waits_as_long_as_retry_after_says_gets_several_answers(
     headers = {"Authorization": f"Bearer {secret}", "X-Wait-For-Worker": "true"}
     body = {"prompt": "Hi", "n": 5, "stream": True}
     statuses = []
-    with (
-        live_gateway(redis_url, http_header_seconds=0) as gateway,
-        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
-    ):
+    with live_http(redis_url, headers, http_header_seconds=0) as http:
         for _ in range(2):
             with http.stream("POST", "/v1/completions", json=body) as answer:
                 statuses.append(answer.status_code)

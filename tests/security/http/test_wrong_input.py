@@ -11,7 +11,7 @@ import pytest
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import Request
-from tests.producer.gateway.living import live_gateway
+from tests.producer.gateway.living import live_http
 
 MANY = 300_000
 
@@ -23,10 +23,7 @@ def files(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def http(redis_url: str, files: Path) -> Iterator[httpx2.Client]:
-    with (
-        live_gateway(redis_url, files_dir=files) as gateway,
-        httpx2.Client(base_url=gateway.url, timeout=60) as client,
-    ):
+    with live_http(redis_url, files_dir=files) as client:
         yield client
 
 

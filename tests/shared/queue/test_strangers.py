@@ -404,7 +404,7 @@ def test_the_flag_of_what_was_never_enqueued_goes_away(client: Any, queue: Reque
     assert last_event(queue, "never")["finish_reason"] == "cancelled"
 
 
-def test_an_enqueue_that_is_sent_again_is_known(client: Any, queue: RequestQueue) -> None:
+def test_an_enqueue_that_is_sent_again_is_known(queue: RequestQueue) -> None:
     """redis-py sends it again when the reply is lost; a second call with the same id is refused."""
     call = scripts.enqueue([new("mine"), new(idempotency_key="k")], 1000, nonce="n")
     assert queue.run(call) == queue.run(call)

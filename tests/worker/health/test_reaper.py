@@ -98,7 +98,7 @@ async def test_gives_others_time_to_renew_where_it_has_just_started(
     assert await queue.state(request_id) is RequestState.WAITING
 
 
-async def test_ends_all_that_is_overdue_in_one_turn(queue: Unreachable, redis_url: str) -> None:
+async def test_ends_all_that_is_overdue_in_one_turn(queue: Unreachable) -> None:
     clock = Clock()
     reaper = Reaper(queue, clock)
     overdue = Request.build({"prompt": "a", "deadline_ms": 1})

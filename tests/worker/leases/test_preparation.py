@@ -72,9 +72,7 @@ async def test_a_cancel_does_not_wait_for_the_end_of_a_preparation(
         assert worker.leases.ready.num_handed_out == 1, "what was cancelled is not run"
 
 
-async def test_log_probabilities_of_too_long_a_prompt_are_refused(
-    redis_url: str, queue: AsyncRequestQueue
-) -> None:
+async def test_log_probabilities_of_too_long_a_prompt_are_refused(queue: AsyncRequestQueue) -> None:
     """Before they are computed: they would all be in one message."""
     served = served_model_free()
     limits = replace(served.engine.limits, max_model_len=70_000)

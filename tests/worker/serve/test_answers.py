@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import redis.asyncio
-
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import SequenceOutput, StepOutput
@@ -92,10 +90,9 @@ BAD_PAYLOADS = [
 async def test_bad_input_gets_an_error_that_names_the_field_and_the_worker_goes_on(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    client = redis.asyncio.Redis.from_url(redis_url)
     async with running_worker(redis_url):
         for n, (payload, _) in enumerate(BAD_PAYLOADS):
-            async with client.pipeline() as pipe:
+            async with queue.redis.pipeline() as pipe:
                 pipe.hset(queue.keys.request(f"bad-{n}"), "payload", payload)
                 pipe.zadd(queue.keys.pending, {f"bad-{n}": n})
                 pipe.publish(queue.keys.control, "pending")
@@ -109,15 +106,13 @@ async def test_bad_input_gets_an_error_that_names_the_field_and_the_worker_goes_
             assert events[0]["error"]["type"] in ("invalid_request", "unsupported")
         good = await async_put(queue, seed=1, max_tokens=3)
         assert (await finished(queue, good))["text"] == text_of(1, 3)
-    await client.aclose()
 
 
 async def test_what_is_no_event_in_a_log_ends_that_request_alone(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     spoilt = await async_put(queue, max_tokens=5)
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
-        await client.xadd(queue.keys.tokens(spoilt), {"event": "junk"}, id="1-0")
+    await queue.redis.xadd(queue.keys.tokens(spoilt), {"event": "junk"}, id="1-0")
     async with running_worker(redis_url):
         good = await async_put(queue, seed=1, max_tokens=3)
         assert (await finished(queue, good))["text"] == text_of(1, 3)

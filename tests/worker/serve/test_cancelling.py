@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import redis.asyncio
-
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.support.model_free import finished, running_worker, served_model_free
 from tests.support.requests import async_log_of, async_put, until_tokens
@@ -33,31 +31,27 @@ async def test_a_cancel_stops_the_stream_and_frees_the_blocks(
 async def test_the_flag_and_a_message_of_a_plain_client_cancel(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    client = redis.asyncio.Redis.from_url(redis_url)
     served = served_model_free(max_num_seqs=1, step_seconds=0.01)
     async with running_worker(redis_url, served, prefetch_depth=0):
         running = await async_put(queue, max_tokens=1000)
         await until_tokens(queue, running, 3)
         waiting = [await async_put(queue, priority=9) for _ in range(5)]
         for request_id in [running, *waiting]:
-            await client.hset(queue.keys.request(request_id), "cancelled", "1")
-            await client.publish(queue.keys.control, f"cancel:{request_id}")
+            await queue.redis.hset(queue.keys.request(request_id), "cancelled", "1")
+            await queue.redis.publish(queue.keys.control, f"cancel:{request_id}")
         for request_id in [running, *waiting]:
             assert (await finished(queue, request_id))["finish_reason"] == "cancelled"
-    await client.aclose()
 
 
 async def test_a_message_without_the_flag_cancels_nothing(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    client = redis.asyncio.Redis.from_url(redis_url)
     async with running_worker(redis_url, served_model_free(step_seconds=0.005)):
         request_id = await async_put(queue, max_tokens=20)
         await until_tokens(queue, request_id, 3)
-        await client.publish(queue.keys.control, f"cancel:{request_id}")
-        await client.publish(queue.keys.control, b"\xff\xfe:\x00")
+        await queue.redis.publish(queue.keys.control, f"cancel:{request_id}")
+        await queue.redis.publish(queue.keys.control, b"\xff\xfe:\x00")
         assert (await finished(queue, request_id))["finish_reason"] == "length"
-    await client.aclose()
 
 
 async def test_a_deadline_ends_a_running_request(redis_url: str, queue: AsyncRequestQueue) -> None:
@@ -71,14 +65,12 @@ async def test_a_deadline_ends_a_running_request(redis_url: str, queue: AsyncReq
 async def test_a_cancel_that_fails_does_not_end_the_worker(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    client = redis.asyncio.Redis.from_url(redis_url)
     async with running_worker(redis_url, served_model_free(step_seconds=0.005)):
-        await client.set(queue.keys.leases, "of another type")
-        await client.publish(queue.keys.control, "cancel:somebody")
+        await queue.redis.set(queue.keys.leases, "of another type")
+        await queue.redis.publish(queue.keys.control, "cancel:somebody")
         await asyncio.sleep(0.1)
-        await client.delete(queue.keys.leases)
+        await queue.redis.delete(queue.keys.leases)
         request_id = await async_put(queue, max_tokens=3000)
         await until_tokens(queue, request_id, 3)
         await queue.cancel(request_id)
         assert (await finished(queue, request_id))["finish_reason"] == "cancelled"
-    await client.aclose()

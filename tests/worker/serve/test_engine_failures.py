@@ -90,8 +90,7 @@ async def test_a_suspect_has_its_worker_to_itself(redis_url: str, queue: AsyncRe
     """Others wait until it is done, be they more urgent, and then run together."""
     served = served_model_free(step_seconds=0.005)
     suspect = await async_put(queue, seed=1, max_tokens=60)
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
-        await client.hset(queue.keys.request(suspect), "suspect", 1)
+    await queue.redis.hset(queue.keys.request(suspect), "suspect", 1)
     async with running_worker(redis_url, served) as worker:
         await until_tokens(queue, suspect, 3)
         others = [await async_put(queue, seed=n, max_tokens=5, priority=-n) for n in range(5)]
@@ -111,8 +110,7 @@ async def test_a_suspect_gets_its_turn_at_a_busy_worker(
         first = await async_put(queue, max_tokens=200)
         await until_tokens(queue, first, 1)
         suspect = new_request_id()
-        async with redis.asyncio.Redis.from_url(redis_url) as client:
-            await client.hset(queue.keys.request(suspect), "suspect", 1)
+        await queue.redis.hset(queue.keys.request(suspect), "suspect", 1)
         request = Request.build({"prompt": "a", "max_tokens": 20})
         new = [NewRequest(new_request_id(), request) for _ in range(60)]
         _, *others = await queue.enqueue([NewRequest(suspect, request), *new])

@@ -37,30 +37,28 @@ async def test_two_workers_share_a_queue(redis_url: str, queue: AsyncRequestQueu
 async def test_a_worker_whose_lease_was_taken_lets_go(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    client = redis.asyncio.Redis.from_url(redis_url)
     async with running_worker(redis_url, served_model_free(step_seconds=0.01)) as worker:
         request_id = await async_put(queue, seed=5, max_tokens=100)
         await until_tokens(queue, request_id, 3)
         # Another attempt took it over: the fence is not this worker's any more.
-        await client.hset(queue.keys.request(request_id), "fence", "2-other")
+        await queue.redis.hset(queue.keys.request(request_id), "fence", "2-other")
         await async_until(lambda: not worker.served.engine.stats.num_used_blocks)
         await async_until(lambda: not len(worker.leases))
         written = len(await async_log_of(queue, request_id))
         await asyncio.sleep(0.05)
         assert len(await async_log_of(queue, request_id)) == written
-    await client.aclose()
 
 
 async def test_a_worker_finds_work_whose_wake_up_it_missed(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    client = redis.asyncio.Redis.from_url(redis_url)
     async with running_worker(redis_url):
         await asyncio.sleep(0.1)
-        await client.hset(queue.keys.request("silent"), "payload", '{"prompt":"a","max_tokens":2}')
-        await client.zadd(queue.keys.pending, {"silent": 1})
+        await queue.redis.hset(
+            queue.keys.request("silent"), "payload", '{"prompt":"a","max_tokens":2}'
+        )
+        await queue.redis.zadd(queue.keys.pending, {"silent": 1})
         assert (await finished(queue, "silent"))["finish_reason"] == "length"
-    await client.aclose()
 
 
 async def test_a_worker_reports_its_state(redis_url: str, queue: AsyncRequestQueue) -> None:
@@ -81,18 +79,15 @@ async def test_a_worker_reports_its_state(redis_url: str, queue: AsyncRequestQue
 async def test_a_worker_starts_whatever_a_stranger_wrote_about_others(
     redis_url: str, queue: AsyncRequestQueue, worker_id: str | bytes
 ) -> None:
-    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as client:
-        await client.zadd(queue.keys.workers, {worker_id: 2**52})
-        await client.hset(queue.keys.worker("stranger"), "max_model_len", "nonsense")
+    await queue.redis.zadd(queue.keys.workers, {worker_id: 2**52})
+    await queue.redis.hset(queue.keys.worker("stranger"), "max_model_len", "nonsense")
     async with running_worker(redis_url):
         assert (await finished(queue, await async_put(queue, seed=1, max_tokens=5)))[
             "text"
         ] == text_of(1, 5)
 
 
-async def test_a_worker_of_another_model_refuses_to_start(
-    redis_url: str, queue: AsyncRequestQueue
-) -> None:
+async def test_a_worker_of_another_model_refuses_to_start(redis_url: str) -> None:
     other_model = ModelIdentity("llama", "123")
     async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as client:
         other = AsyncRequestQueue(client, model=other_model)
@@ -116,19 +111,17 @@ async def test_a_request_released_by_hand_is_claimed_again(
 async def test_a_worker_that_claims_its_own_lost_request_runs_it_once(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    client = redis.asyncio.Redis.from_url(redis_url)
     served = served_model_free(step_seconds=0.03)
     async with running_worker(redis_url, served, drain_seconds=0) as worker:
         request_id = await async_put(queue, seed=2, max_tokens=30)
         await until_tokens(queue, request_id, 2)
-        await client.zadd(queue.keys.leases, {request_id: 1})
+        await queue.redis.zadd(queue.keys.leases, {request_id: 1})
         assert (await queue.reap()).returned == 1
         result = await finished(queue, request_id)
         assert result["text"] == text_of(2, 30)
         assert result["stats"]["attempts"] == 2
         assert worker.meter.num_fences_lost == 1
         await async_until(lambda: not (worker.leases.num_running or worker.served.engine.has_work))
-    await client.aclose()
 
 
 async def test_leases_are_kept_for_as_long_as_it_takes(
@@ -167,26 +160,22 @@ async def test_a_worker_listens_on_a_server_that_has_no_command_acl(
 async def test_a_log_that_was_deleted_is_written_anew(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    client = redis.asyncio.Redis.from_url(redis_url)
     served = served_model_free(step_seconds=0.005)
     async with running_worker(redis_url, served):
         request_id = await async_put(queue, seed=4, max_tokens=100)
         await until_tokens(queue, request_id, 5)
-        await client.delete(queue.keys.tokens(request_id))
+        await queue.redis.delete(queue.keys.tokens(request_id))
         assert (await finished(queue, request_id))["text"] == text_of(4, 100)
     record = await queue.run(lookups.record(queue.keys, request_id))
     assert (record["attempt"], record.get("crashes")) == ("1", None), "its worker sends it again"
-    await client.aclose()
 
 
 async def test_a_request_whose_hash_was_deleted_is_let_go_and_ends(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    client = redis.asyncio.Redis.from_url(redis_url)
     served = served_model_free(step_seconds=0.005)
     async with running_worker(redis_url, served, lease_ms=400):
         request_id = await async_put(queue, max_tokens=5000)
         await until_tokens(queue, request_id, 5)
-        await client.delete(queue.keys.request(request_id))
+        await queue.redis.delete(queue.keys.request(request_id))
         assert (await finished(queue, request_id))["finish_reason"] == "error"
-    await client.aclose()

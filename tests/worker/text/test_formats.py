@@ -186,7 +186,6 @@ def in_channels(text: str, **fields: Any) -> tuple[Any, ...]:
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
-CALLED = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])

@@ -63,7 +63,7 @@ def test_remove_takes_out_what_waits_only(queue: RequestQueue) -> None:
     assert queue.is_empty()
 
 
-def test_clear_removes_all_that_wait(client: Any, queue: RequestQueue) -> None:
+def test_clear_removes_all_that_wait(queue: RequestQueue) -> None:
     put(queue, "runs")
     queue.take_batch(ROOM)
     queue.enqueue([new() for _ in range(1200)])

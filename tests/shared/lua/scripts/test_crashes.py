@@ -427,7 +427,7 @@ def test_a_call_that_is_sent_twice_gives_the_same_twice(
 
 
 def test_a_repeated_call_does_not_bring_back_what_it_gave_and_another_has(
-    client: Any, queue: RequestQueue
+    queue: RequestQueue,
 ) -> None:
     put(queue, "a")
     one, any_model = Room(1, 10**9), ModelIdentity()

@@ -109,7 +109,7 @@ def test_release_brings_back_the_old_place_and_the_progress(queue: RequestQueue)
     assert [item.text for item in claims[1].events] == ["so far"]
 
 
-def test_large_numbers_stay_exact(client: Any, queue: RequestQueue) -> None:
+def test_large_numbers_stay_exact(queue: RequestQueue) -> None:
     """Token ids beyond 14 digits' rounding and empty lists survive a fold by the server."""
     put(queue, "a")
     (claim,) = queue.take_batch(ROOM)

@@ -17,7 +17,7 @@ from promptq.shared.queue.request_queue import RequestQueue
 from tests.support.requests import ROOM, held, last_event, new, put, put_plainly, row
 
 
-def test_a_deadline_ends_a_waiting_request(client: Any, queue: RequestQueue) -> None:
+def test_a_deadline_ends_a_waiting_request(queue: RequestQueue) -> None:
     put(queue, "a", deadline_ms=50)
     put(queue, "b", deadline_ms=50)
     time.sleep(0.1)
@@ -26,7 +26,7 @@ def test_a_deadline_ends_a_waiting_request(client: Any, queue: RequestQueue) -> 
     assert queue.state("b") is RequestState.EXPIRED
 
 
-def test_a_deadline_ends_a_running_request(client: Any, queue: RequestQueue) -> None:
+def test_a_deadline_ends_a_running_request(queue: RequestQueue) -> None:
     put(queue, "a", deadline_ms=100)
     (claim,) = queue.take_batch(ROOM)
     queue.publish([row(claim, 0)])
@@ -49,7 +49,7 @@ def test_a_deadline_counts_however_many_others_have_passed(
     assert queue.publish([row(claim, 0)]).rows == [RowStatus.EXPIRED]
 
 
-def test_a_reaper_reports_that_there_is_more(client: Any, queue: RequestQueue) -> None:
+def test_a_reaper_reports_that_there_is_more(queue: RequestQueue) -> None:
     queue.enqueue([new(deadline_ms=1) for _ in range(1200)])
     time.sleep(0.05)
     first, second = queue.reap(), queue.reap()
@@ -70,7 +70,7 @@ def test_an_end_stays_though_a_deadline_is_put_to_it(client: Any, queue: Request
     assert not client.exists(queue.keys.tokens("a"), queue.keys.deadlines)
 
 
-def test_a_reaper_expires_what_no_worker_meets(client: Any, queue: RequestQueue) -> None:
+def test_a_reaper_expires_what_no_worker_meets(queue: RequestQueue) -> None:
     put(queue, "a", deadline_ms=50)
     time.sleep(0.1)
     assert queue.reap().ended == 1

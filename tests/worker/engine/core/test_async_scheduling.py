@@ -79,6 +79,11 @@ def make_engine(
     return engine, runner
 
 
+def take_steps(engine: LLMEngine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
 def test_decodes_are_launched_before_the_last_ones_are_collected() -> None:
     engine, runner = make_engine()
     engine.add(make_request(1, max_tokens=4))
@@ -126,8 +131,7 @@ def test_an_abort_while_a_step_is_under_way_frees_its_blocks_at_once() -> None:
     engine, runner = make_engine()
     for sequence_id in (1, 2):
         engine.add(make_request(sequence_id, max_tokens=20))
-    for _ in range(3):
-        engine.step()
+    take_steps(engine, 3)
     assert runner.events[-2:] == ["launch ahead [1, 2]", "collect"]
     used = engine.stats.num_used_blocks
     assert engine.abort(1)
@@ -145,16 +149,17 @@ def test_an_abort_while_a_step_is_under_way_frees_its_blocks_at_once() -> None:
     assert tokens[3] == tokens_of(3, 2)
 
 
-def test_one_who_waits_for_a_free_slot_is_let_in_at_the_next_step() -> None:
-    engine, runner = make_engine()
+@pytest.mark.parametrize(("max_num_seqs", "priority", "batch"), [(4, 0, "[1, 2]"), (1, -1, "[2]")])
+def test_one_who_waits_for_a_free_slot_or_is_more_urgent_is_let_in_at_the_next_step(
+    max_num_seqs: int, priority: int, batch: str
+) -> None:
+    engine, runner = make_engine(max_num_seqs=max_num_seqs)
     engine.add(make_request(1, max_tokens=30))
-    for _ in range(5):
-        engine.step()
-    engine.add(make_request(2, max_tokens=30))
+    take_steps(engine, 5)
+    engine.add(make_request(2, max_tokens=30, priority=priority))
     runner.events.clear()
-    engine.step()  # what was under way when it came
-    engine.step()
-    assert runner.events == ["collect", "launch [1, 2]", "launch ahead [1, 2]", "collect"]
+    take_steps(engine, 2)  # one was under way when it came
+    assert runner.events == ["collect", f"launch {batch}", f"launch ahead {batch}", "collect"]
 
 
 def test_a_batch_of_full_slots_is_launched_ahead_though_others_wait() -> None:
@@ -166,23 +171,10 @@ def test_a_batch_of_full_slots_is_launched_ahead_though_others_wait() -> None:
     assert runner.events.count("launch ahead [1]") == runner.events.count("launch ahead [2]") == 3
 
 
-def test_a_more_urgent_one_need_not_wait_for_those_launched_ahead() -> None:
-    engine, runner = make_engine(max_num_seqs=1)
-    engine.add(make_request(1, max_tokens=30))
-    for _ in range(5):
-        engine.step()
-    engine.add(make_request(2, max_tokens=2, priority=-1))
-    runner.events.clear()
-    engine.step()
-    engine.step()
-    assert runner.events == ["collect", "launch [2]", "launch ahead [2]", "collect"]
-
-
 def test_the_chunks_of_a_prompt_are_launched_ahead_beside_decodes() -> None:
     engine, runner = make_engine(num_blocks=512)
     engine.add(make_request(1, max_tokens=200))
-    for _ in range(5):
-        engine.step()
+    take_steps(engine, 5)
     engine.add(make_request(2, prompt=[*range(2, 202)], max_tokens=6))
     runner.events.clear()
     tokens: list[int] = []
@@ -201,8 +193,7 @@ def test_an_abort_in_the_middle_of_a_prompt_counts_nothing_of_what_is_under_way(
     engine, runner = make_engine(num_blocks=512)
     engine.add(make_request(1, max_tokens=20))
     engine.add(make_request(2, prompt=[*range(2, 202)], max_tokens=6))
-    for _ in range(5):  # of which two have decodes alone, to tell what these take
-        engine.step()
+    take_steps(engine, 5)  # of which two have decodes alone, to tell what these take
     assert runner.events[-2:] == ["launch ahead [1, 2]", "collect"]
     counted = engine.stats.prompt_tokens
     assert engine.abort(2)
@@ -217,8 +208,7 @@ def test_a_batch_is_launched_ahead_while_memory_is_short_for_those_who_wait() ->
     engine, runner = make_engine(num_blocks=24)  # of 4 tokens
     for sequence_id in (1, 2):
         engine.add(make_request(sequence_id, max_tokens=30))
-    for _ in range(10):
-        engine.step()
+    take_steps(engine, 10)
     engine.add(make_request(3, prompt=[*range(2, 72)], max_tokens=2))  # 18 blocks
     runner.events.clear()
     assert run_to_end(engine)[3][0] == tokens_of(3, 2)
@@ -231,17 +221,14 @@ def test_a_batch_is_launched_ahead_while_memory_is_short_for_those_who_wait() ->
 def test_one_that_fits_behind_one_that_waits_for_a_prefix_is_let_in() -> None:
     engine, runner = make_engine(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=64)
     engine.add(make_request(0, max_tokens=300))
-    for _ in range(5):
-        engine.step()
+    take_steps(engine, 5)
     prompt = [*range(2, 252)] * 3  # 188 blocks of 4 tokens, in small chunks beside a decode
     engine.add(make_request(1, prompt[:600], max_tokens=2))
-    engine.step()
-    engine.step()
+    take_steps(engine, 2)
     engine.add(make_request(2, [*prompt[:600], 7, 8], max_tokens=2))  # waits for the blocks of 1
     engine.add(make_request(3, 5, max_tokens=2))
     runner.events.clear()
-    engine.step()
-    engine.step()
+    take_steps(engine, 2)
     assert "launch [0, 1, 3]" in runner.events
 
 
@@ -273,12 +260,10 @@ def test_a_more_urgent_one_that_no_room_can_be_made_for_does_not_hold_up_the_oth
     engine, runner = make_engine(num_blocks=24)
     engine.add(make_request(1, max_tokens=40, priority=-2))
     engine.add(make_request(2, max_tokens=40))
-    for _ in range(30):
-        engine.step()
+    take_steps(engine, 30)
     engine.add(make_request(3, prompt=[*range(2, 78)], max_tokens=2, priority=-1))
     runner.events.clear()
-    for _ in range(5):
-        engine.step()
+    take_steps(engine, 5)
     assert runner.events.count("launch ahead [1, 2]") == 5
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from operator import setitem
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -232,41 +235,34 @@ def test_what_would_be_free_if_sequences_left_counts_shared_blocks_once_all_owne
     manager.check_integrity([first, second])
 
 
-def test_the_audit_names_a_block_that_lost_its_table_entry() -> None:
-    manager = BlockManager(4, BLOCK)
-    sequence = make_sequence(list(range(6)))
-    admit(manager, sequence)
-    block = sequence.block_table.pop()
-    with pytest.raises(RuntimeError, match=rf"\[{block}\] are in several states, in none"):
-        manager.check_integrity([sequence])
-
-
-def test_the_audit_names_a_block_with_more_table_entries_than_references() -> None:
-    manager = BlockManager(4, BLOCK)
-    sequence, thief = make_sequence(list(range(6)), 1), make_sequence([9], 2)
-    admit(manager, sequence)
-    thief.block_table.append(sequence.block_table[0])
-    with pytest.raises(RuntimeError, match="1 references and 2 block table entries"):
-        manager.check_integrity([sequence, thief])
-
-
-def test_the_audit_names_a_block_that_was_freed_while_in_use() -> None:
-    manager = BlockManager(4, BLOCK)
-    sequence, thief = make_sequence(list(range(6)), 1), make_sequence([9], 2)
-    admit(manager, sequence)
+def freed_while_in_use(manager: BlockManager, sequence: Sequence, thief: Sequence) -> None:
     thief.block_table.append(sequence.block_table[0])
     manager.free(thief)
-    with pytest.raises(RuntimeError, match=r"3 free .* 2 owned against 4 blocks"):
-        manager.check_integrity([sequence])
 
 
-def test_the_audit_names_a_block_that_does_not_exist() -> None:
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (
+            lambda _, sequence, __: sequence.block_table.pop(),
+            r"\[1\] are in several states, in none",
+        ),
+        (
+            lambda _, sequence, thief: thief.block_table.append(sequence.block_table[0]),
+            "1 references and 2 block table entries",
+        ),
+        (freed_while_in_use, r"3 free .* 2 owned against 4 blocks"),
+        (lambda _, sequence, __: setitem(sequence.block_table, 0, 17), "17"),
+    ],
+    ids=["lost its table entry", "has one too many", "was freed while in use", "does not exist"],
+)
+def test_the_audit_names_a_block(harm: Callable[..., Any], said: str) -> None:
     manager = BlockManager(4, BLOCK)
-    sequence = make_sequence([1])
+    sequence, thief = make_sequence(list(range(6)), 1), make_sequence([9], 2)
     admit(manager, sequence)
-    sequence.block_table[0] = 17
-    with pytest.raises(RuntimeError, match="17"):
-        manager.check_integrity([sequence])
+    harm(manager, sequence, thief)
+    with pytest.raises(RuntimeError, match=said):
+        manager.check_integrity([sequence, thief])
 
 
 @settings(max_examples=150, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,6 @@ def test_end_tokens(copy: Path) -> None:
     assert load(copy).end_token_ids == frozenset()
 
 
-def assert_one_sentence(error: BaseException, directory: Path) -> None:
-    message = str(error)
-    assert message.startswith(str(directory))
-    assert "\n" not in message
-    assert not message.endswith(".")
-    assert len(message) < 300 + len(str(directory))
-
-
 def test_missing_directory(tmp_path: Path) -> None:
     for name in (tmp_path / "nowhere", "./nowhere", "nowhere"):
         with pytest.raises(ModelNotFoundError, match="there is no such directory"):
@@ -112,74 +105,60 @@ def test_file_instead_of_a_directory(model_dir: Path) -> None:
         load(model_dir / "config.json")
 
 
-def test_no_config(copy: Path) -> None:
-    (copy / "config.json").unlink()
-    with pytest.raises(ModelNotFoundError, match=r"has no config\.json") as caught:
-        load(copy)
-    assert_one_sentence(caught.value, copy)
-
-
-def test_config_is_not_json(copy: Path) -> None:
-    (copy / "config.json").write_text("{")
-    with pytest.raises(ModelNotFoundError, match=r"config\.json is not JSON") as caught:
-        load(copy)
-    assert_one_sentence(caught.value, copy)
-
-
-def test_config_without_a_family(copy: Path) -> None:
-    (copy / "config.json").write_text("{}")
-    with pytest.raises(ModelNotFoundError, match=r"config\.json has no model_type") as caught:
-        load(copy)
-    assert_one_sentence(caught.value, copy)
-
-
-def test_unknown_family(copy: Path) -> None:
-    change_config(copy, model_type="nonsense")
-    with pytest.raises(UnsupportedModelError, match="nonsense") as caught:
-        load(copy)
-    assert_one_sentence(caught.value, copy)
-
-
-def test_not_a_causal_lm(copy: Path) -> None:
-    change_config(copy, model_type="vit")
-    with pytest.raises(
-        ModelNotFoundError, match=r"is not a causal language model \(its family is 'vit'\)"
-    ) as caught:
-        load(copy)
-    assert_one_sentence(caught.value, copy)
-
-
-def test_other_weights_than_safetensors(copy: Path) -> None:
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    with pytest.raises(ModelNotFoundError, match=r"has no \*\.safetensors weights") as caught:
-        load(copy)
-    assert_one_sentence(caught.value, copy)
-
-
-def test_broken_weights(copy: Path) -> None:
-    (copy / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(UnsupportedModelError, match="the weights of this 'llama' model") as caught:
-        load(copy)
-    assert_one_sentence(caught.value, copy)
-
-
-def test_missing_weights_are_not_made_up(copy: Path) -> None:
-    """The library would fill them with random numbers."""
-    weights = load_file(copy / "model.safetensors")
+def without_a_weight(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        UnsupportedModelError, match=r"1 weights .* are missing, .*up_proj"
-    ) as caught:
-        load(copy)
-    assert_one_sentence(caught.value, copy)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_weights_of_another_shape(copy: Path) -> None:
-    change_config(copy, intermediate_size=40)
-    with pytest.raises(UnsupportedModelError, match="llama") as caught:
+Damage = Callable[[Path], Any]
+DAMAGES: dict[str, tuple[Damage, type[ModelError], str]] = {
+    "no config": (
+        lambda it: (it / "config.json").unlink(), ModelNotFoundError, r"has no config\.json",
+    ),
+    "a config that is no JSON": (
+        lambda it: (it / "config.json").write_text("{"),
+        ModelNotFoundError, r"config\.json is not JSON",
+    ),
+    "a config without a family": (
+        lambda it: (it / "config.json").write_text("{}"),
+        ModelNotFoundError, r"config\.json has no model_type",
+    ),
+    "an unknown family": (
+        lambda it: change_config(it, model_type="nonsense"), UnsupportedModelError, "nonsense",
+    ),
+    "no causal LM": (
+        lambda it: change_config(it, model_type="vit"),
+        ModelNotFoundError, r"is not a causal language model \(its family is 'vit'\)",
+    ),
+    "other weights than safetensors": (
+        lambda it: (it / "model.safetensors").rename(it / "pytorch_model.bin"),
+        ModelNotFoundError, r"has no \*\.safetensors weights",
+    ),
+    "broken weights": (
+        lambda it: (it / "model.safetensors").write_bytes(b"broken"),
+        UnsupportedModelError, "the weights of this 'llama' model",
+    ),
+    "a missing weight, which the library would fill with random numbers": (
+        without_a_weight, UnsupportedModelError, r"1 weights .* are missing, .*up_proj",
+    ),
+    "weights of another shape": (
+        lambda it: change_config(it, intermediate_size=40), UnsupportedModelError, "llama",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_directory_is_refused_in_one_sentence(name: str, copy: Path) -> None:
+    damage, kind, said = DAMAGES[name]
+    damage(copy)
+    with pytest.raises(kind, match=said) as caught:
         load(copy)
-    assert_one_sentence(caught.value, copy)
+    message = str(caught.value)
+    assert message.startswith(str(copy))
+    assert "\n" not in message
+    assert not message.endswith(".")
+    assert len(message) < 300 + len(str(copy))
 
 
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,32 +292,31 @@ def test_mistakes_are_seen(
         check(loaded, Mistaken(mistake))
 
 
-def test_wrong_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def shifted(position_ids: torch.Tensor) -> torch.Tensor:
+    if position_ids.shape[1] in LENGTHS:
+        return position_ids
+    return (position_ids - 1).clamp_min(0)
+
+
+def stretched(position_ids: torch.Tensor) -> torch.Tensor:
+    """All positions change once one of them is far along."""
+    return position_ids * 2 if position_ids.max() > 100 else position_ids
+
+
+@pytest.mark.parametrize(("family", "changed"), [("gpt2", shifted), ("llama", stretched)])
+def test_wrong_positions_are_seen(
+    family: str,
+    changed: Callable[[torch.Tensor], torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rotary attention is relative, so a wrong offset shows only in what is learned by position."""
-    loaded = loaded_model("gpt2")
+    loaded = loaded_model(family)
     forward = loaded.model.forward
 
-    def shifted(*args: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if position_ids.shape[1] not in LENGTHS:
-            position_ids = (position_ids - 1).clamp_min(0)
-        return forward(*args, position_ids=position_ids, **kwargs)
+    def wrong(*args: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return forward(*args, position_ids=changed(position_ids), **kwargs)
 
-    monkeypatch.setattr(loaded.model, "forward", shifted)
-    with pytest.raises(UnsupportedModelError, match="do not get the same logits as alone"):
-        check(loaded)
-
-
-def test_what_looks_at_the_whole_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its name: here all positions change once one of them is far along."""
-    loaded = loaded_model("llama")
-    forward = loaded.model.forward
-
-    def stretched(*args: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if position_ids.max() > 100:
-            position_ids = position_ids * 2
-        return forward(*args, position_ids=position_ids, **kwargs)
-
-    monkeypatch.setattr(loaded.model, "forward", stretched)
+    monkeypatch.setattr(loaded.model, "forward", wrong)
     with pytest.raises(UnsupportedModelError, match="do not get the same logits as alone"):
         check(loaded)
 

@@ -377,6 +377,17 @@ def test_tenants_do_not_find_each_others_states(directory_of: Callable[[str], Pa
     assert cached == [0, 0, 20, 0, 0, 20]
 
 
+def assert_right_tokens(runner: ModelRunner, model: Any) -> None:
+    """Asserts that prompts of several lengths, in chunks, get the tokens of the library's model."""
+    engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk=7)
+    prompts = [[3 + (7 * n + 5 * place) % 90 for place in range(1 + 5 * n)] for n in range(6)]
+    requests = [
+        EngineRequest(n, prompt, GREEDY, seed=0, max_tokens=9) for n, prompt in enumerate(prompts)
+    ]
+    tokens, _ = serve(engine, requests)
+    assert tokens == {n: generate(model, prompt, 9) for n, prompt in enumerate(prompts)}
+
+
 @pytest.mark.parametrize("native", [True, False], ids=["native", "modules"])
 def test_a_model_without_attention_is_served(native: bool, tmp_path: Path) -> None:
     """The model needs no positions and no KV cache, only states."""
@@ -384,14 +395,7 @@ def test_a_model_without_attention_is_served(native: bool, tmp_path: Path) -> No
     runner = load(directory, max_model_len=64, native=native)
     assert (runner.why_no_own_code == "") == native
     assert runner.kv_layout.bytes_per_token == 0
-    engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk=7)
-    prompts = [[3 + (7 * n + 5 * place) % 90 for place in range(1 + 5 * n)] for n in range(6)]
-    requests = [
-        EngineRequest(n, prompt, GREEDY, seed=0, max_tokens=9) for n, prompt in enumerate(prompts)
-    ]
-    tokens, _ = serve(engine, requests)
-    model = make_model("mamba2", 5, **MAMBA_ALONE)
-    assert tokens == {n: generate(model, prompt, 9) for n, prompt in enumerate(prompts)}
+    assert_right_tokens(runner, make_model("mamba2", 5, **MAMBA_ALONE))
 
 
 @pytest.mark.parametrize(
@@ -406,14 +410,7 @@ def test_a_model_without_attention_is_served(native: bool, tmp_path: Path) -> No
 def test_variants_of_a_family(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     runner = load(save_model(tmp_path, family, 5, **overrides))
     assert runner.why_no_own_code == ""
-    engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk=7)
-    prompts = [[3 + (7 * n + 5 * place) % 90 for place in range(1 + 5 * n)] for n in range(6)]
-    requests = [
-        EngineRequest(n, prompt, GREEDY, seed=0, max_tokens=9) for n, prompt in enumerate(prompts)
-    ]
-    tokens, _ = serve(engine, requests)
-    model = make_model(family, 5, **overrides)
-    assert tokens == {n: generate(model, prompt, 9) for n, prompt in enumerate(prompts)}
+    assert_right_tokens(runner, make_model(family, 5, **overrides))
 
 
 def check(model: Any) -> str:

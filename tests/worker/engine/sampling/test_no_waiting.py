@@ -41,7 +41,6 @@ PARAMETERS: list[dict[str, Any]] = [
     {"min_tokens": 3},
     {"logprobs": 2},
 ]
-ALL_AT_ONCE = {name: value for each in PARAMETERS for name, value in each.items()}
 
 
 @pytest.fixture(autouse=True)

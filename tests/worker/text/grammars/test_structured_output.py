@@ -216,9 +216,7 @@ def test_max_tokens_may_cut_it_short(model: Served) -> None:
     assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 3)
 
 
-def test_one_grammar_that_fails_fails_alone(
-    random_model: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_grammar_that_fails_fails_alone(random_model: Served) -> None:
     held = [
         prepare(random_model, seed=n, response_format=json_schema(SCHEMAS["array"]))
         for n in range(3)
