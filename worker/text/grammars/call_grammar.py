@@ -251,13 +251,12 @@ class CallGrammar:
                 texts |= of_branch[0]
                 others += of_branch[1]
             return texts, others
-        kinds = types_of(resolved, self._tool.parameters)
         values = [resolved["const"]] if "const" in resolved else resolved.get("enum")
         if isinstance(values, list):
-            if resolved.keys() - ANNOTATIONS - {"type", "enum", "const"}:
-                raise _UnfitError
+            self._check(resolved, ANNOTATIONS | {"type", "enum", "const"})
             notes = {key: value for key, value in resolved.items() if key not in ("enum", "const")}
-            allowed = kinds if "type" in resolved else frozenset(_TYPES)
+            is_typed = "type" in resolved
+            allowed = types_of(resolved, self._tool.parameters) if is_typed else frozenset(_TYPES)
             listed = [value for value in values if isinstance(value, str) and "string" in allowed]
             rest = [value for value in values if not isinstance(value, str)]
             if rest and allowed == {"string"}:
@@ -266,15 +265,10 @@ class CallGrammar:
                 text = self._literal_text(listed, self._style.value_after)
                 texts[text] = not any(map(_is_like_json, listed))
             return texts, [{**notes, "enum": rest}] if rest else []
-        if not kinds:
-            if resolved.keys() - ANNOTATIONS:
-                raise _UnfitError
-            kinds = frozenset(_TYPES)
+        kinds = self._kinds(resolved)
         other_kinds = [kind for kind in _TYPES if kind in kinds and kind != "string"]
         if "string" in kinds:
-            of_others = _OBJECT | _ARRAY | _NUMBER if other_kinds else frozenset()
-            if resolved.keys() - _TEXT - of_others:
-                raise _UnfitError
+            self._check(resolved, _TEXT | _OBJECT | _ARRAY | _NUMBER if other_kinds else _TEXT)
             texts[self._text(resolved, self._style.value_after)] = False
         return texts, [{**resolved, "type": other_kinds}] if other_kinds else []
 
@@ -381,16 +375,11 @@ class CallGrammar:
             return " | ".join(map(self._bare, branches))
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
-            if schema.keys() - ANNOTATIONS - {"enum", "const", "type"}:
-                raise _UnfitError
+            self._check(schema, ANNOTATIONS | {"type", "enum", "const"})
             return " | ".join(map(self._bare_constant, values))
-        kinds = types_of(schema, self._tool.parameters)
-        if not kinds:
-            if schema.keys() - ANNOTATIONS:
-                raise _UnfitError
-            kinds = frozenset(_TYPES)
-        if len(kinds) > 1 and schema.keys() - ANNOTATIONS - {"type"}:
-            raise _UnfitError
+        kinds = self._kinds(schema)
+        if len(kinds) > 1:
+            self._check(schema, ANNOTATIONS | {"type"})
         return " | ".join(self._bare_of(kind, schema) for kind in _TYPES if kind in kinds)
 
     def _bare_of(self, kind: str, schema: dict[str, Any]) -> str:
@@ -429,7 +418,15 @@ class CallGrammar:
             raise _UnfitError
         return '"null" | "None"' if value is None else f'"{json.dumps(value)}"'
 
+    def _kinds(self, schema: dict[str, Any]) -> frozenset[str]:
+        """Returns the types that a schema allows. Raises _UnfitError if they are not known."""
+        if kinds := types_of(schema, self._tool.parameters):
+            return kinds
+        self._check(schema, ANNOTATIONS)
+        return frozenset(_TYPES)
+
     def _check(self, schema: dict[str, Any], known: frozenset[str]) -> None:
+        """Raise _UnfitError if the schema has keywords other than the known ones."""
         if schema.keys() - known:
             raise _UnfitError
 
