@@ -207,8 +207,8 @@ def tls_settings(folder: Path, port: int, asks_clients: bool = False) -> dict[st
 
 
 async def check_that_answers_are_ones_own(url: str) -> None:
-    """Checks that a connection with an unread answer is not used again. Otherwise each later call
-    would get the answer to the call before it."""
+    """Checks that a connection with an unread answer is not used again: it would return each later
+    answer to the wrong call."""
     client = open_redis(url)
     # Up to redis-py 5.2, `get_connection` takes the command's name, and asyncio's method that tests
     # for unread data has another name.

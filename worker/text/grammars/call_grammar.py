@@ -20,18 +20,19 @@ from promptq.shared.protocol.output_style import (
     OutputStyle,
 )
 from promptq.shared.protocol.schema_types import target_of, types_of
-from promptq.worker.text.grammars.closed_schemas import ANNOTATIONS
 from promptq.worker.text.grammars.llguidance_calls import options_of
 from promptq.worker.text.grammars.references import all_references
+from promptq.worker.text.grammars.schema_patterns import ANNOTATIONS
 from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, any_of, terms
 
 _IDS = {":": "/0|[1-9][0-9]?[0-9]?/", "[CALL_ID]": "/[a-zA-Z0-9]{9}/"}
 """Patterns of the call ids that follow a function's name: a number for Kimi, nine letters or digits
 for Mistral."""
-_OBJECT = ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
-_ARRAY = ANNOTATIONS | {"type", "items", "minItems", "maxItems"}
-_TEXT = ANNOTATIONS | {"type", "minLength", "maxLength"}
-_NUMBER = ANNOTATIONS | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_NOTES = ANNOTATIONS - {"x-guidance"}
+_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties"}
+_ARRAY = _NOTES | {"type", "items", "minItems", "maxItems"}
+_TEXT = _NOTES | {"type", "minLength", "maxLength"}
+_NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MOST_REFERENCES = 16
 _MOST_BRANCHES = 4096
@@ -160,7 +161,7 @@ class CallGrammar:
                 break
             if "$ref" not in schema:
                 return schema
-            if schema.keys() - ANNOTATIONS != {"$ref"}:
+            if schema.keys() - _NOTES != {"$ref"}:
                 break
             schema = target_of(schema["$ref"], self._tool.parameters)
         raise _UnfitError
@@ -244,7 +245,7 @@ class CallGrammar:
             raise _UnfitError
         resolved, texts = self._resolved(schema), dict[str, bool]()
         branches = resolved.get("anyOf")
-        if isinstance(branches, list) and not resolved.keys() - ANNOTATIONS - {"anyOf"}:
+        if isinstance(branches, list) and not resolved.keys() - _NOTES - {"anyOf"}:
             others: list[dict[str, Any]] = []
             for branch in branches:
                 of_branch = self._split(branch, depth + 1)
@@ -253,7 +254,7 @@ class CallGrammar:
             return texts, others
         values = [resolved["const"]] if "const" in resolved else resolved.get("enum")
         if isinstance(values, list):
-            self._check(resolved, ANNOTATIONS | {"type", "enum", "const"})
+            self._check(resolved, _NOTES | {"type", "enum", "const"})
             notes = {key: value for key, value in resolved.items() if key not in ("enum", "const")}
             is_typed = "type" in resolved
             allowed = types_of(resolved, self._tool.parameters) if is_typed else frozenset(_TYPES)
@@ -371,15 +372,15 @@ class CallGrammar:
 
     def _bare_body(self, schema: dict[str, Any]) -> str:
         branches = schema.get("anyOf")
-        if isinstance(branches, list) and not schema.keys() - ANNOTATIONS - {"anyOf"}:
+        if isinstance(branches, list) and not schema.keys() - _NOTES - {"anyOf"}:
             return " | ".join(map(self._bare, branches))
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
-            self._check(schema, ANNOTATIONS | {"type", "enum", "const"})
+            self._check(schema, _NOTES | {"type", "enum", "const"})
             return " | ".join(map(self._bare_constant, values))
         kinds = self._kinds(schema)
         if len(kinds) > 1:
-            self._check(schema, ANNOTATIONS | {"type"})
+            self._check(schema, _NOTES | {"type"})
         return " | ".join(self._bare_of(kind, schema) for kind in _TYPES if kind in kinds)
 
     def _bare_of(self, kind: str, schema: dict[str, Any]) -> str:
@@ -388,10 +389,10 @@ class CallGrammar:
                 self._check(schema, _TEXT)
                 return f"{self._terms(self._style.quote)} {self._text(schema, self._style.quote)}"
             case "boolean":
-                self._check(schema, ANNOTATIONS | {"type"})
+                self._check(schema, _NOTES | {"type"})
                 return '"true" | "false"'
             case "null":
-                self._check(schema, ANNOTATIONS | {"type"})
+                self._check(schema, _NOTES | {"type"})
                 return '"null" | "None"'  # the chat template writes None
             case "object":
                 return f'"{{" {self._bare_pairs({**schema, "type": "object"})} "}}"'
@@ -422,7 +423,7 @@ class CallGrammar:
         """Returns the types that a schema allows. Raises _UnfitError if they are not known."""
         if kinds := types_of(schema, self._tool.parameters):
             return kinds
-        self._check(schema, ANNOTATIONS)
+        self._check(schema, _NOTES)
         return frozenset(_TYPES)
 
     def _check(self, schema: dict[str, Any], known: frozenset[str]) -> None:
@@ -444,7 +445,7 @@ def _moved(schema: Any) -> Any:
 
 
 def _is_type_alone(schema: dict[str, Any]) -> bool:
-    return not schema.keys() - ANNOTATIONS - {"type"}
+    return not schema.keys() - _NOTES - {"type"}
 
 
 def _is_like_json(text: str) -> bool:
