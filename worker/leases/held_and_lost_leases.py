@@ -229,7 +229,7 @@ class Leases:
         """The running sequences that a more urgent request may preempt."""
         return [
             Holding(lease.prepared.priority, 1, lease.kv_need, lease.claim.tenant)
-            for lease in self._preemptible
+            for lease in self._preemptible_leases
         ]
 
     def by_tenant(self, preemptible: Iterable[Holding]) -> list[Holding]:
@@ -251,7 +251,7 @@ class Leases:
             self.ready.num_empty += lease is None
             return lease
         if lease is None or any(
-            other.prepared.priority > lease.prepared.priority for other in self._preemptible
+            other.prepared.priority > lease.prepared.priority for other in self._preemptible_leases
         ):
             return lease
         lease = self.ready.first_of_others({other.claim.tenant for other in self._running.values()})
@@ -260,13 +260,13 @@ class Leases:
         # The engine decides whether one of these tenants has more than its fair share of slots.
         num_slots = Counter(
             other.claim.tenant
-            for other in self._preemptible
+            for other in self._preemptible_leases
             if other.prepared.priority >= lease.prepared.priority
         )
         return lease if max(num_slots.values(), default=0) > 1 else None
 
     @property
-    def _preemptible(self) -> Iterator[Lease]:
+    def _preemptible_leases(self) -> Iterator[Lease]:
         may_preempt = self._engine.abilities.may_preempt
         return (each for each in self._running.values() if may_preempt(each.prepared.request))
 

@@ -42,8 +42,8 @@ _sequence_ids = itertools.count(1)
 
 
 class UnservedFieldError(InvalidRequestError):
-    """Raised if a request has a field that this worker's engine cannot serve. Another worker's may.
-    `ability` is the field's name in `EngineAbilities.refused`."""
+    """Raised if a request has a field that this worker's engine cannot serve, but perhaps another
+    worker's. `ability` is the field's name in `EngineAbilities.refused`."""
 
     def __init__(self, field: str, ability: str | None = None) -> None:
         super().__init__(

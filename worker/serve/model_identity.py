@@ -52,8 +52,8 @@ def identity_of(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> Mo
 
 
 def _formats(settings: WorkerSettings) -> list[str]:
-    """Returns the number formats that change outputs more than another processor would. They belong
-    to the model's identity."""
+    """Returns the number formats that are part of the model's identity, because they change outputs
+    more than another processor would."""
     formats: list[str] = []
     if settings.quantization != "none":
         formats.append(settings.quantization)

@@ -175,7 +175,7 @@ async def unless(
     """Await a stage of the start and return its result. If `stop` is set first, call `give_up` and
     end the process at once.
 
-    The process holds no requests yet, so nothing is lost. To wait for a thread that loads a model
+    The process holds no requests yet, so nothing is lost. Waiting for a thread that loads a model
     could take minutes.
     """
     stage, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())

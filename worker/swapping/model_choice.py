@@ -63,7 +63,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The queue whose model should be loaded, or None to unload all models, and the reason."""
+    """A change of the loaded model: the queue of the new model (None: load no model), and the
+    reason."""
 
     queue: str | None
     because: str

@@ -17,7 +17,7 @@ RENDER_SECONDS = 1.0
 over may come from a stranger."""
 
 MAX_REASON = 300
-"""The most characters of a library's error message in an error message of promptq."""
+"""The most characters that an error message quotes from the error message of a library."""
 
 
 class ChatRenderer:

@@ -1,6 +1,6 @@
 """Sends malformed requests to a worker and a gateway.
 
-`--queue` tests only the worker, `--http` only the gateway.
+With `--queue`, it sends requests only to the worker; with `--http`, only to the gateway.
 """
 
 from __future__ import annotations

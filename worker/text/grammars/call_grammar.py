@@ -20,18 +20,19 @@ from promptq.shared.protocol.output_style import (
     OutputStyle,
 )
 from promptq.shared.protocol.schema_types import target_of, types_of
-from promptq.worker.text.grammars.closed_schemas import ANNOTATIONS
 from promptq.worker.text.grammars.llguidance_calls import options_of
 from promptq.worker.text.grammars.references import all_references
+from promptq.worker.text.grammars.schema_patterns import ANNOTATIONS
 from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, any_of, terms
 
 _IDS = {":": "/0|[1-9][0-9]?[0-9]?/", "[CALL_ID]": "/[a-zA-Z0-9]{9}/"}
 """Patterns of the call ids that follow a function's name: a number for Kimi, nine letters or digits
 for Mistral."""
-_OBJECT = ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
-_ARRAY = ANNOTATIONS | {"type", "items", "minItems", "maxItems"}
-_TEXT = ANNOTATIONS | {"type", "minLength", "maxLength"}
-_NUMBER = ANNOTATIONS | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_NOTES = ANNOTATIONS - {"x-guidance"}
+_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties"}
+_ARRAY = _NOTES | {"type", "items", "minItems", "maxItems"}
+_TEXT = _NOTES | {"type", "minLength", "maxLength"}
+_NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MOST_REFERENCES = 16
 _MOST_BRANCHES = 4096
@@ -160,7 +161,7 @@ class CallGrammar:
                 break
             if "$ref" not in schema:
                 return schema
-            if schema.keys() - ANNOTATIONS != {"$ref"}:
+            if schema.keys() - _NOTES != {"$ref"}:
                 break
             schema = target_of(schema["$ref"], self._tool.parameters)
         raise _UnfitError
@@ -244,20 +245,19 @@ class CallGrammar:
             raise _UnfitError
         resolved, texts = self._resolved(schema), dict[str, bool]()
         branches = resolved.get("anyOf")
-        if isinstance(branches, list) and not resolved.keys() - ANNOTATIONS - {"anyOf"}:
+        if isinstance(branches, list) and not resolved.keys() - _NOTES - {"anyOf"}:
             others: list[dict[str, Any]] = []
             for branch in branches:
                 of_branch = self._split(branch, depth + 1)
                 texts |= of_branch[0]
                 others += of_branch[1]
             return texts, others
-        kinds = types_of(resolved, self._tool.parameters)
         values = [resolved["const"]] if "const" in resolved else resolved.get("enum")
         if isinstance(values, list):
-            if resolved.keys() - ANNOTATIONS - {"type", "enum", "const"}:
-                raise _UnfitError
+            self._check(resolved, _NOTES | {"type", "enum", "const"})
             notes = {key: value for key, value in resolved.items() if key not in ("enum", "const")}
-            allowed = kinds if "type" in resolved else frozenset(_TYPES)
+            is_typed = "type" in resolved
+            allowed = types_of(resolved, self._tool.parameters) if is_typed else frozenset(_TYPES)
             listed = [value for value in values if isinstance(value, str) and "string" in allowed]
             rest = [value for value in values if not isinstance(value, str)]
             if rest and allowed == {"string"}:
@@ -266,15 +266,10 @@ class CallGrammar:
                 text = self._literal_text(listed, self._style.value_after)
                 texts[text] = not any(map(_is_like_json, listed))
             return texts, [{**notes, "enum": rest}] if rest else []
-        if not kinds:
-            if resolved.keys() - ANNOTATIONS:
-                raise _UnfitError
-            kinds = frozenset(_TYPES)
+        kinds = self._kinds(resolved)
         other_kinds = [kind for kind in _TYPES if kind in kinds and kind != "string"]
         if "string" in kinds:
-            of_others = _OBJECT | _ARRAY | _NUMBER if other_kinds else frozenset()
-            if resolved.keys() - _TEXT - of_others:
-                raise _UnfitError
+            self._check(resolved, _TEXT | _OBJECT | _ARRAY | _NUMBER if other_kinds else _TEXT)
             texts[self._text(resolved, self._style.value_after)] = False
         return texts, [{**resolved, "type": other_kinds}] if other_kinds else []
 
@@ -377,20 +372,15 @@ class CallGrammar:
 
     def _bare_body(self, schema: dict[str, Any]) -> str:
         branches = schema.get("anyOf")
-        if isinstance(branches, list) and not schema.keys() - ANNOTATIONS - {"anyOf"}:
+        if isinstance(branches, list) and not schema.keys() - _NOTES - {"anyOf"}:
             return " | ".join(map(self._bare, branches))
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
-            if schema.keys() - ANNOTATIONS - {"enum", "const", "type"}:
-                raise _UnfitError
+            self._check(schema, _NOTES | {"type", "enum", "const"})
             return " | ".join(map(self._bare_constant, values))
-        kinds = types_of(schema, self._tool.parameters)
-        if not kinds:
-            if schema.keys() - ANNOTATIONS:
-                raise _UnfitError
-            kinds = frozenset(_TYPES)
-        if len(kinds) > 1 and schema.keys() - ANNOTATIONS - {"type"}:
-            raise _UnfitError
+        kinds = self._kinds(schema)
+        if len(kinds) > 1:
+            self._check(schema, _NOTES | {"type"})
         return " | ".join(self._bare_of(kind, schema) for kind in _TYPES if kind in kinds)
 
     def _bare_of(self, kind: str, schema: dict[str, Any]) -> str:
@@ -399,10 +389,10 @@ class CallGrammar:
                 self._check(schema, _TEXT)
                 return f"{self._terms(self._style.quote)} {self._text(schema, self._style.quote)}"
             case "boolean":
-                self._check(schema, ANNOTATIONS | {"type"})
+                self._check(schema, _NOTES | {"type"})
                 return '"true" | "false"'
             case "null":
-                self._check(schema, ANNOTATIONS | {"type"})
+                self._check(schema, _NOTES | {"type"})
                 return '"null" | "None"'  # the chat template writes None
             case "object":
                 return f'"{{" {self._bare_pairs({**schema, "type": "object"})} "}}"'
@@ -429,7 +419,15 @@ class CallGrammar:
             raise _UnfitError
         return '"null" | "None"' if value is None else f'"{json.dumps(value)}"'
 
+    def _kinds(self, schema: dict[str, Any]) -> frozenset[str]:
+        """Returns the types that a schema allows. Raises _UnfitError if they are not known."""
+        if kinds := types_of(schema, self._tool.parameters):
+            return kinds
+        self._check(schema, _NOTES)
+        return frozenset(_TYPES)
+
     def _check(self, schema: dict[str, Any], known: frozenset[str]) -> None:
+        """Raise _UnfitError if the schema has keywords other than the known ones."""
         if schema.keys() - known:
             raise _UnfitError
 
@@ -447,7 +445,7 @@ def _moved(schema: Any) -> Any:
 
 
 def _is_type_alone(schema: dict[str, Any]) -> bool:
-    return not schema.keys() - ANNOTATIONS - {"type"}
+    return not schema.keys() - _NOTES - {"type"}
 
 
 def _is_like_json(text: str) -> bool:

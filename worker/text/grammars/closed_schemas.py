@@ -15,13 +15,6 @@ _BRANCHES = ("anyOf", "oneOf", "allOf")
 _LISTS = ("prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _COMBINING = frozenset((*_BRANCH, *_BRANCHES, "$ref", "dependentSchemas", "unevaluatedProperties"))
-ANNOTATIONS = frozenset(
-    {
-        *("$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated"),
-        *("description", "examples", "readOnly", "title", "writeOnly"),
-    }
-)
-"""Keywords that do not constrain a value."""
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:

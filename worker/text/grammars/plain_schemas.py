@@ -277,7 +277,7 @@ def _without(schema: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _count(schema: dict[str, Any], name: str, default: float = nan) -> float:
-    """Returns the number of a keyword, or the default if the keyword has no number. Each comparison
-    with NaN is false."""
+    """Returns the number of a keyword; if it has none, the default. With the default NaN, each
+    comparison is false."""
     value = schema.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else default

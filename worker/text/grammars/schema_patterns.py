@@ -12,14 +12,20 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from promptq.worker.text.grammars.closed_schemas import ANNOTATIONS
 from promptq.worker.text.grammars.references import all_objects
 
 MAX_COMBINED_PATTERNS = 12
 """The most patterns of a schema that combines others. With 12 patterns, a token takes 13 ms."""
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-_IGNORED = ANNOTATIONS | {"$anchor", "discriminator", "x-guidance"}
+ANNOTATIONS = frozenset(
+    {
+        *("$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions"),
+        *("deprecated", "description", "discriminator", "examples", "readOnly", "title"),
+        *("writeOnly", "x-guidance"),
+    }
+)
+"""Keywords that do not constrain the value itself."""
 
 
 def num_combined_patterns(schema: Mapping[str, Any]) -> int:
@@ -59,8 +65,8 @@ _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 
 
 def _combines(schema: dict[str, Any]) -> bool:
-    """Whether a schema constrains a value together with another schema."""
-    constraints = schema.keys() - _IGNORED
+    """Whether a schema sets two constraints on one value, one of them in another schema."""
+    constraints = schema.keys() - ANNOTATIONS
     members = schema.get("allOf")
     if isinstance(members, list) and len(members) > 1:
         return True
