@@ -314,7 +314,7 @@ class AsyncClient:
         await self._do(statistics.sample(statistics.Contribution()))
 
     async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns how many workers let no request wait longer than `target_seconds`."""
+        """Returns how many workers the queue needs for a wait of at most `target_seconds`."""
         return await self._do(admin.autoscaling.scaling(await self._keys(), target_seconds))
 
     async def scalings(

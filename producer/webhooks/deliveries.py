@@ -47,8 +47,7 @@ _PAGE = 500
 _PAGES = 4
 """The most pages of ended requests to read before the leader renews its lead."""
 _RECORD_MS = 26 * 3_600_000
-"""Milliseconds for which a request's record is kept for its webhook. This is longer than all
-attempts together, as in shared/lua/lib/ending.lua."""
+"""Milliseconds to keep a record for its webhook: longer than all attempts, as in ending.lua."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300

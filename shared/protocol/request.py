@@ -95,8 +95,7 @@ class FinishReason(StrEnum):
 
 
 class RequestState(StrEnum):
-    """State of a request. A request is `waiting` or `active` until its end. After that, it has one
-    of the other states, for which `is_final` is true."""
+    """State of a request: `waiting` or `active` until its end, then a state that `is_final`."""
 
     WAITING = "waiting"
     ACTIVE = "active"
