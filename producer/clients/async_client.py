@@ -32,13 +32,7 @@ from promptq.producer.clients.request_builder import (
     compose_embeddings,
     compose_samples,
 )
-from promptq.producer.clients.results import (
-    Embeddings,
-    Samples,
-    checked_vector,
-    countdown,
-    fold,
-)
+from promptq.producer.clients.results import Embeddings, Samples, checked_vector, countdown, fold
 from promptq.producer.clients.resumable_stream import (
     SILENCE_SECONDS,
     Action,

@@ -39,10 +39,7 @@ _UPKEEP = ((REAP_SECONDS, REAP), (600, SWEEP), (60, ROLL_UP))
 
 def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
     """Waits until this process leads, then leads, until `is_over` returns True."""
-    with (
-        open_redis(server_url(settings.redis_url)) as own,
-        open_jobs_redis(settings) as jobs,
-    ):
+    with open_redis(server_url(settings.redis_url)) as own, open_jobs_redis(settings) as jobs:
         dispatcher = Dispatcher(own, batch_queue(settings.queue, jobs), settings)
         deliveries = Deliveries(own, settings)
         upkeep_jobs, due = upkeep_queue(settings.queue, jobs), dict.fromkeys(_UPKEEP, 0.0)

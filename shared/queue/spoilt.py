@@ -49,7 +49,7 @@ def spoilt_record(name: str, why: Exception | str) -> SpoiltRecordError:
 
 
 def note(error: Exception, name: str = "") -> None:
-    """Logs an error of one record: each message at most once a minute, and ten messages in all.
+    """Logs an error of one record: each message once a minute, and at most ten messages a minute.
 
     An unforeseen error is logged with the `name` of its record and a traceback.
     """

@@ -46,12 +46,7 @@ from promptq.shared.server.cluster import (
     make_of_cluster,
 )
 from promptq.shared.server.retry import WORTH_TRYING, is_busy, parser_with_busy
-from promptq.shared.server.sentinel import (
-    NOT_FOUND,
-    SENTINEL_SCHEMES,
-    in_short,
-    make_of_sentinels,
-)
+from promptq.shared.server.sentinel import NOT_FOUND, SENTINEL_SCHEMES, in_short, make_of_sentinels
 from promptq.shared.server.tls import what_is_wrong
 from promptq.shared.server.url_options import without_defaults
 
