@@ -40,8 +40,7 @@ class ApiKey(BaseModel):
     tenant: str | None = Field(None, pattern=NAME)
     """The tenant whose share the key's requests use, and whose files the key may read.
 
-    A key that was created without a tenant has its name as tenant. None is the tenant without a
-    name, which only callers without a key have.
+    A key that was created without a tenant has its name as tenant. None: a caller without a key.
     """
     is_own_tenant: bool = False
     """Whether the tenant is the key's name. In this case, no other key may have this tenant."""
@@ -80,7 +79,7 @@ class ApiKey(BaseModel):
 
     @property
     def is_free(self) -> bool:
-        """Whether the key's requests may name any tenant: only administrators without a tenant
+        """Whether the key's requests may name any tenant. Only administrators without a tenant
         may."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)
 

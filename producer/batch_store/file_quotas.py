@@ -52,13 +52,9 @@ class FileQuotas:
     def grow(self, upload: Upload, num_bytes: int) -> None:
         """Counts further bytes of an upload, without reading the disk. Raises FileQuotaError."""
         with self._changing:
-            others = [
-                other
-                for other in self._uploads
-                if other.tenant == upload.tenant and other is not upload
-            ]
-            files = upload.kept_files + len(others)
-            size = upload.kept_bytes + sum(other.num_bytes for other in others) + upload.num_bytes
+            uploads = [each for each in self._uploads if each.tenant == upload.tenant]
+            files = upload.kept_files + len(uploads) - 1  # without this upload
+            size = upload.kept_bytes + sum(each.num_bytes for each in uploads)
             self._check(upload.tenant, files, size, more_bytes=num_bytes)
             upload.num_bytes += num_bytes
 

@@ -1,6 +1,6 @@
 """The RQ job that runs one batch of the API, from its input file to its output files.
 
-The job may be killed at any time. The next run repeats the unfinished step, but no done line.
+The job may be killed at any time. The next run repeats the unfinished step, but no finished line.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ class BatchIsRunningError(PromptqError):
 class Journal:
     """Appends answers and errors to the two files. As a context manager, locks the files.
 
-    Raises BatchIsRunningError if another process has locked them. A last line that is incomplete,
-    because a process was killed, is cut off.
+    Raises BatchIsRunningError if another process has locked them. Cuts off an incomplete last line.
     """
 
     def __init__(self, batch_id: str, output: Path, errors: Path) -> None:

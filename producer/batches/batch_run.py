@@ -40,8 +40,8 @@ _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LONGEST_FULL_SECONDS = 5.0
 _KEPT_MS = 120_000
-"""Milliseconds for which a request is kept after its answer was written. If requests were kept
-longer, a large batch would fill the server."""
+"""Milliseconds that a request is kept after its answer was written, so that no batch fills
+Redis."""
 _SYNC_SECONDS = 1.0
 """The shortest time in seconds between two syncs of the journal to the disk."""
 _END_SECONDS = 30.0

@@ -13,12 +13,7 @@ from promptq.producer.apis.completions.read import read_chat, read_completion
 from promptq.producer.apis.completions.write import answer
 from promptq.producer.apis.embeddings.read import read_embedding_call
 from promptq.producer.apis.embeddings.write import embeddings_body
-from promptq.producer.batch_store.input_file import (
-    URLS,
-    BatchLine,
-    RefusedLineError,
-    request_id_of,
-)
+from promptq.producer.batch_store.input_file import URLS, BatchLine, RefusedLineError, request_id_of
 from promptq.producer.batches.run_options import RunOptions
 from promptq.producer.calls.call import CompletionCall, request_ids
 from promptq.producer.calls.call_to_payloads import composed, granted

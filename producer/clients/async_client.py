@@ -32,13 +32,7 @@ from promptq.producer.clients.request_builder import (
     compose_embeddings,
     compose_samples,
 )
-from promptq.producer.clients.results import (
-    Embeddings,
-    Samples,
-    checked_vector,
-    countdown,
-    fold,
-)
+from promptq.producer.clients.results import Embeddings, Samples, checked_vector, countdown, fold
 from promptq.producer.clients.resumable_stream import (
     SILENCE_SECONDS,
     Action,
@@ -314,7 +308,7 @@ class AsyncClient:
         await self._do(statistics.sample(statistics.Contribution()))
 
     async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns how many workers let no request wait longer than `target_seconds`."""
+        """Returns how many workers the queue needs for a wait of at most `target_seconds`."""
         return await self._do(admin.autoscaling.scaling(await self._keys(), target_seconds))
 
     async def scalings(

@@ -29,13 +29,7 @@ from promptq.producer.clients.request_builder import (
     compose_embeddings,
     compose_samples,
 )
-from promptq.producer.clients.results import (
-    Embeddings,
-    Samples,
-    checked_vector,
-    countdown,
-    fold,
-)
+from promptq.producer.clients.results import Embeddings, Samples, checked_vector, countdown, fold
 from promptq.producer.clients.resumable_stream import (
     SILENCE_SECONDS,
     Action,
@@ -314,7 +308,7 @@ class Client:
         self._do(statistics.sample(statistics.Contribution()))
 
     def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns how many workers let no request wait longer than `target_seconds`."""
+        """Returns how many workers the queue needs for a wait of at most `target_seconds`."""
         return self._do(admin.autoscaling.scaling(self._keys(), target_seconds))
 
     def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[admin.autoscaling.Scaling]:

@@ -212,10 +212,7 @@ def embed(
 
 
 def watch(
-    request_id: RequestId,
-    as_json: EventsAsJson = False,
-    redis: Redis = None,
-    queue: Queue = None,
+    request_id: RequestId, as_json: EventsAsJson = False, redis: Redis = None, queue: Queue = None
 ) -> None:
     """Print a request's text from its beginning, and follow it while it is generated.
 

@@ -188,10 +188,7 @@ def supervise(
     )
 
 
-def server(
-    port: ServerPort = None,
-    data: DataDir = None,
-) -> None:
+def server(port: ServerPort = None, data: DataDir = None) -> None:
     """Run only the embedded server, until Ctrl-C.
 
     Examples:

@@ -23,7 +23,7 @@ from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.errors import RedisSideError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.queue.spoilt import alone
+from promptq.shared.queue.spoilt import errors_logged
 from promptq.shared.runtime.logs import get_logger
 
 _EVERY_SECONDS = 60.0
@@ -141,7 +141,7 @@ class BackgroundCancels:
         deadline = asyncio.get_running_loop().time() + _TRY_SECONDS
         while request_ids:
             try:
-                with alone(f"request {request_ids[-1]}"):
+                with errors_logged(f"request {request_ids[-1]}"):
                     await client.cancel(request_ids[-1])
                 request_ids.pop()
             except RedisSideError as error:

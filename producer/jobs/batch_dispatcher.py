@@ -28,7 +28,7 @@ from promptq.shared.queue import scripts
 from promptq.shared.queue.call import Call, ids_of
 from promptq.shared.queue.lookups import entries_of, shown
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.queue.spoilt import alone
+from promptq.shared.queue.spoilt import errors_logged
 from promptq.shared.runtime.logs import get_logger
 
 _LEADER_MS = 5000
@@ -85,7 +85,7 @@ class Dispatcher:
         # Read the list once more: a batch without a process may just have ended.
         chosen = self._in_turn(ids & self._unfinished_batches(), num_free)
         for batch_id in chosen:
-            with alone(f"batch {batch_id}"):
+            with errors_logged(f"batch {batch_id}"):
                 enqueue_batch(self._batches, self._keys.queue, batch_id)
         return len(chosen)
 
@@ -140,7 +140,7 @@ class Dispatcher:
         now = self._clock()
         since: dict[str, float] = {}
         for batch_id in ids:
-            with alone(f"batch {batch_id}"):
+            with errors_logged(f"batch {batch_id}"):
                 if is_queued_or_started(self._batches, batch_id):
                     since[batch_id] = self._starting.get(batch_id, now)
         self._starting = {each: at for each, at in since.items() if now - at < LEASE_MS / 1000}

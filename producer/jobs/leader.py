@@ -26,7 +26,7 @@ from promptq.producer.webhooks.deliveries import Deliveries
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.maxmemory_policy import MaxmemoryLog, maxmemory_warning
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.queue.spoilt import alone, note
+from promptq.shared.queue.spoilt import errors_logged, note
 from promptq.shared.server.connection import open_redis
 from promptq.shared.server.retry import note_failure
 
@@ -39,10 +39,7 @@ _UPKEEP = ((REAP_SECONDS, REAP), (600, SWEEP), (60, ROLL_UP))
 
 def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
     """Waits until this process leads, then leads, until `is_over` returns True."""
-    with (
-        open_redis(server_url(settings.redis_url)) as own,
-        open_jobs_redis(settings) as jobs,
-    ):
+    with open_redis(server_url(settings.redis_url)) as own, open_jobs_redis(settings) as jobs:
         dispatcher = Dispatcher(own, batch_queue(settings.queue, jobs), settings)
         deliveries = Deliveries(own, settings)
         upkeep_jobs, due = upkeep_queue(settings.queue, jobs), dict.fromkeys(_UPKEEP, 0.0)
@@ -55,7 +52,7 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
         def enqueue_due_upkeep() -> None:
             now = time.monotonic()
             for seconds, job in [entry for entry in _UPKEEP if due[entry] <= now]:
-                with alone(job.name):
+                with errors_logged(job.name):
                     enqueue_upkeep(upkeep_jobs, job, settings.queue)
                 due[seconds, job] = now + seconds
 

@@ -34,7 +34,7 @@ from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.errors import ConfigurationError, PromptqError
 from promptq.shared.queue.call import ids_of
 from promptq.shared.queue.lookups import shown
-from promptq.shared.queue.spoilt import alone, is_wrong_type
+from promptq.shared.queue.spoilt import errors_logged, is_wrong_type
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import MIN_REDIS, hides_info, open_redis, without_password
 
@@ -49,8 +49,8 @@ _RESULT_SECONDS = 600
 _WEEK_SECONDS = 7 * 86_400
 _BATCH_JOB = "promptq-"
 _JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
-_alone = partial(alone, stop=StopRequested)
-"""`alone` for code in RQ's worker, whose signal handler may raise StopRequested at any time."""
+_errors_logged = partial(errors_logged, stop=StopRequested)
+"""Variant for code in RQ's worker, whose signal handler may raise StopRequested."""
 _EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
 _WORKER_KEY = re.compile(rb"rq:worker:promptq-[0-9a-f]{32}")
 _STATUSES = {status.value.encode() for status in JobStatus}
@@ -202,7 +202,7 @@ class ListedWorker(Worker):
                     partial(clean_worker_registry, queue),
                     partial(queue.intermediate_queue.cleanup, self, queue),
                 ):
-                    with _alone(queue.key):
+                    with _errors_logged(queue.key):
                         clean()
             finally:
                 queue.release_maintenance_lock()  # type: ignore[no-untyped-call] # RQ has no types for it
@@ -213,16 +213,16 @@ def _delete_strangers(queue: Queue) -> None:
     """Deletes entries of RQ's lists that RQ could not read."""
     client: Any = queue.connection
     for key in (queue.key, queue.intermediate_queue.key):
-        with _alone(key):
+        with _errors_logged(key):
             for job_id in client.lrange(key, 0, -1):
                 if not _JOB_ID.fullmatch(job_id):
                     _delete_id(client, key, job_id, "it is not the id of a job")
     started, workers = queue.started_job_registry.key, WORKERS_BY_QUEUE_KEY % queue.name
-    with _alone(started):
+    with _errors_logged(started):
         for entry in client.zrange(started, 0, -1):
             if not _EXECUTION.fullmatch(entry):
                 client.zrem(started, entry)
-    with _alone(workers):
+    with _errors_logged(workers):
         for entry in client.smembers(workers):
             if not _WORKER_KEY.fullmatch(entry):
                 client.srem(workers, entry)

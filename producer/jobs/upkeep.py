@@ -18,7 +18,7 @@ from promptq.producer.settings.jobs import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import text_map
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.queue.spoilt import alone, deleted_if_spoilt, note, spoilt_record
+from promptq.shared.queue.spoilt import deleted_if_spoilt, errors_logged, note, spoilt_record
 from promptq.shared.queue.statistics import Contribution
 from promptq.shared.queue.statistics import sample as statistics_sample
 from promptq.shared.runtime.logs import get_logger
@@ -109,7 +109,7 @@ def roll_up(settings: JobsSettings) -> str:
         begin = _next_minute(client, keys, end)
         minutes: dict[int, list[dict[str, str]]] = defaultdict(list)
         entries: list[Any] = []
-        with alone(keys.statistics):
+        with errors_logged(keys.statistics):
             entries = client.xrange(keys.statistics, begin, f"({end}-0")
         for entry_id, fields in entries:
             minutes[_ms_of(entry_id) // _MINUTE_MS * _MINUTE_MS].append(text_map(fields))

@@ -39,7 +39,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, ids_of, text_map, text_of
 from promptq.shared.queue.lookups import entries_of, shown
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.queue.spoilt import alone, deleted_if_spoilt, is_wrong_type, readable
+from promptq.shared.queue.spoilt import deleted_if_spoilt, errors_logged, is_wrong_type, readable
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.cluster import client_of
 
@@ -47,8 +47,7 @@ _PAGE = 500
 _PAGES = 4
 """The most pages of ended requests to read before the leader renews its lead."""
 _RECORD_MS = 26 * 3_600_000
-"""Milliseconds for which a request's record is kept for its webhook. This is longer than all
-attempts together, as in shared/lua/lib/ending.lua."""
+"""Milliseconds to keep a record for its webhook: longer than all attempts, as in ending.lua."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300
@@ -78,7 +77,7 @@ def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[De
     """Returns webhooks that were given up, latest first, without spoilt entries."""
     client = client_of(connection, keys)
     entries: list[Any] = []
-    with alone(keys.webhooks_dead):
+    with errors_logged(keys.webhooks_dead):
         entries = client.xrevrange(keys.webhooks_dead, count=limit)
     return readable(keys.webhooks_dead, entries, _dead_of)
 

@@ -35,7 +35,7 @@ class AddressRefusedError(PromptqError):
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an IP address, and an IPv4 address inside it, is on the public internet."""
+    """Returns whether an IP address, or the IPv4 address inside it, is on the public internet."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour

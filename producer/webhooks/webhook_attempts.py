@@ -42,8 +42,7 @@ class Message:
 
     @property
     def receiver(self) -> str:
-        """Host and port of the URL, the rest of which is private. Calls to one receiver take
-        turns."""
+        """Host and port of the URL; the rest is private. Calls to one receiver take turns."""
         try:
             parts = urlsplit(self.url)
             return f"{parts.hostname}:{parts.port or parts.scheme}"[:300]

@@ -133,8 +133,7 @@ class Claims(list[Claim]):
 
 @dataclass(slots=True)
 class Held:
-    """The id and fence of a request that a worker holds. `prompt_tokens` is set only in the first
-    call after the worker has tokenised the prompt."""
+    """The id and fence of a held request. `prompt_tokens` is set once, after tokenising."""
 
     request_id: str
     fence: str

@@ -141,8 +141,7 @@ class Keys:
         return f"{self.pending}:{tenant}" if tenant else self.pending
 
     def batches_of(self, tenant: str) -> str:
-        """Returns the key of a tenant's batches by creation time (ms); '': tenant without a
-        name."""
+        """Returns the key of a tenant's batches by creation time (ms); '': the unnamed tenant."""
         return f"{self.prefix}batches:of:{tenant}"
 
     def batch(self, batch_id: str) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 MAX_ARGUMENT_VALUES = 100_000
-"""The most JSON values in all arguments that are JSON texts. The limit bounds memory, because a
-parser builds an object for each value."""
+"""The most JSON values in all argument texts together: a parser builds an object for each."""
 
 _LONGEST_SHOWN = 80
 _ROLES = {"developer": "system", "function": "tool"}

@@ -111,8 +111,7 @@ def wanted_output(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError for a tool whose type is not `function`, for a function without a name, and
-    for too many parameters.
+    """Raises ValueError for tools that are no functions or have no name, and too many parameters.
 
     A tool without a type is accepted, because some models' chat templates expect such tools.
     """

@@ -15,14 +15,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 from promptq.shared.errors import InvalidRequestError
@@ -95,8 +88,7 @@ class FinishReason(StrEnum):
 
 
 class RequestState(StrEnum):
-    """State of a request. A request is `waiting` or `active` until its end. After that, it has one
-    of the other states, for which `is_final` is true."""
+    """State of a request: `waiting` or `active` until its end, then a state that `is_final`."""
 
     WAITING = "waiting"
     ACTIVE = "active"

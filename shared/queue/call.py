@@ -41,8 +41,7 @@ def script_text(name: str) -> str:
 
 
 def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
-    """Returns the text of a file, and adds the parts that its first line names to `parts`. A part
-    comes after the parts that it uses.
+    """Returns a file's text. Adds the parts that its first line names to `parts`, used parts first.
 
     Raises ValueError if parts use each other in a circle.
     """
@@ -59,8 +58,7 @@ def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T_co]):
-    """One command or one script to send, with the function that reads its reply. `script` is the
-    script's name, or empty for a command."""
+    """A command or script to send, and the reader of its reply. `script` is empty for a command."""
 
     script: str
     args: Sequence[Argument]

@@ -98,8 +98,7 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 
 def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
-    """Reads the ids of workers whose heartbeat is not overdue. Ids that are not UTF-8 are left out.
-    If the key has the wrong type, the result is empty."""
+    """Reads the ids of workers whose heartbeat is not overdue, without ids that are not UTF-8."""
 
     def parse(ids: list[bytes]) -> list[str]:
         texts = []

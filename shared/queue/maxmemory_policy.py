@@ -1,7 +1,6 @@
 """Warns if a Redis server's `maxmemory-policy` deletes keys of the queue when memory is full.
 
-The policy comes from `INFO memory`, which every role may send. `CONFIG GET` is forbidden to roles
-and on managed services.
+The policy comes from `INFO memory`, because roles and managed services forbid `CONFIG GET`.
 """
 
 from __future__ import annotations

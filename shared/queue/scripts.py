@@ -1,7 +1,6 @@
 """Builds the calls of the Lua scripts and reads their replies. No code here does I/O.
 
-The synchronous and the asynchronous queue differ only in how they send a call. Both use the rules
-for arguments and replies in this module.
+The two kinds of queue differ only in how they send a call. Both use these rules.
 """
 
 from __future__ import annotations
@@ -286,8 +285,7 @@ def drain(channel: str, worker_id: str | None) -> Call[int]:
 def heartbeat(
     stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
 ) -> Call[int]:
-    """Publishes a worker's statistics for `ttl_ms`; 0 removes it. Returns the number of live
-    workers."""
+    """Publishes a worker's statistics for `ttl_ms`; 0 removes it. Returns how many workers live."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
     for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]

@@ -1,7 +1,7 @@
 """Lets code that reads many records pass over one that breaks the protocol (a spoilt record).
 
 Any program that may write to a queue can spoil its records. Code that goes through many records
-reads them with `readable`, or handles each inside `alone`. Both log a spoilt record and go on.
+reads them with `readable`, or each inside `errors_logged`. Both log a spoilt record and go on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def spoilt_record(name: str, why: Exception | str) -> SpoiltRecordError:
 
 
 def note(error: Exception, name: str = "") -> None:
-    """Logs an error of one record: each message at most once a minute, and ten messages in all.
+    """Logs an error of one record: each message once a minute, and at most ten messages a minute.
 
     An unforeseen error is logged with the `name` of its record and a traceback.
     """
@@ -62,7 +62,7 @@ def note(error: Exception, name: str = "") -> None:
 
 
 @contextmanager
-def alone(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Context manager that logs an error of the record with this name instead of raising it.
 
     Errors of the server or the connection are raised, because they concern all records. So is

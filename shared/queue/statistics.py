@@ -18,8 +18,7 @@ _MOST_DEADLINES = 1000
 
 
 def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
-    """Reads the time of a worker's last report about its batch (server time in ms; 0 if there was
-    none), and the slots in the report."""
+    """Reads a worker's last report about its batch: its time (server ms; 0: none) and the slots."""
 
     def parse(reply: list[Any]) -> tuple[int, list[SlotStats]]:
         reported_at, batch = reply

@@ -31,35 +31,31 @@ class Turns:
 
     async def run(self, steps: Work[T]) -> T:
         """Does the work in slices, and returns its result."""
-        slices = sliced(steps, None)
-        while True:
-            try:
-                next(slices)
-            except StopIteration as end:
-                value: T = end.value
-                return value
+        result: list[T] = []
+        for _ in _collecting(sliced(steps, None), result):
             await self.give_way()
+        return result[0]
 
 
 def sliced(steps: Work[T], pause: P) -> Generator[P, None, T]:
     """Does the work and returns its result. Yields `pause` after each slice of `SLICE_SECONDS`."""
+    result: list[T] = []
     until = time.perf_counter() + SLICE_SECONDS
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            value: T = end.value
-            return value
+    for _ in _collecting(steps, result):
         if time.perf_counter() > until:
             yield pause
             until = time.perf_counter() + SLICE_SECONDS
+    return result[0]
 
 
 def at_once(steps: Work[T]) -> T:
     """Does all of the work without a pause, and returns its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            value: T = end.value
-            return value
+    result: list[T] = []
+    for _ in _collecting(steps, result):
+        pass
+    return result[0]
+
+
+def _collecting(steps: Generator[P, None, T], result: list[T]) -> Generator[P, None, None]:
+    """Does the work, and adds its result to a list."""
+    result.append((yield from steps))

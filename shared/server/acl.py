@@ -107,10 +107,7 @@ ROLES: dict[str, Role] = {
         commands=f"hget hmget xrange xread {_LISTEN}",
     ),
     "worker": Role(
-        writes=(
-            *_ENQUEUEING,
-            *("outputs", "claims", "workers", "statistics", "model", "rates"),
-        ),
+        writes=(*_ENQUEUEING, *("outputs", "claims", "workers", "statistics", "model", "rates")),
         reads=("config",),
         channels=("control", "drain", "events:*"),
         commands=f"{_COMMON} {_LISTEN} scan",

@@ -61,8 +61,7 @@ class Advertisement:
 
     @classmethod
     def prepare(cls, port: int, url: str) -> Self | None:
-        """Writes the server's address to a file that commands do not read yet. Returns None if this
-        fails; then no command will find the server."""
+        """Writes the address to a file that commands do not read yet. Returns None if it fails."""
         folder = _folder()
         with suppress(OSError):
             if _made_private(folder):
@@ -127,8 +126,7 @@ def password_mark() -> str:
 
 
 def _mark_of(folder: Path) -> str:
-    """Returns the folder's mark: a hash of its device, inode, user and machine. Its path would not
-    identify it, because containers share paths and user ids."""
+    """Returns a folder's mark: a hash of device, inode, user and machine. Paths are not unique."""
     status = folder.stat()
     which = f"{status.st_dev} {status.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"
@@ -190,8 +188,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _made_private(folder: Path) -> bool:
-    """Creates the folder if necessary, and makes it inaccessible to others. Returns whether the
-    folder can be used. Raises OSError."""
+    """Creates the folder, closed to other users. Returns whether it can be used. Raises OSError."""
     folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
     if not _is_ours(folder):
         return False

@@ -135,8 +135,7 @@ def client_at(client: Any, key: str) -> Any:
 
 
 def try_once(client: redis.asyncio.Redis) -> None:
-    """Makes failing calls raise at once, without retries. A process calls this when it ends,
-    because the server may be away then.
+    """Makes failing calls raise at once. A process calls this at its end: the server may be away.
 
     On a Cluster a few quick retries remain, because the slot may be moving.
     """

@@ -46,20 +46,14 @@ from promptq.shared.server.cluster import (
     make_of_cluster,
 )
 from promptq.shared.server.retry import WORTH_TRYING, is_busy, parser_with_busy
-from promptq.shared.server.sentinel import (
-    NOT_FOUND,
-    SENTINEL_SCHEMES,
-    in_short,
-    make_of_sentinels,
-)
+from promptq.shared.server.sentinel import NOT_FOUND, SENTINEL_SCHEMES, in_short, make_of_sentinels
 from promptq.shared.server.tls import what_is_wrong
 from promptq.shared.server.url_options import without_defaults
 
 T = TypeVar("T")
 
 _REDIS_PY = int(redis.__version__.partition(".")[0])
-"""The major version of redis-py. Clients run on redis-py 5.2 to 8, because other packages of a
-program may require an old version."""
+"""The major version of redis-py, from 5 to 8: other packages of a program may need an old one."""
 
 MIN_REDIS = 7
 MIN_VALKEY = 8
@@ -303,8 +297,8 @@ def explain(
     url: str,
     if_not_permitted: str = "may not do this (docs/operations.md, Access, says which role may)",
 ) -> PromptqError:
-    """Returns the promptq error for an error of the client library. `if_not_permitted` is the
-    message if the user lacks a permission."""
+    """Returns promptq's error for an error of redis-py. `if_not_permitted` is the message if the
+    user lacks a permission."""
     shown = without_password(url)
     if isinstance(error, (AuthenticationError, ResponseError)):
         text = _PLACE_IN_SCRIPT.sub("", str(error))

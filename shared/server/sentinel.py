@@ -82,8 +82,7 @@ class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
 
 
 def in_short(error: redis.ConnectionError) -> redis.ConnectionError:
-    """Returns the error without the options of each unreached sentinel. redis-py lists all these
-    options, in some versions with passwords."""
+    """Returns the error without the options of unreached sentinels, some of which are passwords."""
     text, _, unreached = str(error).partition(" : ")
     if unreached:
         text += "; a sentinel does not answer, or refuses the connection or its credentials"

@@ -82,8 +82,8 @@ def read_settings(**overrides: Any) -> Settings:
 def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **overrides: Any) -> T:
     """Returns the settings of one class. Raises ConfigurationError.
 
-    `overrides` take precedence over the environment, unless they are None. `named` returns the name
-    of a setting for messages.
+    `overrides` that are not None take precedence over the environment. `named` returns the name of
+    a setting for messages.
     """
     try:
         return kind(**{name: value for name, value in overrides.items() if value is not None})

@@ -29,7 +29,7 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, RequestState
 from promptq.shared.queue.call import Call
 from promptq.shared.queue.lookups import state_of
-from promptq.shared.queue.spoilt import UNREADABLE, alone, note, spoilt_record
+from promptq.shared.queue.spoilt import UNREADABLE, errors_logged, note, spoilt_record
 from promptq.shared.runtime.logs import get_logger
 
 _LOOK_SECONDS = 5.0
@@ -189,8 +189,8 @@ class ResponseRecords:
             try:
                 due = await self.stored.unfinished(_NOT_SINCE_MS, _PAGE)
                 for stored in due:
-                    # ApiError: another gateway may serve the queue that this one cannot read.
-                    with alone(f"response {stored.call.id}"), suppress(ApiError):
+                    # ApiError: this gateway does not serve its queue, and another one may.
+                    with errors_logged(f"response {stored.call.id}"), suppress(ApiError):
                         await self.output(stored)
             except (RedisError, RedisSideError) as error:
                 get_logger().debug("the stored responses cannot be checked", error=str(error))

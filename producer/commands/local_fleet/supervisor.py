@@ -41,8 +41,7 @@ class _Place:
 class Supervisor:
     """Starts processes, restarts processes that die, and stops them all.
 
-    The keys of `commands` are names such as `worker 2`. `show` is called with each line to print,
-    including the output of the processes.
+    `commands` maps a name such as `worker 2` to its command. `show` prints a line of output.
     """
 
     def __init__(
@@ -89,8 +88,7 @@ class Supervisor:
         return {place.name: place.process for place in self._of(command) if not place.is_leaving}
 
     def processes(self, command: Sequence[str]) -> dict[str, ChildProcess]:
-        """Returns a mapping from names to all processes that run a command, including those that
-        were removed and have not exited yet."""
+        """Returns all processes that run a command, by name, including removed ones."""
         return {place.name: place.process for place in self._of(command)}
 
     def _of(self, command: Sequence[str]) -> list[_Place]:

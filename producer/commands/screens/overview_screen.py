@@ -109,8 +109,7 @@ def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
 def _peaks(
     samples: Sequence[Sample], value: Callable[[Sample], float | None], now_ms: int, columns: int
 ) -> list[float | None]:
-    """Returns the maximum of `value` in each of `columns` equal parts of the last hour, oldest
-    first; None for a part without samples."""
+    """Returns the maxima of `value` in `columns` equal parts of the last hour; None: no samples."""
     parts: list[list[float]] = [[] for _ in range(columns)]
     for sample in samples:
         at = (sample.at - (now_ms - _HOUR_MS)) * columns // _HOUR_MS

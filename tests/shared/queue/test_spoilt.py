@@ -17,7 +17,7 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts, statistics
 from promptq.shared.queue.call import Call, carry_out
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.queue.spoilt import alone, readable
+from promptq.shared.queue.spoilt import errors_logged, readable
 from tests.support.requests import put
 from tests.support.spoilt import SPOILT, TYPES, make_of_type, spoil_queue
 
@@ -57,13 +57,13 @@ def test_a_record_fails_alone_and_the_server_for_all(caplog: pytest.LogCaptureFi
     done = []
     errors = (SpoiltRecordError("spoilt"), ResponseError("WRONGTYPE x"), RuntimeError("a bug"))
     for n, error in enumerate(errors):
-        with alone(f"record {n}"):
+        with errors_logged(f"record {n}"):
             raise error
         done.append(n)
     assert done == [0, 1, 2]
     assert [record.exc_info is not None for record in caplog.records] == [False, False, True]
     for error in (RedisConnectionError("away"), ResponseError("NOPERM"), OSError("away")):
-        with pytest.raises(type(error)), alone("record"):
+        with pytest.raises(type(error)), errors_logged("record"):
             raise error
 
 
