@@ -65,7 +65,7 @@ async def _run(settings: JobsSettings, batch_id: str, stop_pipe: int | None) -> 
         except BatchIsRunningError:
             return "another process runs it"
         with suppress(redis.RedisError):
-            await job.lease.let_go()
+            await job.lease.hold(0)
         return ended
 
 
@@ -261,14 +261,7 @@ class RunnerLease:
         self._key = queue.keys.batch_runner(batch_id)
         self._holder = secrets.token_hex(8)
 
-    async def hold(self) -> bool:
-        """Acquires or renews the lease. Returns whether this process has it."""
-        return await self._set(LEASE_MS)
-
-    async def let_go(self) -> None:
-        """Releases the lease, if this process has it."""
-        await self._set(0)
-
-    async def _set(self, ttl_ms: int) -> bool:
+    async def hold(self, ttl_ms: int = LEASE_MS) -> bool:
+        """Acquires or renews the lease; 0 releases it. Returns whether this process has it."""
         call = scripts.hold(self._queue.keys, self._key, self._holder, ttl_ms)
         return await self._queue.run(call)
