@@ -160,17 +160,13 @@ class CallReader:
             await _end(self._idle.pop())
 
     async def _read(self, reading: _Reading, body: list[bytes], history: bytes | None) -> Prepared:
-        """Reads a call. Raises HistoryNeededError if `history` is None and the call needs it."""
+        """Reads a call, in another process if it is large. Raises HistoryNeededError if `history`
+        is None and the call needs it."""
         if sum(map(len, body)) + len(history or b"") <= _SMALL_BYTES:
             body_at_once = b"".join(body)
             call = reading.reader.read(body_at_once, reading.headers, reading.new_id, history)
             if call.num_bytes <= _SMALL_BYTES:
                 return prepare(call, reading.caller, reading.new_id, reading.aliases)
-        return await self._read_in_process(reading, body, history)
-
-    async def _read_in_process(
-        self, reading: _Reading, body: list[bytes], history: bytes | None
-    ) -> Prepared:
         caller = reading.caller
         query = {
             "endpoint": reading.endpoint,
