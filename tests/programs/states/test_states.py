@@ -90,7 +90,7 @@ def test_random_walks_through_a_larger_world_find_nothing(
     request: pytest.FixtureRequest, server: str
 ) -> None:
     port = emptied(request.getfixturevalue(server))
-    walk(WALKED, port, num_walks=50, num_steps=50, shortens=False)
+    walk(WALKED, port, num_walks=25, num_steps=50, shortens=False)
 
 
 def test_random_walks_find_a_broken_script(embedded_url: str) -> None:
