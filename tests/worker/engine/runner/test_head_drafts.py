@@ -350,6 +350,7 @@ def test_drafts_are_those_of_the_library(family: str, native: bool, tmp_path: Pa
         assert drafted == drafts_of_library(directory, [*token_ids], len(drafted))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_drafts_of_recurrent_models(family: str, tmp_path: Path) -> None:
     """Drafts are those of the library, also after accepted ones, whose states the next step
