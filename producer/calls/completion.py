@@ -224,8 +224,8 @@ def _uuid_of(completion_id: str) -> UUID:
 
 
 def _prefill(token_ids: Sequence[int] = (), text: str = "") -> str:
-    """Returns the part of an output prefix that the answer does not repeat. That is '' for a prefix
-    with token ids, which comes from a fork, because the answer of a fork repeats it."""
+    """Returns the part of an output prefix that the answer does not repeat: its text, or '' if the
+    prefix has token ids. Then it comes from a fork, whose answer repeats the whole prefix."""
     return "" if token_ids else text
 
 

@@ -126,10 +126,12 @@ def in_api_names(
     """Returns an error's message and field with an endpoint's names of fields.
 
     A message begins with the path of a field in a payload, such as `stop.0: `. `names` maps names
-    in a payload to the endpoint's names. There are four kinds of keys: a field's name, which stands
-    for the beginning of the path; a name with a dot, for any part of the path; a name with a colon,
-    such as "embed: pooling", for the beginning of the message; and `IF_NOT_STRICT`, for this advice
-    anywhere after the path.
+    in a payload to the endpoint's names. A key of `names` says what is replaced:
+
+    - a field's name: the beginning of the path
+    - a name with a dot: any part of the path
+    - a name with a colon, such as "embed: pooling": the beginning of the message
+    - `IF_NOT_STRICT`, an advice: this text anywhere after the path
     """
     for inner, outer in names.items():
         if ": " in inner and message.startswith(f"{inner}:"):

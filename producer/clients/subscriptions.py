@@ -189,7 +189,7 @@ class Subscriptions:
     def _refuse(self, error: redis.ResponseError) -> None:
         """Passes the error to the first subscription without a reply: replies come in order.
 
-        If a stream still waits for a refused channel, the next change subscribes to it again.
+        If a stream still waits for a refused channel, the next `_send_changes` subscribes again.
         """
         if self._unanswered:
             channel = self._unanswered.popleft()

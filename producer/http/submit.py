@@ -100,7 +100,7 @@ class IncomingCall:
         return request_ids, rates
 
     async def _take_rest(self, served: ServedQueue) -> Mapping[str, str]:
-        """Takes the call's cost, except the request that `admit_call` took. Raises ApiError 429."""
+        """Takes the call's cost, less the request that `admit_call` took. Raises ApiError 429."""
         rates = self.prepared.rates
         rest = [
             replace(rate, amount=rate.amount - 1) if rate.name == "requests" else rate

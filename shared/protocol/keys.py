@@ -71,7 +71,8 @@ class _Channel(_Name):
 class Keys:
     """The names of the keys and channels of one queue.
 
-    A server's databases share its channels, so channel names contain a `database` other than 0.
+    All databases of a server share its channels. So channel names contain the number `database`,
+    unless it is 0.
 
     Raises ConfigurationError unless the queue's name is 1 to 64 letters, digits and `_.-`.
     """

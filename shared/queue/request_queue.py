@@ -256,7 +256,7 @@ class RequestQueue(_Queue):
         """Claims requests for which there is room, in queue order, without waiting.
 
         `room.num_held` is the number of requests that the process holds. While a process holds a
-        request with `is_suspect`, it must not claim another one.
+        request with `is_suspect`, it must claim nothing.
         """
         with self._claim_history.call() as turn:
             turn.claims = self.run(self._claim(room, turn))

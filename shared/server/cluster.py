@@ -178,7 +178,8 @@ class _SlotPool:
     def others(self) -> list[Any]:
         """Returns the pools that must be closed with this one.
 
-        Closing the first slot's pool closes those of all slots. The other pools close alone.
+        Closing the first slot's pool also closes those of all other slots. Closing another pool
+        closes no further one.
         """
         first, *others = list(self.cluster.clients.values())
         return [other.connection_pool for other in others] if first.connection_pool is self else []

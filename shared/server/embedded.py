@@ -215,8 +215,8 @@ def _check_private(folder: Path) -> None:
     """Creates the folder, or makes an existing folder inaccessible to all but its owner.
 
     Raises ConfigurationError if another user owns the folder or may change its content. Raises it
-    too if the folder has files that no server made, because other users may have a reason to read
-    these files.
+    too if other users have access to the folder and the folder has files that no server made: they
+    may have a reason to read these files.
     """
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
     _check_owner(folder)

@@ -263,8 +263,8 @@ class ToolText:
                 self._state(letter)
 
     def _no_call(self) -> None:
-        """Handles held text that is not the head of a call. A call may begin after its first
-        character.
+        """Handles held text that is not the head of a call. A call may begin after the first
+        character of this text.
 
         The text may also begin an object with a call's members in another order. Such an object is
         parsed when it has ended.

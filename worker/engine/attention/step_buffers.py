@@ -28,7 +28,7 @@ class StepKind:
 
 
 class StepBuffers:
-    """Buffers for the largest step among some kinds, with up to `max_num_seqs` sequences."""
+    """Buffers for a step of any of the given `kinds`, with up to `max_num_seqs` sequences."""
 
     def __init__(
         self,

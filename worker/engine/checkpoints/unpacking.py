@@ -1,6 +1,6 @@
 """Unpacks the integers of AWQ, GPTQ and compressed-tensors checkpoints.
 
-`QuantizedWeight.pack` packs them again for promptq's products.
+`QuantizedWeight.pack` then packs them in the order that promptq's matrix products read.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ all chunks had one size, the second once sizes differ."""
 
 @dataclass(frozen=True, slots=True)
 class _PromptStep:
-    """A step with prompts: their tokens, its seconds, and its seconds beyond those of decodes."""
+    """A step with prompts: the number of their tokens, the step's seconds, and how many seconds
+    more than a step of decodes alone it took."""
 
     num_tokens: int
     seconds: float

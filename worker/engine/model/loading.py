@@ -213,8 +213,8 @@ def load_model(
 
 
 def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None, str]:
-    """Returns the files' head, or None and the reason why it is not usable; empty without a
-    head."""
+    """Returns the files' head for drafts, or None, and the reason why a head in the files is not
+    usable. Without a reason it is empty."""
     if not isinstance(files, ModelFolder):
         return None, ""
     try:

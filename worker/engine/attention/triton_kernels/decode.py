@@ -124,7 +124,7 @@ def num_programs(num_items: int, device: torch.device) -> int:
 
 
 def span_list(pattern: Pattern, num_kv_heads: int, device: torch.device) -> SpanList:
-    """Returns the key of the list for layers of this pattern with `num_kv_heads` KV heads."""
+    """Returns the key of the work list for layers of this pattern with `num_kv_heads` KV heads."""
     at_once = PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads
     return SpanList(pattern, max(1, at_once))
 
