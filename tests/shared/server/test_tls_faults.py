@@ -16,8 +16,7 @@ import pytest
 
 from promptq import Client
 from promptq.shared.errors import ConfigurationError, RedisProtocolError
-from promptq.shared.server.connection import open_async_redis
-from tests.support.servers import make_certificates
+from tests.support.servers import assert_refused, make_certificates
 
 KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
 COMMANDS = (
@@ -97,24 +96,24 @@ def listening(folder: Path, change: Callable[[ssl.SSLContext, Path], None] | Non
     ("change", "options", "said"),
     [
         (shows_purpose, "", "a strong certificate that is made for servers"),
-        (wants_client, "", r"present one: \?ssl_certfile=FILE"),
+        (wants_client, "", "present one: ?ssl_certfile=FILE"),
         (
             wants_client,
             "&ssl_certfile={0}/stranger.crt&ssl_keyfile={0}/stranger.key",
-            r"the server refuses the certificate in \?ssl_certfile",
+            "the server refuses the certificate in ?ssl_certfile",
         ),
         (speaks_old_tls, "&ssl_min_version=772", "let both speak TLS 1.2 or 1.3"),
         (
             None,
             "&ssl_certfile={0}/client.crt&ssl_keyfile={0}/stranger.key",
-            r"\?ssl_keyfile is not the key of the certificate",
+            "?ssl_keyfile is not the key of the certificate",
         ),
         (None, "&ssl_certfile={0}/client.crt", "are PEM"),
         (None, "&ssl_certfile={0}/purpose&ssl_keyfile={0}/client.key", "are PEM"),
         (
             None,
             "&ssl_certfile={0}/client.crt&ssl_keyfile={0}/locked.key&ssl_password=wrong",
-            r"and \?ssl_password is the key's",
+            "and ?ssl_password is the key's",
         ),
     ],
 )
@@ -123,11 +122,7 @@ async def test_what_is_wrong_is_named(
 ) -> None:
     with listening(folder, change) as port:
         url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={folder}/ca.crt{options.format(folder)}"
-        with pytest.raises(RedisProtocolError, match=said) as raised:
-            Client(url)
-        with pytest.raises(RedisProtocolError, match=said):
-            await open_async_redis(url)
-    assert "promptq up" not in str(raised.value)
+        await assert_refused(url, RedisProtocolError, said)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,13 @@ from promptq.shared.errors import (
     RedisUnavailableError,
 )
 from promptq.shared.server.connection import open_async_redis
-from tests.support.servers import OwnServer, free_port, make_certificates, tls_settings
+from tests.support.servers import (
+    OwnServer,
+    assert_refused,
+    free_port,
+    make_certificates,
+    tls_settings,
+)
 
 
 class Guarded(OwnServer):
@@ -51,19 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def guarded(folder: Path) -> Iterator[Guarded]:
     with Guarded(folder) as server:
         yield server
-
-
-async def assert_refused(url: str, kind: type[Exception], *said: str) -> None:
-    """Both kinds of client say it, and only of a server that is away that one should be started."""
-    with pytest.raises(kind) as raised:
-        Client(url)
-    with pytest.raises(kind) as raised_too:
-        await open_async_redis(url)
-    for error in (raised, raised_too):
-        assert error.type is kind
-        assert "secret" not in str(error.value)
-        assert all(part in str(error.value) for part in said), str(error.value)
-    assert ("promptq up" in str(raised.value)) == (kind is RedisUnavailableError)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator, Callable
-from urllib.parse import urlsplit
+from itertools import repeat
 
 import openai
 import pytest
 
 from promptq.producer.http import connection_limits
-from tests.producer.gateway.living import LiveGateway
+from tests.producer.gateway.living import LiveGateway, connected, sent_until_cut
 
 CHUNKED = b"Transfer-Encoding: chunked"
 
@@ -50,17 +49,10 @@ def test_a_body_without_end(
 ) -> None:
     """The answer comes at once, and the connection is closed before long."""
     monkeypatch.setattr(connection_limits, "_MOST_DROPPED_BYTES", 1_000_000)
-    parts = urlsplit(strict.url)
     piece = b"1000\r\n%s\r\n" % (b"x" * 4096)
-    with socket.create_connection((parts.hostname, parts.port)) as connection:
+    with connected(strict) as connection:
         connection.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n" % (path, length))
         connection.sendall(piece)
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
-        sent = 0
-        try:
-            while sent < 1_000_000_000:
-                connection.sendall(piece)
-                sent += len(piece)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
+        sent = sent_until_cut(connection, repeat(piece, 250_000))
         assert 500_000 < sent < 100_000_000, "socket buffers take a few megabytes"

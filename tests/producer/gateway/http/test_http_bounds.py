@@ -16,7 +16,7 @@ from promptq.producer.http.connection_limits import MAX_HEAD_BYTES
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Row
-from tests.producer.gateway.living import LiveGateway, connected, live_gateway
+from tests.producer.gateway.living import LiveGateway, connected, live_gateway, sent_until_cut
 from tests.producer.playing import HandWorker
 
 LINE = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
@@ -92,13 +92,7 @@ def test_a_head_without_end(
     """The connection is closed when it is too large, before anybody asks for a key."""
     with connected(gateway) as connection:
         connection.sendall(begin)
-        sent = 0
-        try:
-            for number in range(1_000_000):
-                connection.sendall(more(number))
-                sent += 1000
-        except (BrokenPipeError, ConnectionResetError):
-            pass
+        sent = sent_until_cut(connection, map(more, range(1_000_000)))
         assert MAX_HEAD_BYTES / 2 < sent < 100_000_000, "socket buffers take a few megabytes"
         all_of(connection)
 
