@@ -1,2 +1,2 @@
-"""The HTTP APIs. Each folder or file is one of them: it reads calls, writes answers, and has the
-routes (`router`)."""
+"""The HTTP APIs. Each folder has the code of one API: it reads calls, writes answers, and has the
+routes (`router`). A small API is a single file."""

@@ -33,8 +33,8 @@ class Expiry(BaseModel):
 
 
 def _check_number(metadata: Any) -> Any:
-    """Checks the number of entries of `metadata` first, because pydantic reports each wrong
-    entry."""
+    """Raises ValueError if `metadata` has too many entries. This check runs before those of
+    pydantic, which would report every wrong entry."""
     if isinstance(metadata, dict) and len(metadata) > _MOST_METADATA:
         raise ValueError(f"{len(metadata)} are more than the {_MOST_METADATA} allowed")
     return metadata

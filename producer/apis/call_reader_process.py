@@ -18,7 +18,7 @@ from promptq.producer.calls.call_reader import LENGTH_BYTES, OUT_OF_MEMORY, answ
 from promptq.shared.runtime.logs import configure_logs
 
 _MOST_BYTES = 2 << 30
-"""The most bytes of memory of the process. The worst valid body of 8 MB takes half of them."""
+"""Limit of the process's memory, in bytes. The worst valid body of 8 MB needs half of this."""
 _NICENESS = 15
 
 

@@ -101,8 +101,9 @@ async def upload(
 async def _charged(
     pieces: AsyncIterator[bytes], upload: Upload, counted: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the pieces of an upload's body. Charges the tenant's quota with the bytes of the file
-    after the first `counted` ones, which were charged before. Raises FileQuotaError."""
+    """Yields the pieces of an upload's body, and charges their bytes to the tenant's quota.
+    `counted` bytes were charged before, so only further bytes are charged. The first `_FORM_BYTES`
+    are free. Raises FileQuotaError."""
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)
@@ -140,7 +141,7 @@ async def list_files(
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """List files of the caller's tenant, the newest first."""
+    """List files of the caller's tenant, by default the newest first."""
     files, has_more = await asyncio.to_thread(
         store.page, *caller.reach, purpose=purpose, limit=limit, after=after, order=order
     )

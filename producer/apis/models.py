@@ -40,8 +40,9 @@ async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -
 
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, object]]:
-    """Returns the object that describes each model, by the model's name or alias. If several queues
-    serve a model, it has their shortest context length, and the fields that any of them refuses."""
+    """Maps each model's name and aliases to the object that describes the model. If several queues
+    serve a model, the object has the shortest context length of these queues, and every field that
+    one of them refuses."""
     views: dict[str, list[QueueView]] = {}
     for _, view in await gateway.queues.views():
         if view.model:

@@ -51,8 +51,8 @@ router = APIRouter(
 )
 
 _BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
-"""Statuses of a cancelled completion, which may have several requests: the first of these that one
-of its requests has."""
+"""A cancelled completion may have several requests, each with a status. The completion gets the
+first of these statuses that one of its requests has, or else `finished`."""
 
 
 class ForkOptions(BaseModel):
@@ -131,7 +131,8 @@ async def read_stream(
 ) -> Response:
     """Read the stream of a completion, from its beginning or after the event `Last-Event-ID`.
 
-    The completion's header `X-Stream-Url` has the address, including the query.
+    The answer to the original call has this stream's address, including the query, in its header
+    `X-Stream-Url`.
     """
     served, completion = await _find(gateway, caller, completion_id, request)
     if is_message_id(completion_id):  # its events have no ids, so the stream begins anew

@@ -61,7 +61,7 @@ ONLY_VALUE = "accepted with this value only"
 
 
 class BodyOptions(BaseModel):
-    """Fields that every endpoint which enqueues requests accepts besides a payload's fields."""
+    """The fields that all endpoints for new requests accept, besides the fields of a payload."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -83,7 +83,8 @@ class BodyOptions(BaseModel):
         return {}
 
     def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
-        """Returns a call with these fields of a payload. `answer` sets other attributes of it."""
+        """Returns a call with these fields of a payload. `answer` sets other attributes of the
+        call."""
         answer = {"wait_for_worker": self.wait_for_worker, "names": self._names, **answer}
         return CompletionCall(fields=fields, body_bytes=body_bytes, **answer)
 
@@ -110,8 +111,8 @@ def check_effort(field: str, effort: Any) -> None:
 
 
 def with_effort(effort: str, variables: Any) -> Any:
-    """Returns a chat template's variables with this reasoning effort, unless they have another
-    one."""
+    """Adds a reasoning effort to a chat template's variables, unless the variables already set one.
+    Returns the variables."""
     if not isinstance(variables, dict):
         return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}

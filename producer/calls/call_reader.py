@@ -43,7 +43,8 @@ _MOST_SECONDS = 120.0
 """The most seconds that a process may take for a call. The machine may be too busy, so a call that
 takes longer gets the status 503, not 400."""
 LENGTH_BYTES = 4
-"""Bytes of the number that precedes each message between the processes: its header's length."""
+"""Each message between the processes begins with a number of this many bytes: the length of the
+header, which follows."""
 OUT_OF_MEMORY = 3
 """Exit code of a process that ran out of memory."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
@@ -130,9 +131,9 @@ class CallReader:
     ) -> Prepared:
         """Reads a call whose body is a list of pieces, and makes its payloads.
 
-        `aliases` maps aliases to names of models. `history_of` returns the items of the response
-        with an id and of all responses before it, one on each line. Raises InvalidRequestError,
-        ApiError, and the errors of `history_of`.
+        `aliases` maps aliases to names of models. `history_of(id)` returns the items of the
+        response with this id and of all responses before it, one on each line. Raises
+        InvalidRequestError, ApiError, and the errors of `history_of`.
         """
         reader = self._readers[endpoint]
         reading = _Reading(endpoint, reader, headers, caller, reader.new_id(), aliases)
@@ -215,8 +216,8 @@ class CallReader:
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
         """Sends a query to an idle process, or to a new one, and returns the reply. Raises ApiError
-        400 if the process has reached its limits, and EOFError or OSError if it has ended
-        otherwise."""
+        400 if the process has reached its limit of memory or CPU time. Raises EOFError or OSError
+        if the process has ended for any other reason."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
         try:
@@ -241,8 +242,8 @@ class CallReader:
 def answer(
     readers: Readers, query: Mapping[str, Any], parts: Sequence[bytes]
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Returns the reply to a query of `CallReader`, in a process that it has started. `parts` has
-    the body of a call and perhaps its history, or payloads from the queue.
+    """Returns the reply to a query of `CallReader`. Runs in a process that the `CallReader` has
+    started. `parts` has the body of a call and perhaps its history, or payloads from the queue.
 
     The reply is a header and a list of bytes: the call's payloads, then the parts of its `extra`.
     """

@@ -73,7 +73,7 @@ def composed(
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
     """Returns the call with its caller's tenant and priority where the call sets none. Raises
-    ApiError 403 if the caller may not use those that the call sets."""
+    ApiError 403 if the call sets a tenant or priority that its caller may not use."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     if tenant is not None:
         check_tenant(caller, tenant)

@@ -117,8 +117,8 @@ def is_message_id(completion_id: str) -> bool:
 
 
 def check_known_id(known: str, new_id: str) -> None:
-    """Raises ApiError 409 unless two ids are of the same kind: `known`, which an idempotency key's
-    record in the queue has, and `new_id`, the new call's.
+    """Raises ApiError 409 unless two ids are of the same kind. `known` is the id in an idempotency
+    key's record in the queue. `new_id` is the id of the new call.
 
     Any program with write access may have written the record.
     """
@@ -224,8 +224,8 @@ def _uuid_of(completion_id: str) -> UUID:
 
 
 def _prefill(token_ids: Sequence[int] = (), text: str = "") -> str:
-    """Returns the part of an output prefix that the answer does not repeat: its text, or '' if the
-    prefix has token ids. Then it comes from a fork, whose answer repeats the whole prefix."""
+    """Returns the text of an output prefix, which the answer does not repeat. Returns '' for a
+    prefix of token ids: such a prefix comes from a fork, whose answer repeats it."""
     return "" if token_ids else text
 
 

@@ -131,7 +131,7 @@ def in_api_names(
     - a field's name: the beginning of the path
     - a name with a dot: any part of the path
     - a name with a colon, such as "embed: pooling": the beginning of the message
-    - `IF_NOT_STRICT`, an advice: this text anywhere after the path
+    - `IF_NOT_STRICT`, a piece of advice: the same advice anywhere after the path
     """
     for inner, outer in names.items():
         if ": " in inner and message.startswith(f"{inner}:"):

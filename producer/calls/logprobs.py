@@ -77,8 +77,9 @@ def completion_logprobs(
 
 
 def prompt_logprobs(source: Result) -> Work[list[dict[str, Any] | None] | None]:
-    """Returns the prompt's log-probabilities in vLLM's format: for each position, a mapping from
-    ids, of the prompt's token and of the likeliest tokens; None for the first position."""
+    """Returns the prompt's log-probabilities in vLLM's format; None if the result has none. Each
+    position has a mapping from token ids to log-probabilities, for the prompt's token and for the
+    likeliest tokens. The first position has None."""
     if source.prompt_logprobs is None:
         return None
     tokens = []

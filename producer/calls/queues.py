@@ -172,14 +172,16 @@ class ServedQueues:
     async def of_model(
         self, model: str | None, known_as: Callable[[Keys], str] | None = None
     ) -> Found:
-        """Returns the queue that serves a model; without a model, the gateway's own queue.
+        """Returns the queue that serves a model; without a model, the gateway's own queue. If no
+        queue serves the model, works like `_of_model_to_come`.
 
         If several queues serve the model, returns the one with the fewest requests for each worker.
-        With `known_as`, a function that returns a key of a queue, returns instead the queue in
-        which this key exists: that queue got the same request before, and must not run it twice.
 
-        Raises ModelNotServedError. Raises ModelIsLoadingError while a queue in `names` has no model
-        yet.
+        With `known_as`, the call has an idempotency key, and must not run in two queues. From the
+        `Keys` of a queue, `known_as` returns the Redis key that exists there if the queue got the
+        call before. If several queues serve the model, returns the queue that has this key. If no
+        queue has the key, returns the queue with the highest `_rank`, if possible among those whose
+        workers claim requests.
         """
         own = self.own, await self.own.view()
         is_alone = len(self._names) == 1 and not self._finds_others
@@ -244,7 +246,7 @@ class ServedQueues:
                     if self._finds_others:
                         names = (await self.own.queue.run(lookups.queue_names()))[:MOST_QUEUES]
                     aliases = await self.own.queue.run(lookups.aliases())
-                except ResponseError as error:  # such as a role of one queue
+                except ResponseError as error:  # the Redis user may be limited to one queue
                     self._refuse(f"{QUEUES}, {ALIASES}", error)
                 except (ConnectionError, TimeoutError):  # on a Cluster, only one node may be away
                     if not self._directory.names:

@@ -37,8 +37,8 @@ _SILENCE_SECONDS = 60.0
 _HEAD_SECONDS = 20.0
 """The most seconds from a request's first byte to the end of its head."""
 _WINDOW_SECONDS = 15.0
-"""Seconds in which each further `_WINDOW_BYTES` of a body must arrive. With a limit for the whole
-body, which would grow with its size, a client could send much at first and then be silent for
+"""Seconds in which each further `_WINDOW_BYTES` of a body must arrive. A limit for the whole body
+would have to grow with the body's size, so a client could send much at first and then be silent for
 long."""
 _WINDOW_BYTES = 65_536
 """The first bytes of a body, up to this number, may take `_SILENCE_SECONDS`. Most bodies have no
@@ -47,8 +47,8 @@ _MOST_DROPPED_BYTES = 1 << 28
 _DROPPED_BYTES_A_SECOND = 8 << 20
 _DROP_SECONDS = 30.0
 """The most seconds for which the rest of an answered request's body is read and dropped. Most
-clients read the answer after they have sent the whole body. An earlier end would reset the
-connection, and might lose the answer."""
+clients read the answer after they have sent the whole body. If the gateway closed the connection
+earlier, the connection would be reset, and the answer might be lost."""
 _UNREAD_SECONDS = 600.0
 """Seconds after which a client that reads nothing of an answer is disconnected."""
 _MOST_SMALL_PIECES = 4096
@@ -76,8 +76,8 @@ class _StayingParser(httptools.HttpRequestParser):
     use HTTP/2.
 
     httptools stops after the head of such a request, and uvicorn would drop the body. So a new
-    parser replaces the first one, and gets a made-up head with the body's length before the body.
-    `continues` is set while the new parser reads this head.
+    parser replaces the first one. The new parser gets a made-up head with the body's length, then
+    the body. `continues` is set while the new parser reads this head.
     """
 
     def __init__(self, protocol: BoundedProtocol) -> None:
@@ -129,7 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_unsent = 0
         self._timer = self.loop.call_later(_CHECK_SECONDS, self._check_times)
 
-    # Like uvicorn's class, this requires a Transport, where asyncio's protocol accepts any kind.
+    # Like uvicorn's class, this accepts only a Transport. Asyncio's protocol accepts any kind.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._max_connections is None:

@@ -33,8 +33,8 @@ async def cancelled_if_client_leaves(
     *,
     errors: tuple[type[Exception], ...] = (),
 ) -> AsyncIterator[asyncio.Event]:
-    """Context manager that interrupts its block if the client disconnects, cancels the answer's
-    requests unless `answer.detach` is set, and raises ClientLeftError.
+    """Context manager. If the client disconnects, interrupts the block, cancels the answer's
+    requests (unless `answer.detach` is set), and raises ClientLeftError.
 
     The requests are also cancelled if the block raises one of `errors`. A block that sends the
     answer must set the yielded event when it has sent all of it. After that, a disconnection

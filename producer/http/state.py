@@ -62,8 +62,8 @@ class Refusals:
         self._may_come_at: dict[str, float] = {}
 
     async def refuse(self, name: str, wait_ms: int) -> int:
-        """Waits if the key of this name calls again too early. `wait_ms` is the time until it may
-        call again; returns the part of it that is left."""
+        """Waits at most `_MOST_SECONDS` if the key of this name calls again too early. `wait_ms` is
+        the time until the key may call again. Returns the part of this time that is left."""
         now = time.monotonic()
         early = self._may_come_at.get(name, 0.0) - now
         self._may_come_at[name] = now + wait_ms / 1000

@@ -30,8 +30,9 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import bind
 
 History = Callable[[str, Caller, Callable[[int], None]], Awaitable[bytes]]
-"""A function that returns the items of the response with an id, which belongs to the caller, and of
-all responses before it. Calls its last argument with the number of bytes so far."""
+"""A function that returns the items of a response and of all responses before it. Its arguments are
+the response's id, the caller to whom the response must belong, and a function that gets the number
+of bytes so far."""
 
 
 def with_headers(headers: Mapping[str, str], response: Response) -> Response:

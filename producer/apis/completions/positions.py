@@ -1,9 +1,9 @@
 """Ids of a stream's events. An id has the client's position after the event.
 
-`chatcmpl-ID/12-57` means that the client has read 12 tokens, which are 57 characters, of the only
-choice. An `e` after the numbers means that the client has read the choice's end, too. The positions
-in further choices follow, separated by dots. The number of characters is needed when the queue has
-only the request's result, because the result's text does not show where tokens begin.
+`chatcmpl-ID/12-57` means that the call has one choice, of which the client has read 12 tokens (57
+characters). An `e` after the numbers means that the client has read the choice's end, too. The
+positions in further choices follow, separated by dots. The number of characters is needed when the
+queue has only the request's result, because the result's text does not show where tokens begin.
 """
 
 from __future__ import annotations

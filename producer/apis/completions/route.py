@@ -109,8 +109,9 @@ async def respond(incoming: IncomingCall) -> Response:
 
 
 async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> None:
-    """Checks a call that resumes a stream, before its body is read. Raises InvalidRequestError, and
-    RequestNotFoundError if the stream does not belong to the caller."""
+    """Checks a call that resumes a stream, before the call's body is read. Raises
+    InvalidRequestError if `last_event_id` is no id of an event, and RequestNotFoundError if the
+    stream is unknown or does not belong to the caller."""
     completion_id, have = read_event_id(last_event_id)
     check_completion_id(completion_id)
     first, *_ = request_ids(completion_id, len(have))

@@ -79,7 +79,8 @@ def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a body with promptq's names of fields in place of vLLM's, and with only the tools
     that a `tool_choice` allows.
 
-    Raises InvalidRequestError for OpenAI's former names, and for an unsupported feature.
+    Raises InvalidRequestError for `functions` and `function_call` (OpenAI's former names of `tools`
+    and `tool_choice`), and for an unsupported feature.
     """
     fields = {**body}
     if fields.get("seed") == -1:  # to vLLM, this means no seed
@@ -105,8 +106,8 @@ def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_in(body: Mapping[str, Any]) -> dict[str, str]:
-    """Maps payloads' names for the format of the output to vLLM's names, if a body has these; see
-    `in_api_names`."""
+    """Returns the mapping for `in_api_names` if a body uses one of vLLM's fields for the format of
+    the output, so that errors name this field. Otherwise returns an empty mapping."""
     name = next((name for name in _FORMS if name in body), None)
     if name is None:
         return {}
@@ -124,7 +125,7 @@ _FORMS = (
 
 
 def _format_of(name: str, value: Any) -> dict[str, Any]:
-    """Returns the `response_format` with the same meaning as the field of vLLM's with this name."""
+    """Converts the value of vLLM's field `name` to a `response_format` with the same meaning."""
     kind = name.removeprefix("guided_")
     if name == "structured_outputs":
         if isinstance(value, dict):  # clients may also send the fields that are not set

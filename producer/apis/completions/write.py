@@ -131,8 +131,8 @@ class ChoiceWriter:
         return self._chunk(event, text, (yield from self._logprobs(logprobs)))
 
     def _news(self, event: TokenEvent) -> tuple[str, list[FirstToken | TokenLogprob]] | None:
-        """Returns the text and the log-probabilities of an event that the client has not read; None
-        if it has read all of the event."""
+        """Returns the part of an event that the client has not read, as text and log-probabilities;
+        None if the client has read all of the event."""
         have, text, logprobs = self._have, event.text, event.logprobs or []
         if self._echo_only:
             text, logprobs = "", []
@@ -155,8 +155,8 @@ class ChoiceWriter:
         return text, [*of_prompt, *logprobs]
 
     def _chunk(self, event: TokenEvent, text: str, logprobs: str | None) -> str | None:
-        """Returns a chunk as JSON; None if it would be empty. `logprobs` is JSON, or None if the
-        event has none that are new."""
+        """Returns a chunk as JSON; None if it would be empty. `logprobs` is the JSON of the
+        log-probabilities that the client has not read; None if there are none."""
         piece = self._reader.feed(text)
         is_last = event.is_last
         if is_last:
@@ -237,7 +237,7 @@ def _roles_come_first(completion: Completion) -> bool:
 
 
 def _frame_of(completion: Completion) -> tuple[str, str]:
-    """Returns a chunk's JSON before and after its only choice."""
+    """Returns the two parts of a chunk's JSON: before and after the chunk's only choice."""
     kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
     before = (
         f'{{"id":{quoted(completion.id)},"object":"{kind}","created":{completion.created}'

@@ -32,13 +32,13 @@ NAMES = {
 }
 """Maps names of fields in a payload to their names in the body; see `in_api_names`.
 
-The output's prefix comes from the last message, if this is the assistant's.
+`output_prefix` is made from the last message, if that message is the assistant's.
 """
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
 """Fields of a payload that are refused, because a message cannot show their effect."""
 _UNSUPPORTED = ("thread", "context_management")
-"""Fields that Anthropic's tool runners send. After the error for them, the runners no longer send
-`thread`."""
+"""Fields that Anthropic's tool runners send. Once a tool runner has got the error for an
+unsupported field, it no longer sends `thread`."""
 _THINKING = ("type", "budget_tokens", "display")
 _THINKING_TYPES = ("enabled", "disabled", "adaptive")
 
@@ -119,7 +119,11 @@ def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 
 def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
     """Adds messages, tools and template variables to a payload's fields. Returns the text with
-    which the answer begins. Raises InvalidRequestError, ApiError."""
+    which the answer begins.
+
+    Raises ApiError for the fields in `_UNSUPPORTED`, and InvalidRequestError for any other wrong
+    field.
+    """
     refuse(fields, NAMES, NAMES)
     if unsupported := [name for name in _UNSUPPORTED if name in fields]:
         raise ApiError(
@@ -182,8 +186,8 @@ def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any
 def chat_of(
     messages: Sequence[Mapping[str, Any]], system: str | Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[Message], str]:
-    """Returns the messages of a chat, and the text with which the answer begins: that of the last
-    message if this is the assistant's, otherwise ''.
+    """Returns the messages of a chat, and the text with which the answer begins. If the last
+    message is the assistant's, this text is the message's; otherwise it is ''.
 
     Successive messages of one role are joined. Raises InvalidRequestError for an unsupported block,
     such as an image.

@@ -33,7 +33,8 @@ _NO_MARK = "\0"
 """A character that occurs in no mark and is not white space. The parser holds back no text before
 it."""
 _BROKEN = "INVALID_JSON"
-"""The only member of a tool's input if the model has not written a JSON object."""
+"""If the model has not written a JSON object, the tool's input has only a member of this name, with
+the text that the model has written."""
 
 
 class MessageWriter:
@@ -142,8 +143,8 @@ class MessageWriter:
 
 
 class _Prefill:
-    """Removes the prefill, the text that a call gives as the beginning of the output, from the
-    output."""
+    """Removes the prefill from the output. The prefill is the text that a call sets as the
+    beginning of the output."""
 
     def __init__(self, completion: Completion, style: OutputStyle | None) -> None:
         self._prefill = completion.prefill
@@ -155,9 +156,9 @@ class _Prefill:
     def split(self, event: TokenEvent) -> tuple[str, str]:
         """Splits the text of the first event into the prefill and the rest.
 
-        Before the prefill there may be the mark of reasoning that the chat template has begun. If
-        the prefill is not found, the tokenizer has changed it. Then it is the whole text, because a
-        worker sends the prefill as one event.
+        If the chat template has begun the reasoning, the mark of reasoning may precede the prefill.
+        If the prefill is not found, the tokenizer has changed its text. Then all of the event is
+        the prefill, because a worker sends the prefill as one event.
         """
         text = event.text
         at = text.find(self._prefill, 0, len(self._mark) + len(self._prefill))
@@ -168,8 +169,8 @@ class _Prefill:
         return text[:end], text[end:]
 
     def without(self, pieces: list[OutputPiece]) -> list[OutputPiece]:
-        """Returns pieces of the output without the end of the prefill, which the parser of the
-        output held back."""
+        """Returns pieces of the output without the end of the prefill. The parser of the output had
+        held back this end, so the first pieces contain it."""
         output = []
         for piece in pieces:
             held, self._held = self._held, None
@@ -221,8 +222,8 @@ def _input_of(arguments: str) -> str:
 
 
 def _usage(usage: Usage, num_prefilled: int) -> str:
-    """Returns the usage as JSON, as Anthropic counts it: the prefill, but no cached token, is
-    input."""
+    """Returns the usage as JSON, as Anthropic counts: tokens of the prefill are input, and cached
+    tokens are not."""
     details = "null"
     if usage.reasoning_tokens is not None:
         details = f'{{"thinking_tokens":{usage.reasoning_tokens}}}'

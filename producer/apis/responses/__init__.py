@@ -1,5 +1,6 @@
 """/v1/responses: OpenAI's responses, and their records in Redis.
 
-A response has one request, with the same id. The state and the output of the response are those of
-this request, in a queue. The record has everything else, and the output once it is complete.
+A response has one request, with the same id. The queue has the request's state and output, which
+are also those of the response. The response's record has everything else, and a copy of the output
+after the request has ended.
 """

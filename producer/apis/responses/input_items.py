@@ -26,7 +26,7 @@ def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str
     """Returns the items of an `input` in their full form. Their ids contain `unique`.
 
     The id is the first member of each item, so that `id_of` need not read the rest. Raises
-    InvalidRequestError for an item that is no message of text, function call, function's output or
+    InvalidRequestError for any item but a text message, a function call, a function's output and
     reasoning.
     """
     if isinstance(text_or_items, str):
@@ -49,8 +49,8 @@ def id_of(line: bytes) -> bytes:
 
 
 def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns items as the messages of a chat. Reasoning becomes a part of the assistant's message
-    after it, and a function call a part of the message before it."""
+    """Returns items as the messages of a chat. Reasoning is added to the assistant's message that
+    follows it. A function call is added to the assistant's message that precedes it."""
     messages: list[dict[str, Any]] = []
     reasoning = ""
     for item in items:

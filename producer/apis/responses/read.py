@@ -114,8 +114,9 @@ def read_response(
 ) -> CompletionCall:
     """Returns the call as a chat. Its `extra` is a NewResponse.
 
-    `history` has the items of earlier responses, one on each line. Raises HistoryNeededError if it
-    is None and the call continues a response, and InvalidRequestError that names the wrong field.
+    `history` has the items of earlier responses, one on each line. If the call continues a response
+    and `history` is None, raises HistoryNeededError. Raises InvalidRequestError that names the
+    wrong field.
     """
     options, fields = read_options(ResponseOptions, body, headers)
     _check_options(options)

@@ -132,9 +132,9 @@ class ResponseRecords:
         """Returns the items of a response and of all responses before it, as JSON, one on each
         line.
 
-        Calls `on_size` with the number of bytes so far after each response. Raises ApiError 400 if
-        a response is unknown or has not ended, and InvalidRequestError if the items have more bytes
-        than a payload may have.
+        After each response, calls `on_size` with the number of bytes so far. Raises ApiError 400 if
+        a response is unknown or has not ended, or if there are more than MOST_LINKS responses.
+        Raises InvalidRequestError if the items have more bytes than a payload may have.
         """
         turns: list[bytes] = []
         num_bytes, previous = 0, response_id

@@ -129,8 +129,8 @@ async def delete_response(
 async def cancel_response(
     response_id: str, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> Response:
-    """Cancel a response in the background, and return it. A response that has ended does not
-    change."""
+    """Cancel a response that was created with `background: true`, and return it. A response that
+    has ended does not change."""
     bind(request_id=response_id)
     stored = await records.get(response_id, caller)
     if stored.result is not None:

@@ -1,7 +1,7 @@
 """Reads and writes records of responses in Redis, under the keys of the gateway's own queue.
 
-A record does not have the state of its response, which is that of the request in the queue that
-serves it. Records expire by themselves.
+A record does not have the response's state. Only the queue that serves the response's request has
+this state. Records expire by themselves.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CALLS = TypeAdapter(ResponseCall)
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response's record. `queue` is the name of the queue that serves its request. `result` is
-    its output (`EndedOutput`) as JSON; None until the output is stored."""
+    """A response's record. `queue` is the name of the queue that serves the response's request.
+    `result` is the response's output (`EndedOutput`) as JSON; None until the output is stored."""
 
     call: ResponseCall
     tenant: str
@@ -179,8 +179,8 @@ def _place(reply: list[bytes | None]) -> tuple[str, str] | None:
 
 
 def _lines(reply: bytes | None) -> list[bytes]:
-    """Returns the items of a stored input, each as JSON. Raises an error if no gateway has written
-    them."""
+    """Returns the items of a stored input, each as JSON. Raises an error if an item has no id or is
+    not UTF-8, because any program may have written the record."""
     lines = (reply or b"").split(b"\n")
     for line in lines:
         id_of(line).decode()

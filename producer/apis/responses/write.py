@@ -36,8 +36,9 @@ _STATUSES: dict[FinishReason, Status] = {
     FinishReason.ERROR: "failed",
 }
 _LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""The last event's type for a status. The type for other statuses is `response.incomplete`, also
-for `cancelled`, because OpenAI has no such event."""
+"""For a status, the type of the stream's last event. For all other statuses, the type is
+`response.incomplete`. This includes `cancelled`, because OpenAI has no event for cancelled
+responses."""
 
 
 class ResponseWriter:
@@ -279,8 +280,8 @@ class _Item:
 
 
 def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
-    """Returns a writer that has written all of a response that has ended, and dropped the
-    frames."""
+    """Returns the writer of a response that has ended, with `whole` and `items` complete. The
+    writer makes no frames."""
     writer = ResponseWriter(call, after=sys.maxsize)
     for _ in frames_of(writer, output):
         yield

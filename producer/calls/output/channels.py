@@ -17,8 +17,8 @@ _REASONING, _CONTENT, _CALL, _REST = "reasoning", "content", "call", "rest"
 class ChannelText:
     """Parser of a text in the form `channels` of `OutputStyle`.
 
-    A text without a header is content. If a call is `forced`, such a text may be a JSON object, as
-    workers of earlier releases write the call.
+    A text without a header is content. But if a call is `forced`, a text without a header may be a
+    JSON object, because workers of earlier releases write the call in this form.
     """
 
     def __init__(self, style: OutputStyle, *, with_tools: bool, forced: bool = False) -> None:

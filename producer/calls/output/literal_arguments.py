@@ -28,8 +28,8 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 class LiteralArguments:
     """Reads arguments character by character, up to the first character of the mark after the call.
 
-    A string is parsed as JSON if its argument's schema does not allow strings, because some
-    templates write all values of earlier calls as strings.
+    If an argument's schema does not allow strings, a string is parsed as JSON. Some templates write
+    all values of earlier calls as strings, so models may do this in new calls.
     """
 
     def __init__(self, style: OutputStyle, types: Mapping[str, frozenset[str]]) -> None:

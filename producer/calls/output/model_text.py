@@ -133,7 +133,8 @@ def read_whole(text: str, style: OutputStyle | None, expected: ExpectedOutput) -
 
 
 def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a small set of fields for which `ExpectedOutput.of` returns the same."""
+    """Returns a small set of fields for which `ExpectedOutput.of` returns the same as for
+    `fields`."""
     expected = ExpectedOutput.of(fields)
     needed: dict[str, Any] = {}
     if expected.with_tools:

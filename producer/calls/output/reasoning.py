@@ -60,8 +60,8 @@ class ReasoningText:
         return reasoning, ""
 
     def _certain(self, text: str) -> str:
-        """Returns a piece of reasoning, after the white space that separates it from the piece
-        before."""
+        """Returns a piece of reasoning: the white space that was held back (`_blank`), then the
+        text. The first piece begins without white space."""
         if not text:
             return ""
         text = "".join(self._blank) + text if self._has_begun else text.lstrip()

@@ -23,8 +23,9 @@ from promptq.producer.calls.output.tagged_arguments import TaggedArguments
 from promptq.shared.protocol.output_style import ELEMENTS, LITERALS, NAMED, TAGGED, OutputStyle
 
 _STRING, _NAME, _FIRST_KEY = "", "\0", "\1"
-"""Elements of a call's head, the text before its arguments, that are not literal: the tool's name
-as a JSON string; the name up to a mark; the first argument's name, or the end of the call."""
+"""Special elements of a call's head, which is the text before the arguments. `_STRING` stands for
+the tool's name as a JSON string, `_NAME` for the name up to a mark, and `_FIRST_KEY` for the first
+argument's name or the end of the call. All other elements are literal text."""
 
 _HALF_CHARACTER = "\ufffd"
 _LONGEST_NAME, _LONGEST_MARK = 256, 256
@@ -173,7 +174,8 @@ class ToolText:
     def _mark_begun(self) -> str:
         """Returns the held text without white space, as the possible beginning of a mark.
 
-        White space at its beginning is content before the first call: returns ''.
+        Before the first call, white space is content. So if no call was found yet and the held text
+        begins with white space, returns ''.
         """
         return "" if self._held[0].isspace() and not self.num_calls else squeezed(self._held)
 

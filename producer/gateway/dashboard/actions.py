@@ -29,9 +29,9 @@ from promptq.shared.runtime.logs import get_logger
 async def same_origin(request: Request) -> None:
     """Prevents other web sites from acting through an administrator's browser. Raises ApiError 403.
 
-    While no key exists, a gateway trusts all programs on its machine, and so every page in a
-    browser there. But a browser sends the origin of a page with the page's requests. Other programs
-    send no origin.
+    While no key exists, a gateway trusts all programs on its machine. A browser there is such a
+    program, so without this check every page in the browser could act. A browser sends the origin
+    of the page with each request. Other programs send no origin, and are not refused.
     """
     if not is_of_own_page(request):
         raise ApiError(403, "another web site may not do this", code="cross_site")
@@ -60,7 +60,7 @@ class Move(One):
 
 
 class DeadLetters(BaseModel):
-    """Dead letters: those with these ids, or with `all`, the latest MAX_DEAD ones."""
+    """Dead letters: those with these ids. If `all` is set, the latest MAX_DEAD ones instead."""
 
     ids: list[str] = Field([], max_length=MAX_DEAD, fail_fast=True)
     all: bool = False

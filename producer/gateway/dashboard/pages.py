@@ -85,7 +85,8 @@ class _OpenPage:
         return event_response(self._request, self._gateway, messages)
 
     def send_polled(self, *kind_and_id: str) -> StreamingResponse:
-        """Returns a response that sends the state of a topic of the page's queue once a second."""
+        """Returns a response that sends data of the page's queue once a second. The arguments are
+        the words that follow the queue's name in a `Topic`."""
         return self.send(_polled(self.poller, (self.served.name, *kind_and_id)))
 
 
@@ -121,7 +122,8 @@ async def live_request(page: OpenPage, request_id: RequestId) -> StreamingRespon
 
 @router.get("/live/requests")
 async def live_requests(page: OpenPage, state: str, tenant: str = "") -> StreamingResponse:
-    """Stream the first page of requests in a state that has a sorted set, once a second."""
+    """Stream the first page of requests in a state, once a second. Only states with a sorted set
+    are supported."""
     check_one_of("state", state, request_search.SETS)
     page.served.queue.keys.pending_of(tenant)  # raises an error for a wrong name
     return page.send_polled("requests", state, tenant)
@@ -129,8 +131,8 @@ async def live_requests(page: OpenPage, state: str, tenant: str = "") -> Streami
 
 @router.get("/live/dead")
 async def live_dead(page: OpenPage) -> StreamingResponse:
-    """Stream the ids of the latest dead letters, once a second. The content of a dead letter never
-    changes."""
+    """Stream the ids of the latest dead letters, once a second. Ids are enough, because the content
+    of a dead letter never changes."""
     return page.send_polled("dead")
 
 
@@ -142,7 +144,8 @@ async def requests(
     prefix: str = "",
     cursor: str = "",
 ) -> FoundRequests:
-    """Returns a page of the requests that match."""
+    """Returns a page of the requests that match `state`, `tenant` and `prefix` (the beginning of
+    the id)."""
     return await request_search.search(
         served.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
     )
@@ -274,7 +277,7 @@ def _shown(event: TokenEvent) -> Work[str]:
 
 def _waiting_messages(mailbox: asyncio.Queue[str | None]) -> str:
     """Takes all messages out of the mailbox, so that a long text is not sent as thousands of
-    packets. Leaves the None at its end."""
+    packets. Leaves the None that marks the end."""
     texts: list[str] = []
     while not mailbox.empty():
         text = mailbox.get_nowait()

@@ -14,8 +14,8 @@ from promptq.shared.runtime.tasks import kept_up
 INTERVAL_SECONDS = 1.0
 
 Topic = tuple[str, ...]
-"""The data of a page, named by words: a queue's name, a kind, and for some kinds an id or a
-filter."""
+"""Names the data of a page: a queue's name, a kind such as `worker`, and an id or filters if the
+kind needs them."""
 
 
 @dataclass(slots=True)

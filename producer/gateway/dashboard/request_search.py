@@ -33,8 +33,8 @@ _WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
-    """A request that was found. Times are Unix milliseconds of the server, and None before the
-    event."""
+    """A request that was found. Times are Unix milliseconds of the server. A time is None until its
+    event has happened."""
 
     request_id: str
     state: str
@@ -71,8 +71,8 @@ async def search(
     prefix: str = "",
     cursor: str = "",
 ) -> FoundRequests:
-    """Returns the requests whose id begins with `prefix`. Raises InvalidRequestError and errors of
-    redis-py."""
+    """Returns a page of the requests with this state and tenant, whose id begins with `prefix`. An
+    empty filter matches all requests. Raises InvalidRequestError and errors of redis-py."""
     check_one_of("state", state, STATES)
     if cursor and (re.fullmatch(r"[0-9]{1,20}", cursor) is None or int(cursor) >= 2**64):
         raise wrong_field(

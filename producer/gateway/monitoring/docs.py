@@ -1,6 +1,6 @@
 """Serves the OpenAPI document, and a page built from it. The page loads nothing from other servers.
 
-Callers need no key, so each of the two is built only once.
+Callers need no key, so the document and the page are built only once, to limit the cost.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz", responses=described(503))
 @router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
-    """Answers 200 if the queues can be read, and a worker claims requests and makes progress, or
-    loads a model when work comes. Otherwise answers 503.
+    """Answers 200 if the queues can be read and requests would be served: a worker claims requests
+    and makes progress, or a worker will load a model when requests come. Otherwise answers 503.
 
     `warning` describes a danger in the Redis server's settings.
     """
