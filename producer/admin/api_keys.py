@@ -79,16 +79,16 @@ class ApiKey(BaseModel):
 
     @property
     def is_free(self) -> bool:
-        """Whether the key's requests may name any tenant. Only administrators without a tenant
-        may."""
+        """Whether the key's requests may name any tenant. True for administrators without an
+        assigned tenant."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)
 
     @property
     def reach(self) -> tuple[str, ...]:
         """The tenants whose files and batches the key may read: its tenant.
 
-        Administrators without a tenant may also read those of the tenant without a name (''), such
-        as files from before the first key.
+        An administrator's key without an assigned tenant may also read those of the tenant without
+        a name (''), such as files from before the first key.
         """
         own = self.tenant or ""
         return (own, "") if own and self.is_free else (own,)
@@ -109,8 +109,8 @@ def create_api_key(
     """Creates a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
     `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is taken
-    or is another key's tenant, if the tenant is the name of a key without a tenant, or if a scope
-    is unknown.
+    or a scope is unknown. A key created without a tenant uses its name as tenant, and no two keys
+    may share such a tenant: creating the second one raises ConfigurationError, too.
     """
     _check_scopes(key)
     if key.name == LOCAL_NAME:

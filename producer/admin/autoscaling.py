@@ -87,7 +87,7 @@ def scaling(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[
 
 
 def scalings(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[list[Scaling]]:
-    """Computes the scaling of each readable queue of the server."""
+    """Computes the scaling of each queue of the server that this Redis user may read."""
     scalings: list[Scaling] = []
     for view in (yield from views_of_queues(keys)):
         with suppress(ResponseError):  # its record was overwritten meanwhile
@@ -126,7 +126,10 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
 
 
 def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
-    """Returns the number of workers for each reason. The first of equal numbers counts."""
+    """Returns the number of workers that each reason needs.
+
+    The caller uses the largest number. Of equal numbers, it uses the first.
+    """
     num_waiting = 0 if work.is_paused else work.num_waiting
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):
@@ -163,9 +166,10 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
 
 
 def _for_deadlines(work: Work, each: float) -> int:
-    """Returns the number of workers that are needed so that all requests meet their deadlines.
+    """Returns the number of workers that are needed so that requests meet their deadlines.
 
-    Assumes that requests run in the order of their deadlines, and that each takes `each` seconds.
+    Deadlines in less than `_START_SECONDS` do not count: a new worker would come too late. Assumes
+    that requests run in the order of their deadlines, and that each takes `each` seconds.
     """
     most = 0
     for nth, ms in enumerate(work.deadlines_ms, 1):

@@ -1,4 +1,4 @@
-"""Default times of autoscaling. Commands read them at each start, so there are no imports here."""
+"""Default times of autoscaling. Imports nothing: commands import this module at each start."""
 
 TARGET_SECONDS = 30.0
 """The longest time in seconds that a request should wait."""

@@ -57,7 +57,8 @@ def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]
 
 
 def _dead_letter(request_id: str, record: dict[str, str]) -> DeadLetter | None:
-    """Returns the dead letter in a record; None if the record is none, such as after a purge."""
+    """Returns the dead letter in a record; None if the record is not a dead letter, such as after
+    a purge."""
     if record.get("state") != "dead":
         return None
     last = json_object(record.get("last_event"))

@@ -42,7 +42,7 @@ class QueueView:
     max_model_len: int | None
     """The most tokens of prompt and output that every worker accepts; None without a worker."""
     refused: tuple[str, ...]
-    """The fields of a request that no worker's engine can serve. Sorted."""
+    """The request fields that every worker refuses, sorted."""
 
     @property
     def has_worker(self) -> bool:
@@ -151,7 +151,11 @@ def _has(keys: Keys, request_id: str) -> Operation[bool]:
 
 
 def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
-    """Sets an alias of a model. Raises ConfigurationError."""
+    """Sets an alias of a model.
+
+    Raises ConfigurationError if the alias is not valid, or is the name of a model. Raises
+    ModelNotServedError if no queue has the model.
+    """
     if not 0 < len(alias) <= _LONGEST_NAME or not alias.isprintable():
         raise ConfigurationError(
             f"alias: {alias[:80]!r} is not 1 to {_LONGEST_NAME} printable characters"
@@ -167,7 +171,8 @@ def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
 def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
     """Deletes an alias, or a model that no worker serves. Returns the names of the model's queues.
 
-    Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
+    Raises ModelNotServedError if the name is unknown. Raises ConfigurationError if a queue of the
+    model is still in use.
     """
     views = yield from views_of_queues(keys)
     serving = [view for view in views if view.model == name]
@@ -209,7 +214,7 @@ def not_served(model: str, served: Iterable[str]) -> str:
 
 
 def views_of_queues(keys: Keys, /) -> Operation[list[QueueView]]:
-    """Reads the state of the server's readable queues, sorted by name."""
+    """Reads the state of the server's queues that this Redis user may read, sorted by name."""
     views: list[QueueView] = []
     for name in sorted([keys.queue, *(yield from _others(keys))]):
         try:

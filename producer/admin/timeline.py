@@ -64,7 +64,7 @@ class Moment(BaseModel):
     attempt: int = 0
     worker: str = ""
     detail: str = ""
-    """How the attempt ended early, or at the end, the finish reason."""
+    """How an unfinished attempt ended, or the request's finish reason; otherwise empty."""
 
 
 class Timeline(BaseModel):

@@ -76,7 +76,7 @@ class BatchRecord(BaseModel):
 
     @property
     def tenant_as_written(self) -> str:
-        """The tenant as JSON, which is how `Batches.turns` counts batches."""
+        """The tenant as JSON text, by which `Batches.turns` counts batches."""
         return json.dumps(self.tenant)
 
     def to_api(self) -> dict[str, object]:

@@ -125,7 +125,7 @@ class FileStore:
     def keep(self, file_id: str, tenant: str, path: Path) -> None:
         """Keeps a file's content at `path` as well, even after the file is deleted.
 
-        If `path` exists, only its time is set to now. Raises FileMissingError.
+        If `path` exists, only sets its modification time to now. Raises FileMissingError.
         """
         if not path.exists():
             data = self.path(self.get(file_id, tenant))
@@ -157,7 +157,8 @@ class FileStore:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
-        """Returns up to `limit` of the tenants' files after `after`, and whether more follow."""
+        """Returns up to `limit` of the tenants' files after the id `after`, and whether there are
+        more."""
         is_newest_first = order == "desc"
         files = [
             file

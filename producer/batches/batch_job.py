@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
 _SHORTEST_TURN_SECONDS = 5.0
-"""The shortest time in seconds for which a batch runs that only waits for its key's rates. With
-shorter times, many such batches would constantly replace each other."""
+"""A batch that only waits for its key's rates runs at least for this time in seconds before another
+batch may take its place. With a shorter time, such batches would constantly replace each other."""
 
 LEASE_MS = 15_000
 """Milliseconds without renewal after which another process may take over a runner's batch."""

@@ -1,8 +1,8 @@
 """The output file and the error file of a batch, which also record which lines are done.
 
-A line is written when its request has ended, with the number of the input line in its id. After a
-crash, the two files show which lines need not run again. There is no second record that could
-differ from them.
+A line is written when its request has ended. The field `id` of the line contains the number of the
+input line. After a crash, the two files show which lines need not run again. There is no second
+record that could differ from them.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ Redis."""
 _SYNC_SECONDS = 1.0
 """The shortest time in seconds between two syncs of the journal to the disk."""
 _END_SECONDS = 30.0
-"""Seconds to wait at most for cancelled requests to end: a dead worker's lease must expire."""
+"""The most seconds to wait for cancelled requests to end. If a request's worker has died, the
+request ends only after the lease has expired."""
 _UNFINISHED = {
     Ending.CANCELLED: (
         "batch_cancelled",
@@ -68,7 +69,7 @@ _SPOILT = Result(
 
 
 class _StoppedError(Exception):
-    """The process must stop although the server is away."""
+    """A stop was requested while the server is away."""
 
 
 class BatchRun:
@@ -217,7 +218,7 @@ class BatchRun:
         return time.monotonic() < self._full_until.get(item.served.name, 0.0)
 
     async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
-        """Enqueues requests, unless they are enqueued. Returns False if the queue is full."""
+        """Enqueues requests, unless an earlier process did. Returns False if the queue is full."""
         try:
             await self._persist(partial(item.served.queue.enqueue, requests))
         except RequestExistsError:

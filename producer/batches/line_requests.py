@@ -1,4 +1,4 @@
-"""Converts a line into requests, and their results into its answer, like the gateway."""
+"""Like the gateway, converts a batch's line into requests, and results into the line's answer."""
 
 from __future__ import annotations
 

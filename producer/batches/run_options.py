@@ -53,7 +53,8 @@ class RunOptions:
 def stop_signals(pipe: int | None = None) -> asyncio.Event:
     """Returns an event that is set by SIGINT, by SIGTERM, or when the other end of `pipe` closes.
 
-    Only the main thread's event loop gets signals, and a fork may lose one; pipes lose nothing.
+    Use `pipe` in threads and forked processes: only the main thread's event loop gets signals,
+    and a signal may be lost during a fork.
     """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()

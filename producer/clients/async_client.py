@@ -64,7 +64,9 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """`promptq.Client` for asyncio: its methods as coroutines with the same errors, and `follow`.
+    """`promptq.Client` for asyncio. Its methods are coroutines that raise the same errors.
+
+    `follow` is an additional method, for many streams.
 
     The client connects at the first call, or on entering `async with`. Any number of tasks may use
     it at once. At most 32 calls run at once, and further calls wait. All streams together use one
@@ -93,7 +95,7 @@ class AsyncClient:
         self._silence = silence_seconds
         self._tracing = tracing
         self.turns = Turns()
-        """Divides the event loop's time among long work with events."""
+        """Lets streams take turns when they deliver or parse much at once."""
         if isinstance(server, redis.asyncio.Redis):
             check_replies_are_bytes(server.connection_pool)
             self.url = address_of(server.connection_pool)
@@ -179,10 +181,10 @@ class AsyncClient:
 
         The source, `request_id`, may still run or have ended. Without `at`, the fork continues
         after all of the source's tokens. The fork's output begins with these tokens and the text
-        `append`. While the source's worker has them and the prompt in its prefix cache, computing
-        them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the source's payload
-        without its seed and idempotency key. `changes` are further fields, such as `temperature`.
-        `max_tokens` counts only tokens after the prefix.
+        `append`. If the worker that runs the fork has the prompt and these tokens in its prefix
+        cache, computing them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the
+        source's payload without its seed and idempotency key. `changes` are further fields, such as
+        `temperature`. `max_tokens` does not count these tokens and `append`.
 
         Raises InvalidRequestError, also for an `at` beyond the source's tokens. Raises
         RequestNotFoundError if the source is unknown or has expired, and the errors of `enqueue`.
@@ -249,7 +251,8 @@ class AsyncClient:
         vector. `fields` are as in `enqueue`; fields for generation have no effect. `timeout`
         (seconds) is for all texts together.
 
-        Raises the errors of `enqueue` and `result`, and RequestFailedError without a vector.
+        Raises the errors of `enqueue` and `result`, and RequestFailedError if a result has no
+        vector.
         """
         embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         new = compose_embeddings(texts, {**fields, "embed": embed})
@@ -266,9 +269,10 @@ class AsyncClient:
         return status
 
     async def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """Move a waiting request to the place of requests that were enqueued with this priority.
+        """Change the priority of a waiting request.
 
-        A request that a worker holds keeps its priority. Raises InvalidRequestError.
+        The request moves to the place that it would have if it had been enqueued with this
+        priority. A request that a worker holds keeps its priority. Raises InvalidRequestError.
         """
         return await self._do(
             admin.queue_control.reprioritise(await self._keys(), request_id, priority)
@@ -304,7 +308,10 @@ class AsyncClient:
         return await self._do(statistics.samples(await self._keys(), since_ms))
 
     async def keep_statistics(self) -> None:
-        """Write a due sample of the statistics. Call this regularly if all workers may be away."""
+        """Write a sample of the statistics if one is due.
+
+        Call this regularly if all workers may be away.
+        """
         await self._do(statistics.sample(statistics.Contribution()))
 
     async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
@@ -314,7 +321,7 @@ class AsyncClient:
     async def scalings(
         self, target_seconds: float = TARGET_SECONDS
     ) -> list[admin.autoscaling.Scaling]:
-        """Returns the scaling of each readable queue of the server."""
+        """Returns the scaling of each queue of the server that this Redis user may read."""
         return await self._do(admin.autoscaling.scalings(await self._keys(), target_seconds))
 
     async def pause(self) -> None:
@@ -370,13 +377,18 @@ class AsyncClient:
         return await self._do(admin.queue_views.queue_of_request(await self._keys(), request_id))
 
     async def set_alias(self, alias: str, model: str) -> None:
-        """Set an alias of a model. Raises ConfigurationError."""
+        """Set an alias of a model.
+
+        Raises ConfigurationError if the alias is not valid, or is the name of a model. Raises
+        ModelNotServedError if no queue has the model.
+        """
         await self._do(admin.queue_views.set_alias(await self._keys(), alias, model))
 
     async def forget_model(self, name: str) -> list[str]:
         """Delete an alias, or a model that no worker serves. Returns the model's queues.
 
-        Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
+        Raises ModelNotServedError if the name is unknown. Raises ConfigurationError if a queue of
+        the model is still in use.
         """
         return await self._do(admin.queue_views.forget_model(await self._keys(), name))
 
@@ -388,8 +400,8 @@ class AsyncClient:
         """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
         `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is
-        taken, if the name is the tenant of another key, if the tenant is the name of a key without
-        a tenant, or if a scope is unknown.
+        taken or a scope is unknown. A key created without a tenant uses its name as tenant, and no
+        two keys may share such a tenant: creating the second one raises ConfigurationError, too.
         """
         return await self._do(admin.api_keys.create_api_key(await self._keys(), key, weight))
 
@@ -520,7 +532,7 @@ class AsyncClient:
         """Performs a stream's actions, once the client is connected and knows its queue.
 
         `begin` returns a function that takes the answer to an action and returns the next action.
-        Yields each result of the function that is no action, until it returns None.
+        If the function returns something else, yields it. Ends when the function returns None.
         """
         await self._connected()
         go_on = begin()

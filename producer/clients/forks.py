@@ -23,7 +23,7 @@ _NOT_COPIED = frozenset(
 """Fields of the source that a fork does not copy. With the same seed, it would repeat tokens."""
 
 FIXED = ("prompt", "messages", "tools", "chat_template_kwargs", "model", "output_prefix")
-"""Fields that a fork cannot change, because its tokens follow the same prompt as the source's."""
+"""Fields that a fork cannot change, because the copied tokens belong to this prompt."""
 
 
 _SKIPPED = dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_texts"), lambda item: None)

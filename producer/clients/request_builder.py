@@ -20,7 +20,7 @@ Messages = list[dict[str, Any]]
 def compose(
     requests: Iterable[Mapping[str, Any]], account: TokenAccount | None = None
 ) -> list[NewRequest]:
-    """Returns requests made from fields: those of their payloads, `request_id` and `delay_ms`.
+    """Returns a request for each mapping of payload fields, `request_id` and `delay_ms`.
 
     Output is charged to `account`, if any. Raises InvalidRequestError for the first wrong field.
     """

@@ -104,9 +104,9 @@ def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
 
 
 def advance(steps: Steps, answer: Any) -> Action | None:
-    """Sends an answer, or raises an error, as the result of the last action. Returns the next one.
+    """Sends an answer, or raises an error, as the result of the last action.
 
-    Returns None if the stream has ended.
+    Returns the next action; None if the stream has ended.
     """
     try:
         return steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
@@ -281,7 +281,8 @@ class _Stream:
     def _beyond(self, event: TokenEvent) -> Generator[Action, Any, TokenEvent]:
         """Returns the event without the tokens that were delivered before.
 
-        A failover may lose a part of the log. Another worker's events begin at other tokens.
+        After a failover that lost a part of the log, another worker sends that part again, in
+        events that may begin at other tokens.
         """
         text = ""
         call = lookups.log_after(self.keys, self.id, 0)
@@ -345,7 +346,8 @@ class _Stream:
     def _read_record(self) -> Generator[Action, Any, _Ending | None]:
         """Reads the record's state, last event and result. None if this user may not read it.
 
-        Each stream tries this only once, so that the server's log of refusals stays short.
+        After a refusal, the stream does not try again, so that the server's log of refusals stays
+        short.
         """
         if self._may_not_read:
             return None
@@ -356,9 +358,9 @@ class _Stream:
             return None
 
     def _is_known(self) -> Generator[Action, Any, bool]:
-        """Returns whether a record without a state is a request that plain commands enqueued.
+        """Returns whether a request without a state exists, such as one enqueued with redis-cli.
 
-        Uses plain commands, because users who may only read cannot run scripts.
+        Runs no script, because users who may only read cannot run scripts.
         """
         if (yield from self._ask(lookups.state(self.keys, self.id), None)) is not None:
             return True

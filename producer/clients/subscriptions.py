@@ -25,7 +25,7 @@ from promptq.shared.errors import QueueClosedError
 from promptq.shared.runtime.tasks import end, heeding_cancels
 
 MAX_UNREAD = 256
-"""The most messages that wait for a stream. Beyond, all are dropped, and it gets `MISSED`."""
+"""The most messages that wait for a stream. If one more comes, `MISSED` replaces those waiting."""
 
 _MAX_RECONNECT_SECONDS = 0.1
 
@@ -79,7 +79,7 @@ class Subscriptions:
             self._keeper = asyncio.create_task(self._keep())
 
     async def leave(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Takes a mailbox off a channel. When none is left, closes the connection."""
+        """Takes a mailbox off a channel. Closes the connection after the last mailbox has left."""
         mailboxes = self._mailboxes.get(channel, [])
         if mailbox not in mailboxes:
             return  # the connection failed before
@@ -109,7 +109,7 @@ class Subscriptions:
                 self._fail(error)
 
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
-        """Reads replies until the connection is lost. Raises its error if there was no reply."""
+        """Reads replies until the connection is lost. Raises the error if no reply came before."""
         self._requested.clear()
         self._unanswered.clear()
         self._leaving.clear()
@@ -283,9 +283,10 @@ class Mailbox:
             self._todo.set_result(todo)
 
     def _set_timer(self, seconds: float) -> None:
-        """Sets the deadline. A timer that fires earlier stays, and then sets the next timer.
+        """Sets the deadline. If the current timer fires earlier, that timer will set the next one.
 
-        Nearly all waits end before their deadlines. A timer for each would double their cost.
+        Nearly all waits end before their deadlines. A new timer for each wait would double the
+        cost of a wait.
         """
         self._deadline = self._loop.time() + seconds
         if self._timer is not None:
@@ -311,5 +312,5 @@ async def _send(connection: Any, commands: Sequence[tuple[str | bytes, ...]]) ->
 
 
 async def _unlogged(response: Any) -> Any:
-    """Returns the response, instead of redis-py's handler, which formats it for an unread log."""
+    """Replaces redis-py's handler, which also formats each response for a log that nobody reads."""
     return response

@@ -181,10 +181,10 @@ class Client:
 
         The source, `request_id`, may still run or have ended. Without `at`, the fork continues
         after all of the source's tokens. The fork's output begins with these tokens and the text
-        `append`. While the source's worker has them and the prompt in its prefix cache, computing
-        them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the source's payload
-        without its seed and idempotency key. `changes` are further fields, such as `temperature`.
-        `max_tokens` counts only tokens after the prefix.
+        `append`. If the worker that runs the fork has the prompt and these tokens in its prefix
+        cache, computing them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the
+        source's payload without its seed and idempotency key. `changes` are further fields, such as
+        `temperature`. `max_tokens` does not count these tokens and `append`.
 
         Raises InvalidRequestError, also for an `at` beyond the source's tokens. Raises
         RequestNotFoundError if the source is unknown or has expired, and the errors of `enqueue`.
@@ -251,7 +251,8 @@ class Client:
         vector. `fields` are as in `enqueue`; fields for generation have no effect. `timeout`
         (seconds) is for all texts together.
 
-        Raises the errors of `enqueue` and `result`, and RequestFailedError without a vector.
+        Raises the errors of `enqueue` and `result`, and RequestFailedError if a result has no
+        vector.
         """
         embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         new = compose_embeddings(texts, {**fields, "embed": embed})
@@ -268,9 +269,10 @@ class Client:
         return status
 
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """Move a waiting request to the place of requests that were enqueued with this priority.
+        """Change the priority of a waiting request.
 
-        A request that a worker holds keeps its priority. Raises InvalidRequestError.
+        The request moves to the place that it would have if it had been enqueued with this
+        priority. A request that a worker holds keeps its priority. Raises InvalidRequestError.
         """
         return self._do(admin.queue_control.reprioritise(self._keys(), request_id, priority))
 
@@ -304,7 +306,10 @@ class Client:
         return self._do(statistics.samples(self._keys(), since_ms))
 
     def keep_statistics(self) -> None:
-        """Write a due sample of the statistics. Call this regularly if all workers may be away."""
+        """Write a sample of the statistics if one is due.
+
+        Call this regularly if all workers may be away.
+        """
         self._do(statistics.sample(statistics.Contribution()))
 
     def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
@@ -312,7 +317,7 @@ class Client:
         return self._do(admin.autoscaling.scaling(self._keys(), target_seconds))
 
     def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[admin.autoscaling.Scaling]:
-        """Returns the scaling of each readable queue of the server."""
+        """Returns the scaling of each queue of the server that this Redis user may read."""
         return self._do(admin.autoscaling.scalings(self._keys(), target_seconds))
 
     def pause(self) -> None:
@@ -368,13 +373,18 @@ class Client:
         return self._do(admin.queue_views.queue_of_request(self._keys(), request_id))
 
     def set_alias(self, alias: str, model: str) -> None:
-        """Set an alias of a model. Raises ConfigurationError."""
+        """Set an alias of a model.
+
+        Raises ConfigurationError if the alias is not valid, or is the name of a model. Raises
+        ModelNotServedError if no queue has the model.
+        """
         self._do(admin.queue_views.set_alias(self._keys(), alias, model))
 
     def forget_model(self, name: str) -> list[str]:
         """Delete an alias, or a model that no worker serves. Returns the model's queues.
 
-        Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
+        Raises ModelNotServedError if the name is unknown. Raises ConfigurationError if a queue of
+        the model is still in use.
         """
         return self._do(admin.queue_views.forget_model(self._keys(), name))
 
@@ -386,8 +396,8 @@ class Client:
         """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
         `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is
-        taken, if the name is the tenant of another key, if the tenant is the name of a key without
-        a tenant, or if a scope is unknown.
+        taken or a scope is unknown. A key created without a tenant uses its name as tenant, and no
+        two keys may share such a tenant: creating the second one raises ConfigurationError, too.
         """
         return self._do(admin.api_keys.create_api_key(self._keys(), key, weight))
 

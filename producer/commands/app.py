@@ -53,7 +53,7 @@ _PANELS = {
         "webhooks": "webhooks",
     },
 }
-"""The module of each command, by panel and in the order of the help."""
+"""The module of each command, grouped and ordered as in `promptq --help`."""
 
 _PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
 

@@ -25,7 +25,7 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     """List the models, with one line for each queue.
 
     `longest` is the most tokens that prompt and output may have together.
-    `refuses` lists the fields of a request that no worker's engine can serve.
+    `refuses` lists the request fields that every worker refuses.
 
     Examples:
 
@@ -88,7 +88,8 @@ def forget(
 ) -> None:
     """Delete an alias, or a model that no worker serves.
 
-    The model's queues may then serve other models. No request may wait in them.
+    The model's queues can then serve other models. The command fails if one of
+    these queues still has requests.
 
     Examples:
 

@@ -130,7 +130,7 @@ def fork(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Continue a request after its first tokens as a new request, and print its text.
+    """Continue a request after its first tokens as a new request, and print the new text.
 
     The request may run or have ended. The fork repeats these tokens and continues
     with a new seed. Ctrl-C cancels the fork.

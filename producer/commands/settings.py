@@ -56,7 +56,10 @@ def settings(as_json: AsJson = False) -> None:
 
 
 def _rows(current: Settings, process: str | None) -> list[dict[str, Any]]:
-    """Returns a row for each setting that the class adds, for `process` (None: all processes)."""
+    """Returns a row for each setting of `current`, except inherited ones.
+
+    `process` is the kind of process that reads these settings; None: all kinds.
+    """
     kind = type(current)
     return [
         {

@@ -156,9 +156,9 @@ def supervise(
 
     The command after -- is started for each worker. The command gets the address
     and the queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE. It must become the
-    worker's process, not the parent of this process. A worker that is no longer
-    needed finishes its requests. `promptq scaling` prints how many workers are
-    wanted, and why.
+    worker itself, and not start the worker as a child process. A worker that is
+    no longer needed finishes its requests. `promptq scaling` prints how many
+    workers are wanted, and why.
 
     Examples:
 

@@ -115,7 +115,7 @@ class _Screen:
 
 
 def _watch(console: Console, screen: _Screen) -> None:
-    """Shows the screen until the user exits. Raises errors of the first reading."""
+    """Shows the screen until the user exits. Only errors of the first reading are raised."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -144,9 +144,10 @@ def _watch(console: Console, screen: _Screen) -> None:
 
 
 class _Interrupts:
-    """Context manager in which Ctrl-C raises KeyboardInterrupt only inside `raised`, and only once.
+    """Context manager that delays Ctrl-C until a `with` block of `raised`.
 
-    An earlier Ctrl-C is raised when `raised` begins. So each frame is drawn completely, the
+    The first Ctrl-C raises KeyboardInterrupt in such a block: at once inside the block, otherwise
+    when the next block begins. Later ones do nothing. So each frame is drawn completely, the
     terminal is always restored, and no library's finalizer swallows a Ctrl-C.
     """
 
@@ -179,7 +180,10 @@ class _Interrupts:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
-    """Yields a function that waits some seconds for keys, and returns them. Keys are not echoed."""
+    """Yields a function that waits up to `seconds` for pressed keys, and returns the keys.
+
+    The terminal does not echo keys.
+    """
     keyboard = [sys.stdin] if sys.stdin.isatty() else []
 
     def wait(seconds: float) -> bytes:

@@ -55,7 +55,7 @@ class Dispatcher:
         """For each starting batch, the time at which it was first seen. A batch is starting while a
         worker has it but its run has no lease yet."""
         self._served: dict[bytes, None] = {}
-        """Tenants whose batches were started, as in the batches' records, the latest last."""
+        """Tenants whose batches were started, as JSON texts. The latest is last."""
 
     def leads(self) -> bool:
         """Acquires or renews the lead for some seconds. Returns whether this process leads."""

@@ -41,7 +41,8 @@ from promptq.shared.server.connection import MIN_REDIS, hides_info, open_redis, 
 MakeQueue = Callable[[str, redis.Redis], Queue]
 
 MAX_DATA_BYTES = 4096
-"""The most bytes of a packed call; promptq's have under 300. RQ would unpack 4 MiB from it."""
+"""The most bytes of a compressed call. promptq's calls have under 300 bytes. RQ decompresses a call
+before `JobJson` checks it, and 4096 bytes can become 4 MiB."""
 UPKEEP, BATCHES = "upkeep", "batches"
 """The last part of the names of promptq's queues in RQ."""
 _NO_LIMIT = -1
@@ -50,7 +51,7 @@ _WEEK_SECONDS = 7 * 86_400
 _BATCH_JOB = "promptq-"
 _JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
 _errors_logged = partial(errors_logged, stop=StopRequested)
-"""Variant for code in RQ's worker, whose signal handler may raise StopRequested."""
+"""`errors_logged` for code in RQ's worker, whose signal handler may raise StopRequested."""
 _EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
 _WORKER_KEY = re.compile(rb"rq:worker:promptq-[0-9a-f]{32}")
 _STATUSES = {status.value.encode() for status in JobStatus}
@@ -70,7 +71,7 @@ class Listed:
 
     @property
     def name(self) -> str:
-        """The name of the function in jobs."""
+        """The name by which jobs refer to the function."""
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
 
@@ -231,7 +232,8 @@ def _delete_strangers(queue: Queue) -> None:
 def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **more: Any) -> None:
     """Runs a worker until SIGTERM or SIGINT; with `burst`, until no job waits.
 
-    Each job gets the settings and `more`, not by the environment, which others could read.
+    Passes the settings and `more` to each job in memory, because other processes could read the
+    environment.
     """
     pool: Any = queue.connection.connection_pool
     # RQ sets its longer timeout only for new connections, and an idle worker whose wait for a job

@@ -34,8 +34,8 @@ _MINUTES_KEPT = 7 * 24 * 60
 def reap(settings: JobsSettings) -> str:
     """Returns dead workers' requests to the queue, ends expired requests, keeps statistics.
 
-    If nothing was reaped for a while, the server may have been away, so that no worker could renew
-    its leases. Then workers get half a lease of time for that before a lease counts as lost.
+    If this job has not run for a while, the server may have been away, so that no worker could
+    renew its leases. Then the job reaps nothing for half a lease, so that workers can renew first.
     """
     queue = settings.queue
     with open_redis(server_url(settings.redis_url)) as connection:
@@ -69,7 +69,10 @@ def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> boo
 
 
 def _watched(client: Any, keys: Keys) -> tuple[int, int]:
-    """Returns the times of the last reaping, and of the first one since a break; 0: unknown."""
+    """Returns when reaping last ran, and since when it runs without interruption.
+
+    Both are Unix milliseconds; 0: unknown.
+    """
     seen = since = None
     with deleted_if_spoilt(client, keys.upkeep):
         seen, since = client.hmget(keys.upkeep, "seen", "since")

@@ -51,7 +51,7 @@ class Turns:
             return None
 
     def name_receiver(self, request_id: str, receiver: str) -> bool:
-        """Sets the receiver of a webhook that has a place. Returns whether it may be called."""
+        """Sets the receiver of a webhook that has a place. Returns whether the call may begin."""
         with self._lock:
             tenant, known = self._held.pop(request_id)
             may_begin = known == receiver or self._room()(tenant, receiver)

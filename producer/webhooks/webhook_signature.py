@@ -95,7 +95,7 @@ class WebhookSecrets:
         return f"{self._queue}:{tenant}"
 
     def _make(self, tenant: str, version: int) -> str:
-        """Derives a tenant's secret, which reveals neither the master secret nor another one."""
+        """Derives a tenant's secret, from which nobody can compute the master or other secrets."""
         what = f"promptq webhook {version} {self._queue} {tenant}".encode()
         return _encode(hmac.digest(self._master, what, hashlib.sha256))
 

@@ -51,8 +51,8 @@ class Autoscaler:
     """Runs the number of workers that one queue needs. The workers' names are `NAME 1`, `NAME 2`.
 
     Workers on other machines count too: the autoscaler only starts the missing ones. It calls the
-    server in a separate thread, so that nothing waits while the server is away. Workers are stopped
-    only after fewer have been enough for `hold_seconds`.
+    server in a separate thread, so that nothing waits while the server is away. A worker is stopped
+    only after a smaller number of workers has been enough for `hold_seconds`.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Autoscaler:
 
 
 def _is_gone(worker: WorkerStats) -> bool:
-    """Returns whether the worker's process has died, although its heartbeat still counts."""
+    """Returns whether the worker's process has died, although its last heartbeat is recent."""
     if worker.host != socket.gethostname() or worker.pid <= 0:
         return False
     try:

@@ -117,7 +117,8 @@ def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator
 async def _interruptible(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Runs `play` until it ends, or until SIGTERM or Ctrl-C.
 
-    `play` is a function: if a signal came first, a coroutine would never be awaited.
+    If `play` were a coroutine and a signal came first, Python would warn that the coroutine was
+    never awaited.
     """
     this, task = asyncio.current_task(), asyncio.create_task(play())
     assert this is not None

@@ -124,7 +124,10 @@ def run_server(port: int | None, data_dir: Path | None, console: Console) -> Non
 
 
 def beside(url: str) -> list[str]:
-    """Returns lines about which server other terminals use; empty without other servers."""
+    """Returns lines that say which of several embedded servers commands now use.
+
+    Empty if `url` is the only such server, or if commands use another server.
+    """
     latest, *others = [urlsplit(url).port for url in all_advertised()] or [None]
     if latest != urlsplit(url).port or not others:
         return []
