@@ -16,7 +16,7 @@ PromptqError
 │   ├── ModelMismatchError        the queue already serves another model
 │   └── ModelNotServedError       no queue of the server serves this model
 ├── QueueError
-│   ├── QueueFullError            a limit of the queue is reached; estimates when there is room
+│   ├── QueueFullError            a limit of the queue is reached; estimates the time to wait
 │   └── QueueClosedError          the queue was used after close(), or close() ended a wait
 └── RequestError                  one request
     ├── InvalidRequestError       a field is wrong; the message names it

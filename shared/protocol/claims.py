@@ -32,10 +32,10 @@ class Room:
     - `num_held`: number of requests that the worker holds. A request suspected of earlier crashes
       goes only to a worker that holds no other request.
     - `num_sharing`: number of workers that share the waiting requests. A claim fills this worker up
-      to an equal share of all waiting and held requests. Even beyond that, a worker may claim a
-      quarter of its share of the waiting ones.
-    - `held`: what each tenant runs at this worker. A tenant that runs nothing here gets a request
-      even from a full worker, if another tenant exceeds its fair share.
+      to an equal share of all waiting and held requests. A worker that holds its share may still
+      claim a quarter of an equal share of the waiting requests.
+    - `held`: what each tenant runs at this worker. A tenant that runs nothing here gets a place
+      even at a full worker, if another tenant exceeds its fair share.
     - `refused`: the fields of a request that the worker's engine cannot serve.
     """
 
@@ -95,16 +95,18 @@ class Claim:
     is_spoilt: bool = False
     """Whether the log has an entry that is not an event. No attempt can continue such a request."""
     turn: tuple[float, str] | None = None
-    """Sort key among the requests of all tenants: the lowest waiting score at the time of the
-    claim, then the claim's time and order. None if the queue has no tenants."""
+    """Sort key among the requests of all tenants: the lowest score of all waiting requests when
+    this one was claimed, then the claim's time and the request's place in the claim. None if the
+    queue has no tenants."""
     tenant: str = ""
-    """Tenant of the queue in which the request waited, even if the payload names another one."""
+    """Tenant in whose queue the request waited. The payload may name another tenant."""
     weight: float = 1.0
     """The tenant's weight at the time of the claim."""
     is_suspect: bool = False
     """Whether the request must run alone, because workers crashed while they held this request."""
     num_logged: int = 0
-    """Number of tokens in the log, from the id of its last entry, which may not be an event."""
+    """Number of tokens in the log, read from the id of the log's last entry. Another program may
+    have written this entry."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
     """Arrival time of the server's reply, in seconds of `time.monotonic()`. A slow reply gets the
     time at which the quickest recent reply would have arrived."""

@@ -60,7 +60,8 @@ class TokenLogprob(_Wire):
     """Natural log-probability of the token that was chosen, before any sampling parameter.
 
     `rank` is 1 for the likeliest token. `top` has the likeliest tokens, or null if the request
-    wants none. `token` is the token's text alone; bytes that form no whole character become U+FFFD.
+    wants none. `token` is the text of this one token; bytes that form no whole character become
+    U+FFFD.
     """
 
     token_id: int
@@ -161,7 +162,8 @@ class ErrorInfo(_Wire):
 class TokenEvent(_WithPrompt):
     """One message of a request's stream. `index` is the number of tokens before this message.
 
-    Other programs can write to the log, so `index` may be any stream id. The request still ends.
+    After an entry that another program wrote to the log, `index` continues from the id of this
+    entry. So `index` may be as large as a stream id can be, and the request can still end.
     """
 
     index: Annotated[int, Field(ge=0, le=2**64)]

@@ -14,7 +14,7 @@ from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 IF_NOT_STRICT = ', or send "strict": false, which ignores it'
-"""The end of a message about a keyword that a schema may have if it is not strict."""
+"""The end of an error message about a keyword that only strict schemas must not have."""
 
 MAX_CHOICES = 1000
 """The most texts in a `choice`. The limit bounds the cost of preparing a request."""
@@ -60,7 +60,8 @@ class GrammarOutput:
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool that the model may call, with its arguments' schema. Messages name its `place`."""
+    """A tool that the model may call. `parameters` is the schema of its arguments, and `place` is
+    the path of this schema in the request, for error messages."""
 
     name: str
     parameters: dict[str, Any]
@@ -111,7 +112,8 @@ def wanted_output(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError for tools that are no functions or have no name, and too many parameters.
+    """Raises ValueError if a tool is no function or has no name, or if there are more than
+    `MAX_PARAMETERS` parameters.
 
     A tool without a type is accepted, because some models' chat templates expect such tools.
     """

@@ -133,7 +133,7 @@ class OutputStyle:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
-        """Returns the style in a JSON text, without unknown fields; None if there is none."""
+        """Returns the style in a JSON text, without unknown fields; None if the text has none."""
         try:
             marks = json.loads(text)
         except (ValueError, RecursionError):

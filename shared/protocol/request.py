@@ -193,7 +193,7 @@ class SamplingParams(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def is_set(self, name: str) -> bool:
-        """Returns whether a field has an effect. A temperature of 0 (greedy) counts as none."""
+        """Returns whether a field has an effect. A temperature of 0 (greedy) has no effect."""
         value = getattr(self, name)
         return bool(value > 0.0 if name == "temperature" else value != getattr(NEUTRAL, name))
 
@@ -254,7 +254,8 @@ class OutputPrefix(BaseModel):
 
 
 _MEMBERS = frozenset({*Embed.model_fields, *OutputPrefix.model_fields, *TraceContext.model_fields})
-"""Names of nested objects' fields. In a pydantic error's path, names of types stand among them."""
+"""Names of nested objects' fields. The path in a pydantic error has these names and names of types.
+Error messages show only the names of fields."""
 
 
 class Request(SamplingParams):
@@ -327,7 +328,7 @@ class Request(SamplingParams):
         return self
 
     def _check_alone(self, kind: str, others: Sequence[str]) -> None:
-        """Raises ValueError if a field of generation is set, which the field `kind` excludes."""
+        """Raises ValueError if a field is set that has no meaning with the field `kind`."""
         for name in (*SamplingParams.model_fields, *others, "output_prefix"):
             if getattr(self, name) != Request.model_fields[name].default:
                 raise ValueError(f"{name}: has no meaning with {kind}, which generates nothing")
@@ -449,8 +450,8 @@ def _unknown_field(name: str, within: str = "") -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class TokenAccount:
-    """The holder, such as an API key, whose limit of tokens per minute a request's output counts
-    towards while it is generated."""
+    """A holder, such as an API key, and its limit of tokens per minute. The output of a request
+    counts towards this limit while it is generated."""
 
     holder: str
     limit: int
@@ -476,8 +477,8 @@ class ForkPoint:
 class NewRequest:
     """A request to enqueue.
 
-    `payload` is the request's JSON without `trace_context`. If `payload` is set, only the fields of
-    `request` that the queue reads must be set.
+    `payload` is the request's JSON without `trace_context`. If `payload` is set, `request` needs
+    only the fields that the queue reads.
     """
 
     request_id: str

@@ -12,7 +12,8 @@ from promptq.shared.protocol.events import TokenEvent
 class Row(NamedTuple):
     """One event to publish. The fields are the arguments of the script, in order.
 
-    The event has the tokens `start` to `end`. Only a last event has the last two fields.
+    The event has the tokens `start` to `end`. Only a request's last event has `finish_reason` and
+    `result_json`.
     """
 
     request_id: str
@@ -50,7 +51,7 @@ class RowStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Reply to `publish`: the statuses of its rows and its held ids, in the order of the call."""
+    """Reply to `publish`: a status for each row and each held id, in the order of the call."""
 
     rows: list[RowStatus]
     held: list[RowStatus]

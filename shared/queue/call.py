@@ -26,7 +26,7 @@ Argument = str | bytes | int | memoryview
 _LUA = resources.files("promptq.shared") / "lua"
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
-"""Beginnings of the error for a forbidden command in a script: Redis 7.0, later servers."""
+"""Beginnings of the error for a forbidden command in a script. The first is that of Redis 7.0."""
 
 _FILES = (path.name for path in (_LUA / "scripts").iterdir())
 SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name.endswith(".lua")))
@@ -34,14 +34,16 @@ SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name
 
 @cache
 def script_text(name: str) -> str:
-    """Returns a script after the parts that it uses. Each part is a Lua table with its scope."""
+    """Returns a script's text after the texts of the library parts that it uses. Each part becomes
+    a Lua table, and the part's local variables are visible only in the part."""
     parts: dict[str, str] = {}
     text = _text_behind(f"scripts/{name}", parts)
     return "".join(parts.values()) + text
 
 
 def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
-    """Returns a file's text. Adds the parts that its first line names to `parts`, used parts first.
+    """Returns a file's text. Adds the parts that its first line names to `parts`, each after the
+    parts that it uses.
 
     Raises ValueError if parts use each other in a circle.
     """

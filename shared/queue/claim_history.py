@@ -22,9 +22,11 @@ from contextlib import contextmanager
 from promptq.shared.protocol.claims import ClaimContext, Claims
 
 _NUM_REPLIES = 64
-"""Number of recent replies to compare. The quickest one shows how much the two clocks differ."""
+"""Number of recent replies to compare. The quickest one shows how much this process's clock differs
+from the server's."""
 _LONGEST_KEPT = 30.0
-"""Seconds for which claims that return requests keep their position in the queue."""
+"""For this many seconds after a claim that returned no requests, claims continue at the position
+`skip`. After this time, they begin at the front of the queue again."""
 _LONGEST_DELAY = 5.0
 """Seconds. A reply that seems later than this is not late: the server's clock was changed."""
 
@@ -68,8 +70,8 @@ class ClaimHistory:
                 self._is_under_way = False
 
     def _place_after(self, claims: Claims) -> int:
-        """Returns `skip` of the next claim. Claims that return requests keep their position in the
-        queue only for a while, because more urgent requests may have come before it."""
+        """Returns `skip` of the next claim: the position in the reply, or 0 if the last claim
+        without requests is long ago. By then, urgent requests may wait before that position."""
         now = time.monotonic()
         if not claims:
             self._kept_since = now

@@ -52,7 +52,7 @@ def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
 
 
 def state_of(field: str | bytes) -> RequestState:
-    """Returns the state that a field names. As in the scripts, any other value is waiting."""
+    """Returns the state that a field names; WAITING if the field names no state, as in scripts."""
     with suppress(ValueError):
         return RequestState(text_of(field))
     return RequestState.WAITING

@@ -47,8 +47,8 @@ POLL_SECONDS = 1.0
 
 _SCRIPT_TRIES = 4
 _TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
-"""Errors after which one call of a pipeline is sent again, alone. Then redis-py handles the error.
-"""
+"""Errors after which one call of a pipeline is sent again outside of a pipeline, because only there
+redis-py handles these errors."""
 _ABORT_CHECK_SECONDS = 0.05
 _MAX_CALLS_AT_ONCE = 32
 _CLEAR_PAGE = 500

@@ -285,7 +285,8 @@ def drain(channel: str, worker_id: str | None) -> Call[int]:
 def heartbeat(
     stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
 ) -> Call[int]:
-    """Publishes a worker's statistics for `ttl_ms`; 0 removes it. Returns how many workers live."""
+    """Publishes a worker's statistics for `ttl_ms`; 0 removes the worker. Returns how many
+    workers live."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
     for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]

@@ -69,7 +69,7 @@ def _sample_of(entry: tuple[bytes, Any]) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """Reads the number of waiting requests by priority; estimates if more than hundreds wait."""
+    """Reads the number of waiting requests by priority; estimates if over some hundreds wait."""
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))

@@ -15,7 +15,8 @@ _REQUIREMENT = re.compile(
 )
 
 _IS_ELSEWHERE = re.compile("sys_platform|python_version")
-"""Matches the condition of a package for other systems or Python versions, which may be missing."""
+"""Matches the condition of a package that only some systems or Python versions need. Such a package
+may be missing."""
 
 
 def require(what: str, *extras: str) -> None:

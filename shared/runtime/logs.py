@@ -101,7 +101,8 @@ The code that serves an HTTP request binds its `request_id`, so that uvicorn's l
 """
 
 unbind = structlog.contextvars.unbind_contextvars
-"""Removes fields that `bind` added. Call it when the task begins other work or inherited them."""
+"""Removes fields that `bind` added. Call it when a task begins other work. A new task inherits the
+fields of the task that created it."""
 
 
 def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

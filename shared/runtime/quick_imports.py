@@ -12,7 +12,7 @@ _METRICS = "opentelemetry.sdk.metrics"
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Context manager for imports without garbage collection, and redis-py without its metrics.
+    """Context manager for imports without garbage collection and without OpenTelemetry's metrics.
 
     An import creates many objects that stay, and the garbage collector would spend a quarter of the
     import's time on searching them. redis-py imports the metrics if they are installed, but uses

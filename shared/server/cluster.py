@@ -63,9 +63,10 @@ class Nodes:
         self._reported: list[Address] = []
 
     def __iter__(self) -> Iterator[Address]:
-        """Yields the known addresses in random order: one node may name a former owner.
+        """Yields the known addresses in random order, the addresses in the URL last.
 
-        The addresses in the URL come last, because these nodes may no longer exist.
+        A node may still name a former owner of a slot, so each try should begin at another node.
+        The nodes in the URL may no longer exist.
         """
         reported, first = (random.sample(each, len(each)) for each in (self._reported, self.first))
         yield from dict.fromkeys([*reported, *first])
@@ -147,8 +148,8 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     """Returns a client of the class `kind` for
     `redis+cluster://[[user]:password@]host[:port][,host:port...]`.
 
-    The client talks to the node of the list of queues; `client_of` returns a queue's client. Raises
-    ValueError.
+    The client talks to the node that has the list of queues; `client_of` returns the client for a
+    queue. Raises ValueError.
     """
     parts = urlsplit(url)
     databases = parse_qs(parts.query).get("db", [])

@@ -116,7 +116,8 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
 
 
 def hides_info(error: Exception) -> bool:
-    """Returns whether the server refused INFO. If it is too old, later commands will fail."""
+    """Returns whether the server refused INFO. Then its version stays unknown: if the server is too
+    old, later commands will fail."""
     return isinstance(error, NoPermissionError) or _is_unknown(error, "INFO")
 
 
@@ -216,8 +217,9 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
       connection a round trip, and redis-py would pass a connection with an unread reply to another
       call.
     - Only the URL can limit the pool. At the limit, redis-py fails calls as if the server were
-      gone, and a call with a connection may need a second one before it returns the first. Instead,
-      each thread needs a connection, and `AsyncRequestQueue` limits its calls.
+      gone, and a call with a connection may need a second one before it returns the first. Even
+      without a limit there are few connections: each thread needs one, and `AsyncRequestQueue`
+      limits its calls.
     """
     options: dict[str, Any] = {
         "max_connections": _NO_LIMIT,
@@ -272,8 +274,8 @@ def _retry(kind: Callable[..., T], url: str) -> T:
 
     Repeating is safe: to a call that was carried out already, the scripts reply `duplicate` or
     `finished`. If the server accepts a connection but does not answer, the call is not retried.
-    Each try connects anew, so a call whose server became a replica reaches the current target of
-    its name or load balancer.
+    Each try connects anew. So if the server has become a replica, the call reaches the server to
+    which the host name or load balancer points by then.
     """
     retries = CLUSTER_RETRIES if urlsplit(url).scheme in CLUSTER_SCHEMES else _RETRIES
     return kind(EqualJitterBackoff(cap=1, base=0.01), retries, supported_errors=WORTH_TRYING)

@@ -179,7 +179,8 @@ class EmbeddedServer:
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
-    """Turns the append-only file on, and waits for it: the server would not stop before."""
+    """Turns the append-only file on, and waits until the server has written all data to the file.
+    Until then, the server would refuse to stop."""
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):

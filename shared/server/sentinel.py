@@ -100,8 +100,8 @@ def address_of_sentinels(pool: Any) -> str | None:
 
 
 class _Connection(redis.sentinel.SentinelManagedConnection):
-    """A connection that closes if an exception, such as a signal handler's, interrupts a call.
-    Otherwise the next call would read the old reply. redis-py's other classes do so."""
+    """A connection that closes if an exception, such as a signal handler's, interrupts a call, as
+    all other connections of redis-py do. Otherwise the next call would read the old reply."""
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         options = {"disconnect_on_error": True, **options}

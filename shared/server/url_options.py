@@ -97,7 +97,8 @@ def several_hosts(
 
 
 def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
-    """Returns the query without repeated defaults. Raises ValueError for an unsupported option."""
+    """Returns the query without the options of `_NO_EFFECT`. Raises ValueError if an option is not
+    supported or has a wrong value."""
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
     for part in query.split("&") if query else ():

@@ -162,10 +162,10 @@ class Exchange:
     async def leave_to_others(self, unserved: Sequence[tuple[Lease, str]]) -> None:
         """Give back requests, each with a field that this worker's engine cannot serve.
 
-        If no live worker can serve the field, the lease does not change. But in two cases the
-        request goes back with a delay: if an earlier attempt has generated output, and if other
-        workers may have had no time to send a heartbeat, after a start or an outage. Raises
-        RedisError, OSError.
+        If no live worker can serve the field, the worker keeps the lease, so that the caller can
+        end the request. In two cases, the worker gives the request back with a delay instead: an
+        earlier attempt has generated output; or after a start or an outage, other workers may not
+        have sent a heartbeat yet. Raises RedisError, OSError.
         """
         held = [lease.as_held() for lease, _ in unserved]
         needs = [field for _, field in unserved]

@@ -42,7 +42,7 @@ _WALK_SECONDS = 0.1
 """Seconds between two claims that find only requests that this worker can never take."""
 
 _Result = PreparedRequest | InvalidRequestError | TakesLongError | None
-"""The result of preparing a request. None: its lease was lost before."""
+"""The result of preparing a request; None if its lease was lost or returned beforehand."""
 
 _WORK_AHEAD_SECONDS = 0.1
 _MAX_DEPTH = 4096
@@ -311,10 +311,10 @@ class ClaimPolicy:
     def room(self) -> Room:
         """Returns the room for new claims: the slots and KV tokens that no held request needs.
 
-        A prefix that several sequences share is counted once. Both numbers are negative while the
-        worker holds urgent requests that will preempt others. A claim then lets further urgent
-        requests preempt fewer sequences. There is no room while the worker holds a request that may
-        crash it, or while the engine accepts no requests.
+        A prefix that several sequences share is counted once. `max_count` and `token_budget` are
+        negative while the worker holds urgent requests that will preempt others. A claim then lets
+        further urgent requests preempt only the remaining sequences. There is no room while the
+        worker holds a request that may crash it, or while the engine accepts no requests.
         """
         leases, limits = self._leases, self._engine.limits
         if leases.has_suspect or not self._engine.is_accepting:

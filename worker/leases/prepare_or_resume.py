@@ -42,8 +42,8 @@ _sequence_ids = itertools.count(1)
 
 
 class UnservedFieldError(InvalidRequestError):
-    """Raised if a request has a field that this worker's engine cannot serve, but perhaps another
-    worker's. `ability` is the field's name in `EngineAbilities.refused`."""
+    """Raised if this worker's engine cannot serve a field of the request. The engine of another
+    worker may serve it. `ability` is the field's name in `EngineAbilities.refused`."""
 
     def __init__(self, field: str, ability: str | None = None) -> None:
         super().__init__(
@@ -72,8 +72,8 @@ class Preparation:
     end_token_ids: frozenset[int]
     grammars: Grammars | None = None
     pooling: Pooling | None = "last"
-    """The pooling of an embedding request that names none. If None, each such request must name
-    one."""
+    """The default pooling of embedding requests. If None, each embedding request must name its
+    pooling."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -160,8 +160,8 @@ class Preparation:
         )
 
     def _stop_tokens(self, request: Request) -> dict[int, str]:
-        """Returns the stop strings that are one added token, by token id. The output's text does
-        not show special tokens, so these stop strings cannot be found in the text."""
+        """Returns the stop strings that are exactly one added token, by token id. Such a token may
+        be special, and a special token cannot be found in the output's text."""
         return {
             token_id: stop
             for stop in request.stop_strings

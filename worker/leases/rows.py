@@ -102,8 +102,8 @@ class PreparedRequest:
 
     @property
     def kv_need(self) -> int:
-        """Number of KV tokens that the request is expected to need, and at least its present
-        number."""
+        """Number of KV tokens that the request is expected to need; at least its number of tokens
+        so far."""
         return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
 
     @property

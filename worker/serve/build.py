@@ -55,14 +55,14 @@ class Served:
     dtype: str
     """The dtype in which the model computes; empty if this process computes nothing."""
     method: str = ""
-    """How the model is computed, for the user: by promptq's code, or why not. For an inference
-    server: its name."""
+    """How the model is computed, for the ready line: whether by promptq's code, with the reason if
+    not, and in which formats. If an inference server computes the model: the server's name."""
     grammars: Grammars | None = None
     """Compiles grammars for structured output; None for an engine that cannot use grammars."""
     verdict: Verdict | None = None
     """The result of the check at load. A later load of the same model need not repeat the check."""
     pooling: Pooling | None = "last"
-    """The pooling of embedding requests that name none; see `Preparation`."""
+    """The default pooling of embedding requests; see `Preparation`."""
 
     @property
     def computes_here(self) -> bool:

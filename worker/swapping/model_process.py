@@ -18,7 +18,7 @@ Target = Callable[[WorkerSettings, str, Connection], None]
 
 
 class ProcessState(Enum):
-    """The state of a process. A model is in its memory in LOADING, SERVING and DRAINING."""
+    """The state of a process, which has a model in memory in LOADING, SERVING and DRAINING."""
 
     STARTING = auto()
     STANDBY = auto()

@@ -42,7 +42,8 @@ def reads_parts(
 
 
 def in_form(messages: Sequence[Message], reads_parts: dict[str, bool]) -> list[Message]:
-    """Returns the messages in the form that the template reads. Their content must be a text."""
+    """Returns the messages in the form that the template reads. The content of each of the passed
+    messages must be a text."""
     return [
         message | _message(message["role"], message["content"], in_parts=True)
         if reads_parts.get(message["role"], reads_parts["user"])

@@ -64,9 +64,10 @@ class IncrementalDecoder:
     def _may_be_complete(self) -> bool:
         """Whether decoding all held tokens may return text. Used if many tokens are held.
 
-        Decodes the last tokens, which may complete a character, together with the first ones. Some
-        tokenizers decode a whole run of bytes as U+FFFD if one byte is wrong. The wrong byte is
-        among the first ones: otherwise the bytes before it would have made a character.
+        Decodes only the first and the last held tokens. The last tokens may complete a character.
+        If one byte is wrong, some tokenizers decode the whole run of bytes as U+FFFD, so the wrong
+        byte must be included. The first tokens have this byte: whole characters before it would
+        have been returned already.
         """
         first = self._tokens[self._num_done : self._num_done + _MOST_BYTES]
         text = self._decode([*first, *self._tokens[_MOST_BYTES - _MOST_TOKENS :]])
@@ -84,8 +85,8 @@ class IncrementalDecoder:
 
 
 def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
-    """Returns the last tokens of a context, up to its last whole character, and their text. With an
-    incomplete character before it, the first character of the output would be wrong."""
+    """Returns the last tokens of a context, up to its last whole character, and their text. After
+    an incomplete character, the first character of the output would be wrong."""
     end = len(context)
     while end > max(0, len(context) - _MOST_BROKEN_TOKENS):
         tokens = list(context[max(0, end - _CONTEXT_TOKENS) : end])

@@ -39,8 +39,8 @@ _MOST_BRANCHES = 4096
 """The most schemas in the `anyOf` of all tools together. If there are more, or if they are nested
 deeper than `_MOST_REFERENCES`, a call is a JSON object."""
 _KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
-"""The pattern of names of further properties, which the schema does not list. Its length is
-limited, because a weak model may continue a name for ever."""
+"""The pattern of names of properties that the schema does not list. The length of a name is
+limited, because a weak model may continue it for ever."""
 
 
 class _UnfitError(Exception):
@@ -124,8 +124,8 @@ class CallGrammar:
         return f"{before} {self._json(self._tool.parameters)} {after}"
 
     def _channel_call(self) -> str:
-        """Returns a grammar that accepts the name of the function after the channel's name, as
-        models write it, or before it, as chat templates write it."""
+        """Returns a grammar of a call. It accepts both orders: first the channel's name, as models
+        write calls, or first the function's name, as chat templates write them."""
         style = self._style
         tool, channel = style.prelude + self._tool.name, f"{style.before}commentary"
         heads = [self._terms(text) for text in (channel + tool, tool + channel)]
@@ -289,8 +289,9 @@ class CallGrammar:
         """Returns a grammar term for the content and the mark that ends it. The content does not
         contain the mark.
 
-        The content and the mark's letters up to an added token are one terminal, so that no letter
-        of the mark counts as content. No terminal contains an added token.
+        One terminal has the content and the beginning of the mark, so that no letter of the mark
+        counts as content. The terminal ends before the mark's first added token, because a terminal
+        cannot contain added tokens.
         """
         if known := self._terminals.get((content, mark)):
             return known

@@ -53,7 +53,7 @@ def _beginning(alternatives: list[list[str]]) -> str | None:
 
 def _not_beginning(tokens: list[str]) -> str | None:
     """Returns a pattern of the texts that a negative look-ahead for `tokens` allows. Returns None
-    unless the tokens are a few characters, or one repeated character anywhere in the text."""
+    unless the tokens are a few characters, or `.*` followed by one character, once or repeated."""
     is_anywhere, is_whole = tokens[:2] == [".", "*"], tokens[-1:] == ["$"]
     characters = tokens[2 * is_anywhere : -1 if is_whole else None]
     if not characters or not all(map(_CHARACTER.fullmatch, characters)):

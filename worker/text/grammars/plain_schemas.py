@@ -50,7 +50,8 @@ _STANDARD_FORMATS = frozenset(
         *("relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"),
     }
 )
-"""Formats of JSON Schema. Another format next to a `pattern` only names the pattern, as in zod."""
+"""Formats of JSON Schema. A format that is not in this set has no effect next to a `pattern`: the
+format is only the pattern's name, as in zod."""
 
 
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
@@ -277,7 +278,7 @@ def _without(schema: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _count(schema: dict[str, Any], name: str, default: float = nan) -> float:
-    """Returns the number of a keyword; if it has none, the default. With the default NaN, each
-    comparison is false."""
+    """Returns the value of a keyword if the value is a number, otherwise the default. With the
+    default NaN, each comparison is false."""
     value = schema.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else default

@@ -1,6 +1,7 @@
 """Error messages for output formats that llguidance refuses.
 
-The library's message does not name the place of a fault in a schema, so this module searches it.
+The library's message does not name the place of a fault in a schema, so this module searches for
+the place.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 
 
 def _combines(schema: dict[str, Any]) -> bool:
-    """Whether a schema sets two constraints on one value, one of them in another schema."""
+    """Whether a schema sets several constraints on one value, some of them by other schemas."""
     constraints = schema.keys() - ANNOTATIONS
     members = schema.get("allOf")
     if isinstance(members, list) and len(members) > 1:
