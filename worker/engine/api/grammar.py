@@ -28,9 +28,12 @@ class Grammar(Protocol):
 
     @property
     def source(self) -> str | None:
-        """The whole grammar as Lark text for llguidance; None if there is no such text. Another
-        engine that masks by it, with the tokenizer's end token, allows at least the tokens that
-        `Masker.fill` allows. (Before llguidance 1.9, `whitespace_pattern` may repeat there.)"""
+        """The whole grammar as Lark text for llguidance; None if there is no such text.
+
+        An engine that masks by this text and the tokenizer's end token allows all tokens that
+        `Masker.fill` allows, and perhaps more. If that engine has llguidance before 1.9, white
+        space may match `whitespace_pattern` several times in succession.
+        """
         ...
 
     @property

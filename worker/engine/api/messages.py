@@ -127,7 +127,8 @@ class SequenceOutput:
     timing: SequenceTiming | None = None
     """Set with the first token of an attempt or after a preemption, and on the last output."""
     embedding: npt.NDArray[np.float32] | None = None
-    """[embedding_size]: pooled hidden states, not normalised, on the last output for `pooling`."""
+    """[embedding_size]: pooled hidden states, not normalised. Set on the last output if the request
+    has `pooling`."""
     given_back: GivenBack | None = None
     """Set if the engine gives the sequence back unfinished. Its request returns to the queue."""
 
@@ -252,7 +253,8 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
-    """Features of an engine. A worker refuses requests for others, and names the field."""
+    """Features of an engine. A worker refuses a request that needs another feature, and names the
+    field of the request."""
 
     logprobs: bool = True
     """Whether the engine reports log-probabilities, with ranks as in the protocol."""
@@ -273,7 +275,8 @@ class EngineAbilities:
     """Fields of a request that make `exact_resume` false. `temperature`: requests that sample."""
 
     head_cost: float | None = None
-    """Time to draft a token with the model's head, as a fraction of a step's. None: no head."""
+    """Time to draft a token with the model's drafting head, as a fraction of a step's time. None:
+    the model has no such head."""
 
     is_at_risk: bool = True
     """Whether a request that was running may be the cause when the engine fails."""

@@ -60,9 +60,10 @@ class Engine(Protocol):
     def recover(self, error: Exception) -> StepOutput:
         """Repeat a step that raised `error`, in parts if necessary.
 
-        A sequence that fails alone ends with an error. A sequence that lacks memory even alone
-        waits without blocks for a few more tries, and is then given back. Raises if the engine
-        itself is broken, or if `error` came before the step was planned.
+        A sequence that fails even when it is computed without others ends with an error. If
+        memory is short, the sequence waits without blocks for a few more tries instead, and is then
+        given back. Raises the exception if the engine itself is broken, or if `error` came before
+        the step was planned.
         """
         ...
 
@@ -101,8 +102,8 @@ class EnginePort(Protocol):
         ...
 
     async def stop(self, patience: float) -> None:
-        """Stop after the running step, or at once if that has taken more than `patience` seconds.
-        Steps that were not fetched are dropped."""
+        """Stop when the running step ends, or as soon as this step has taken more than `patience`
+        seconds. Steps that were not fetched are dropped."""
         ...
 
     def add(self, request: EngineRequest) -> None:

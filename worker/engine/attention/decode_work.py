@@ -142,7 +142,7 @@ class DecodeWork:
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replace the sequences by others, and rewrite the lists."""
+        """Replace the lengths of the sequences by `contexts`, and rewrite the lists."""
         self._contexts, self._copied = contexts, lists
         for key in self._lists:
             self._write(key)

@@ -25,8 +25,8 @@ NOWHERE: Mapping[int, int] = MappingProxyType({})
 Lists = dict[Hashable, npt.NDArray[np.int32]]
 """Work lists that are copied to the device with a step's inputs (see StepLayout.lists)."""
 PaddedLists = Callable[[StepLayout, int], Lists | None]
-"""A function that returns the work lists of a step with this number of sampled rows, or None if the
-step will not be padded. Only the lengths in the layout are known."""
+"""A function that returns the work lists of a step, or None if the step will not be padded. Its
+arguments are the step's layout, with only the lengths, and the number of sampled rows."""
 
 
 def no_padding(layout: StepLayout, num_sampled: int) -> None:
@@ -56,7 +56,7 @@ class PackedStep:
 
     @property
     def pooled_rows(self) -> list[int]:
-        """Rows whose final hidden states become part of vectors, item by item."""
+        """Rows whose final hidden states become part of vectors, in the order of `items`."""
         ends = self.layout.query_starts[1:]
         return [
             row

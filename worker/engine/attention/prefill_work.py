@@ -62,7 +62,7 @@ class PrefillWork:
         return [*self._lists]
 
     def fill(self, layout: StepLayout, lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replace the step by another one, and rewrite the lists."""
+        """Replace the step by the step of `layout`, and rewrite the lists."""
         self._layout, self._copied = layout, lists
         for queries_per_tile, tiles in self._lists.items():
             tiles.copy_(self._tiles(queries_per_tile))
@@ -75,7 +75,7 @@ class PrefillWork:
         return self._lists[queries_per_tile]
 
     def cut(self, layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
-        """Returns the list of another step, padded to the length for `room`."""
+        """Returns the list of tiles for `layout`, padded to the length for `room`."""
         tiles = cut(layout, queries_per_tile)
         if self._room is not None:
             num_rows, num_chunks = self._room

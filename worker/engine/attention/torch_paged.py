@@ -60,7 +60,8 @@ class _Part:
     first: int
     last: int
     cache_rows: torch.Tensor | None
-    """[sequences, num_kv_heads, length], see `_cache_rows`. None: a chunk sees only its rows."""
+    """[sequences, num_kv_heads, length], see `_cache_rows`. None: a chunk that sees no earlier
+    tokens, so nothing is read from the cache."""
     bias: torch.Tensor | None
     """-inf for positions that a row does not see: [sequences, 1, 1, length] for decodes, [rows,
     length] for a chunk. None: decodes see all positions, and a chunk is plain causal."""
@@ -106,7 +107,8 @@ def _plan_decodes(
 
 
 def _similar(lengths: list[int]) -> list[tuple[int, int]]:
-    """Returns ranges (first, end) of decodes. No group is mostly padding, or above the limit."""
+    """Groups decodes of similar lengths. Returns the range (first, end) of each group. No group is
+    mostly padding, and no group of several decodes has more than MAX_GATHERED_TOKENS."""
     groups = []
     first, longest = 0, 0
     for index, length in enumerate(lengths):

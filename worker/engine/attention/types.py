@@ -20,8 +20,8 @@ class SpanList:
 
 
 class RequestedLists:
-    """Keys of work lists that layers requested in earlier steps. A new list is copied separately
-    once."""
+    """Keys of work lists that layers requested in earlier steps. The first time that a list is
+    requested, it is copied separately."""
 
     def __init__(self) -> None:
         self.spans: set[SpanList] = set()
@@ -146,7 +146,7 @@ class StepLayout:
 
     The first `num_decodes` rows belong to one sequence each, in descending order of context. The
     rows of the chunks follow. Sequence i has the rows `query_starts[i]` up to `query_starts[i +
-    1]`. After the step its K and V have `context_lens[i]` tokens.
+    1]`. After the step, the cache has K and V of `context_lens[i]` tokens of this sequence.
     """
 
     num_decodes: int

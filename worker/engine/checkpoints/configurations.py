@@ -16,8 +16,9 @@ _NAMES: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean"
 
 
 def pooling_of(folder: Path) -> Pooling | None:
-    """Returns the pooling that a folder's file names: `last` if there is no file, None if the
-    pooling is not supported. Raises ConfigurationError for a file that cannot be read."""
+    """Returns the pooling that is set in a model's folder: `last` if the folder has no file about
+    pooling, None if the pooling is not supported. Raises ConfigurationError for a file that cannot
+    be read."""
     file = folder / _FILE
     if not file.exists():
         return "last"

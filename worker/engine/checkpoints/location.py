@@ -31,7 +31,8 @@ def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
 
 def check_source(name_or_dir: str) -> str:
     """Returns a directory or GGUF file that has a model, or a hub name as it is. Raises
-    ModelNotFoundError, and ConfigurationError if a package is missing that reads the file."""
+    ModelNotFoundError if there is no model, UnsupportedModelError if a directory has files that
+    promptq refuses, and ConfigurationError if the package that reads GGUF files is missing."""
     place = Path(name_or_dir).expanduser()
     if place.is_dir():
         _check_directory(place, name_or_dir)
@@ -67,7 +68,8 @@ def _check_directory(directory: Path, name: str) -> None:
 
 def check_weights(source: str) -> None:
     """Check that a directory has weights. For a hub name, transformers checks this itself. Raises
-    ModelNotFoundError, and UnsupportedModelError for an index of other files."""
+    ModelNotFoundError if files with weights are missing, and UnsupportedModelError if the index
+    names other files than the directory's safetensors files."""
     folder = Path(source)
     if not folder.is_dir():
         return

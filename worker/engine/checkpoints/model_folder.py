@@ -59,7 +59,8 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "fp8": FP8,
 }
 _OF_THE_CACHE = {"q_scale", "k_scale", "v_scale"}
-"""Scales for a quantized KV cache. promptq does not read them: its cache computes its scales."""
+"""Scales for a quantized KV cache. promptq does not read them, because it computes scales of K
+and V while it serves."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEADER = 100_000_000
 """The most bytes of a safetensors file's header. The safetensors library has the same limit."""
@@ -69,7 +70,8 @@ class ModelFolder:
     """A model in a directory or on a hub. Another tool may have quantized its weights."""
 
     def __init__(self, source: str, trust_remote_code: bool) -> None:
-        """Read the configuration. Raises ModelNotFoundError, or UnsupportedModelError."""
+        """Read the configuration. Raises ModelNotFoundError if there is no causal language model,
+        and UnsupportedModelError if promptq does not support the model."""
         self.source = source
         self.config = _load_config(source, trust_remote_code)
         check_weights(source)
@@ -202,8 +204,9 @@ class ModelFolder:
         return weights
 
     def _of_head(self, names: Iterable[str]) -> list[str]:
-        """Returns those of `names` that name a head's tensors: with `mtp` (Qwen3-Next), or with a
-        layer after the last one that has parts of a head (DeepSeek-V3, GLM-4.5)."""
+        """Returns those of `names` that name a head's tensors. These tensors are in
+        the module `mtp` (Qwen3-Next), or in a layer after the model's last layer (DeepSeek-V3,
+        GLM-4.5). Returns none if no tensor is a part that only heads have."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         found = [name for name in names if of_head.fullmatch(name)]

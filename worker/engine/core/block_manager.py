@@ -32,10 +32,10 @@ class BlockManager:
     prefixes. The manager then notes which tenants sent a block, because a tenant's cached tokens
     count only the blocks that this tenant sent.
 
-    If the model has recurrent layers, their states after a prefix are not in the blocks. A sequence
-    then shares only as many blocks as `kept_states` has a state for. If more of its first blocks
-    can be found, other sequences begin with this longer prefix too. So the sequence's state at the
-    end of the longer prefix is kept, for the next sequence.
+    If the model has recurrent layers, their states are not in the blocks. Then a sequence can share
+    a prefix only if `kept_states` has the state after this prefix. If the blocks of a longer prefix
+    can be found, several sequences begin with the longer prefix. So the sequence's state after the
+    longer prefix is kept, for the next such sequence.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class BlockManager:
         return prefix
 
     def num_known_to(self, tenant: str, prefix: list[int]) -> int:
-        """Returns how many blocks of a prefix the tenant sent before. It now counts as having sent
-        all."""
+        """Returns how many blocks of a prefix the tenant sent before. From now on, the tenant
+        counts as having sent all of them."""
         if self._senders is None:
             return len(prefix)
         num_known = 0
@@ -189,7 +189,8 @@ class BlockManager:
             self.num_gained += last  # a waiting sequence may need fewer blocks now
 
     def free(self, sequence: Sequence) -> None:
-        """Take back a sequence's blocks. Findable ones stay cached; the last are evicted first."""
+        """Take back a sequence's blocks. Findable blocks stay cached. Of these, the sequence's last
+        blocks are evicted first."""
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -263,7 +264,7 @@ class BlockManager:
 
     def _hash_blocks(self, sequence: Sequence) -> None:
         """Extend the chain of block hashes of the sequence up to its last full block. The hash is
-        cryptographic: a sequence reads what another request wrote to a found block."""
+        cryptographic, because no sequence may find a block with another prefix than its own."""
         hashes, size = sequence.block_hashes, self.block_size
         for index in range(len(hashes), sequence.num_tokens // size):
             parent = hashes[-1] if hashes else self._salt_hash(sequence)

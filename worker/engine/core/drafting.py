@@ -41,7 +41,8 @@ _FIRST_FOUND = 3.0
 """The expected number of accepted tokens of a prompt lookup, if the model also has a head."""
 _WEIGHT = 1 / 16
 _WEIGHT_OF_LOOKUP = 1 / 4
-"""The weights of a new draft in the running means of these two expectations."""
+"""The weights of a new draft in two running means, which begin with the two expectations above: the
+acceptance rates of the head, and the number of accepted tokens of a lookup."""
 _FORGETTING = 1 / 256
 """Weight by which each step without a lookup moves the expectation of lookups back to its first
 value. So a text that begins to repeat itself is noticed."""

@@ -1,8 +1,8 @@
 """Computes a failed step again, as a whole and then in parts, to find the sequence that fails.
 
-Nothing of a failed step was committed. Computing a share again writes the same K and V, and begins
-with the same states of recurrent layers. So a step can be computed any number of times. To find one
-failing sequence of n takes about 2 log2(n) computations.
+Nothing of a failed step was committed. Computing a share (a sequence's part of the step) again
+writes the same K and V, and begins with the same states of recurrent layers. So a step can be
+computed any number of times. To find one failing sequence of n takes about 2 log2(n) computations.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class StepRecovery:
     """Computes the shares of a step that failed.
 
     `commit` stores the results of a batch and returns outputs. `leave` removes a sequence and
-    returns its output. Its second argument is the error message, or None to give the sequence back.
-    If a sequence lacked memory alone, `set_back` makes it wait, and returns whether to try again.
+    returns the sequence's last output. The second argument of `leave` is the error message, or None
+    to give the sequence back. If memory was short even for a single sequence, `set_back` makes this
+    sequence wait, and returns whether to try again.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class StepRecovery:
     def compute(self, shares: list[ScheduledSequence]) -> list[SequenceOutput]:
         """Compute and commit shares, in parts if that fails. Returns the outputs.
 
-        A sequence that fails alone ends with an error, if the runner can still compute anything
-        else. Otherwise raises the exception. Lacking memory is no sequence's fault: it may pass.
+        A sequence that fails even when it is computed without others ends with an error, if the
+        runner can still compute anything else. Otherwise raises the exception. If memory was short,
+        the sequence waits or is given back instead, because memory may become free later.
         """
         batch = Batch(shares)
         try:

@@ -13,8 +13,8 @@ class KeptStates:
 
     A place is an index into the runner's pool of states. It is free, reserved for a sequence that
     will write its state there, or has a state that can be found. A sequence that begins with a
-    state pins its place until the sequence's first step is done. If no place is free, the next one
-    to be reserved is that of the least recently used state.
+    state pins the state's place until the sequence's first step is done. If no place is free,
+    `reserve` takes the place of the least recently used state that is not pinned.
     """
 
     def __init__(self, num_places: int) -> None:

@@ -41,7 +41,7 @@ _AUDIT_INTERVAL_SECONDS = 1.0
 _SMALL_STEPS = 256
 """Number of smaller steps after a step that ran out of memory."""
 _MOST_SHORTAGES = 6
-"""A sequence that lacks memory alone this many times is given back."""
+"""A sequence is given back after this many tries without others in which memory was short."""
 _PAUSE_SECONDS = 0.05
 """Seconds before the next try if there was no memory for any sequence. Doubles each time."""
 _STEPS_SHOWN = 32

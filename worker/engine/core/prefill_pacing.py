@@ -26,14 +26,15 @@ Their medians are used, because a single delayed step says little."""
 _GROWTH = 4
 """A chunk has at most this many times the tokens of the largest recent chunk."""
 _CAUTION, _BOLDNESS = 4, 16
-"""A token is assumed to cost at least 1 / n of its part of a step's time: the first n applies while
-all chunks had one size, the second once sizes differ."""
+"""A prompt token is assumed to cost at least 1 / n of the seconds per prompt token in the largest
+recent step. The first n applies while recent steps had about equal numbers of prompt tokens, the
+second otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptStep:
-    """A step with prompts: the number of their tokens, the step's seconds, and how many seconds
-    more than a step of decodes alone it took."""
+    """A step with prompts: the number of prompt tokens, the step's seconds, and its seconds without
+    the time of the decodes in it."""
 
     num_tokens: int
     seconds: float

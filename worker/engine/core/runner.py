@@ -68,7 +68,8 @@ class Runner(Protocol):
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
         """Returns sampled tokens for each share of `batch.sampling`, in that order: one after the
-        last known token, and one after each drafted token. Also sets `states` of shares to pool."""
+        last known token, and one after each drafted token. Also sets `states` of the shares that
+        are pooled."""
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:

@@ -112,7 +112,7 @@ class Scheduler:
         self, batch: Batch, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
     ) -> Batch | None:
         """Plan the step after `batch` before its tokens are known: the next chunks of prompts, and
-        one more decode of each sequence that samples in `batch` below its length.
+        one more decode of each sequence that samples in `batch` and may have further tokens.
 
         Returns None if a waiting sequence may be admitted, or if the plan depends on the tokens.
         """

@@ -60,8 +60,9 @@ class Shares:
     def may_make_room(
         self, victim: EngineRequest, blocks: int, newcomer: EngineRequest, needed: int
     ) -> bool:
-        """Whether `victim` may be preempted for `newcomer`. Without the victim's `blocks`, its
-        tenant must have at least the share of the newcomer's tenant with `needed` more blocks.
+        """Whether `victim` may be preempted for `newcomer`. Without the victim and its `blocks`,
+        the victim's tenant must still have at least as large a share as the newcomer's tenant has
+        with the newcomer and its `needed` blocks.
 
         So no tenant falls below its share, and a tenant that made room cannot take the room back.
         """

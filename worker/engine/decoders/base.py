@@ -38,7 +38,8 @@ class Decoder(ABC):
     """Computes packed steps like PackedModel, but without transformers' modules."""
 
     unpacked: ClassVar[type[Decoder] | None] = None
-    """For the check at load: computes the same formula in fp32, without copies of weights."""
+    """The decoder that the check at load uses instead: it computes the same formula in fp32,
+    without copies of weights. None: there is no such decoder."""
     states: StatePool | None = None
     """The states of recurrent layers; None if the model has no recurrent layers."""
 

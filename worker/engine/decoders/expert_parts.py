@@ -35,7 +35,8 @@ _NUM_PROBES = 32
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How the experts of a row, and their shares, are computed from the logits of a router."""
+    """How the logits of a router determine the experts of a row, and each expert's share, which is
+    the factor of the expert's result."""
 
     num_experts: int
     top_k: int
@@ -44,7 +45,8 @@ class Routing:
     """fp32 [num_experts]. Added to the scores for the choice of experts, not for their shares."""
     num_groups: int = 1
     top_groups: int = 1
-    """Experts come only from this many groups: those with the largest sums of two best experts."""
+    """Experts come only from this many groups: those whose two best experts have the largest sum of
+    scores."""
     normalizes: bool = False
     """Whether a row's shares are divided by their sum. The divisor is at least `least_sum`."""
     least_sum: float = 1e-20
@@ -110,7 +112,8 @@ class Expert(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
-    """A mixture of experts: the sum of a row's experts, times their shares, and shared experts."""
+    """A mixture of experts. Its result is the sum of the results of a row's experts, each times its
+    share, plus the result of the shared experts."""
 
     routing: Routing
     router: torch.Tensor

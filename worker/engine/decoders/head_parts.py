@@ -2,7 +2,7 @@
 
 The head predicts the token after a token (multi-token prediction, DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 2.2). The head's row of a position has two inputs: the
-final hidden state of the position, and the token after it. The head computes
+final hidden state of the position, and the next token. The head computes
 
     hidden = projection(norm(embedding of the token), norm(hidden state))
     hidden = norm(layer(hidden))
@@ -66,8 +66,8 @@ class HeadParts:
 class DraftStep:
     """The T rows in which a head drafts for S sequences, those with the most drafts first.
 
-    The last row of a sequence drafts its first token. Each further drafted token has one more row.
-    The block table has room for the K and V of these rows.
+    The last row of a sequence drafts the first token. Each further drafted token takes one more
+    row after the T rows. The block table has room for the K and V of these further rows.
     """
 
     input_ids: torch.Tensor  # [1, T]

@@ -93,7 +93,7 @@ class Recurrent:
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP. Any
-    of the norms may be missing, and the mixer or the MLP. At the end, `hidden *= output_scale`."""
+    norm may be missing, and so may the mixer or the MLP. At the end, `hidden *= output_scale`."""
 
     mixer: Attention | Recurrent | None = None
     """The part that mixes positions."""
@@ -103,7 +103,7 @@ class Layer:
     experts_beside: ExpertsBeside | None = None
     """Experts whose results are added to those of the MLP."""
     input: LayerInput | None = None
-    """The part that reads the layer's part of LayerInputs, after the MLP."""
+    """The part that reads this layer's inputs among LayerInputs, after the MLP."""
     before_mixer: Norm | None = None
     after_mixer: Norm | None = None
     before_mlp: Norm | None = None

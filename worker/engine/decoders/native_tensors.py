@@ -58,8 +58,8 @@ class NativeTensors:
         return self._address(bias)
 
     def _weight(self, module: nn.Linear | nn.Embedding, *, keeps: bool = False) -> library.Weight:
-        """Returns the description of a weight. `keeps`: keep its memory, since packing does not
-        copy."""
+        """Returns the description of a weight. `keeps`: keep a reference to the weight, because
+        native code will read it in place."""
         weight = _weight_of(module)
         if keeps and not isinstance(weight, QuantizedWeight):
             # The model's tensor may be part of a whole file in memory.

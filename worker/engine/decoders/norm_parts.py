@@ -95,7 +95,8 @@ class Norm:
 def _formula(norm: Any, shape: torch.Size, epsilon: float) -> NormFormula | None:
     """Returns the formula that computes the same as the module; None if there is none.
 
-    Formulas are tried with random weights: the module's may be on another device, or unset.
+    Formulas are tried with random weights, because the module's weights may be on another device,
+    or unset.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     names = [name for name, _ in norm.named_parameters()]

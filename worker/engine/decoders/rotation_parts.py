@@ -42,7 +42,7 @@ class Rotation:
     module: nn.Module
     """The module that computes the tables."""
     layer_type: str | None
-    """The type of these layers, if the tables depend on it."""
+    """The type of the layers with this rotation, if the tables depend on the type."""
     apply: Callable[..., Any] | None
     """The family's function that rotates queries and keys by the tables."""
 

@@ -49,7 +49,8 @@ class MemoryPeak:
 
 
 def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
-    """Returns the bytes on the device, with the driver's, that the result of `make` occupies."""
+    """Returns the bytes that the result of `make` occupies on the device. Memory that the driver
+    needs for the result counts too."""
     give_back(device)
     before = free_bytes(device)
     result = make()

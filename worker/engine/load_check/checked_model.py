@@ -48,7 +48,8 @@ class CheckedModel:
 
     @property
     def takes_padding(self) -> bool:
-        """Whether steps may be padded to the size of a CUDA graph. Padding has no states."""
+        """Whether steps may be padded to the size of a CUDA graph. Recurrent layers rule this out,
+        because padding rows have no states."""
         return self.backend.takes_padding and not self.mixers
 
     @property

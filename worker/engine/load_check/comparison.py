@@ -31,9 +31,9 @@ chunks and chunks of a few rows, for which attention may use another code path."
 BLOCK_SIZE = 4
 
 TOLERANCE = 1e-4
-"""The largest relative difference of a row of logits, for half of the rows. The difference is
-divided by the row's spread. Any row may differ ten times as much, because a router may decide a
-near tie differently. In fp32, rounding causes about 1e-6."""
+"""The largest allowed median of the relative differences of rows of logits. A row's difference is
+divided by the row's spread. A single row may differ ten times as much, because a router may decide
+a near tie differently. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
 """Tolerance for a model that is too large to be checked in fp32. bf16 rounds to 8 bits."""
 ROUNDING_TOLERANCE = 0.5
@@ -44,8 +44,9 @@ TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 """Tolerance in fp32 if the environment forces TF32, which rounds to 11 bits."""
 
 _DECODER_POSITIONS = 1024
-"""The largest position in tests of promptq's decoders. Their table of positions comes from the
-model's module, and layers that use positions in another way are refused."""
+"""The largest position in tests of promptq's decoders. Larger positions need no test: the decoders'
+table of positions comes from the model's module, and layers that use positions in another way are
+refused."""
 
 
 @dataclass(frozen=True, slots=True)

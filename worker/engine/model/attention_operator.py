@@ -1,5 +1,5 @@
-"""The attention that transformers' modules call, as a method of a layer and as a torch operator.
-The operator is for graphs of torch.compile.
+"""The attention that transformers' modules call (the seam, see packed_model.py), as a method of a
+layer and as a torch operator. The operator is for graphs of torch.compile.
 
 A compiled graph serves all layers of a kind, so it may contain no constant of a single layer. The
 operator gets a layer's number in a tensor, which is an input of the graph like a weight.

@@ -102,7 +102,7 @@ def own_decoders(
     device: torch.device, options: LoadOptions, no_native_code: str
 ) -> tuple[list[type[Decoder]], str]:
     """Returns promptq's decoders to try on the device, or the reason why there are none.
-    `no_native_code` is the result of `why_no_native_code`. Only the decoder on a CPU needs it."""
+    `no_native_code`, the result of `why_no_native_code`, matters only on a CPU."""
     if not options.native:
         return [], TURNED_OFF
     if device.type == "cuda":

@@ -214,7 +214,7 @@ def load_model(
 
 def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None, str]:
     """Returns the files' head for drafts, or None, and the reason why a head in the files is not
-    usable. Without a reason it is empty."""
+    usable. The reason is empty if the head is usable, or if the files have no head."""
     if not isinstance(files, ModelFolder):
         return None, ""
     try:
@@ -231,7 +231,8 @@ def _widen_others(
     saved: SavedWeights, files: ModelFiles, decoder: type[Decoder] | None
 ) -> dict[str, SavedWeight]:
     """Dequantize the weights that `decoder` cannot use, and return the others, which stay
-    quantized. Returns none if transformers renames or joins weights while it loads this family."""
+    quantized. Returns an empty dict if transformers renames or joins weights while it loads this
+    family."""
     kept = {}
     if saved.quantized and decoder is not None and decoder.is_available():
         makes: Any = AutoModelForCausalLM

@@ -153,7 +153,8 @@ def processor_features() -> set[str]:
 
 
 def _compile(compiler: str, libraries: dict[Path, list[str]]) -> None:
-    """Compile libraries of one folder, each with its flags. They share equal objects."""
+    """Compile libraries into one folder, each with its flags. An object file that several libraries
+    need is compiled once."""
     library, *_ = libraries
     logger.info("compiling native code, once for this machine, into %s", library)
     _remove_unfinished(library.parent)
@@ -181,7 +182,8 @@ def _compile(compiler: str, libraries: dict[Path, list[str]]) -> None:
 
 
 def _used_flags(source: Path, flags: list[str]) -> list[str]:
-    """Returns the flags without those of features that neither the source nor its headers name."""
+    """Returns the flags, except flags for processor features that neither the source nor its
+    headers name."""
     texts, unread = dict[Path, str](), [source]
     while unread:
         path = unread.pop()

@@ -19,7 +19,8 @@ class QuantizedWeight:
     numbers: torch.Tensor
     """uint8 [outputs, inputs], or with 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""
     scales: torch.Tensor
-    """fp32 [outputs, ceil(inputs / group)]; on a GPU with 4 bits fp16, which loses nothing."""
+    """[outputs, ceil(inputs / group)], in fp32. Weights of 4 bits on a GPU have scales in fp16,
+    which loses nothing."""
     bits: int
     group: int
     inputs: int

@@ -11,7 +11,7 @@ from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 
 def window_spec(convolution: Any) -> StateSpec:
-    """Returns the spec of a convolution's state: the rows that it needs before the next one."""
+    """Returns the spec of a convolution's state: the earlier rows that the next row needs."""
     channels, _, size = convolution.weight.shape
     return StateSpec((size - 1, channels), convolution.weight.dtype)
 

@@ -16,7 +16,8 @@ from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 _PARTS = {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"}
 _GATES = ({"g_proj"}, {"g_a_proj", "g_b_proj"})
 _LONGEST_PIECE = 16
-"""The most rows of a piece. Each channel has its decays, which need memory for pairs of rows."""
+"""The most rows of a piece. More rows would need too much memory, because each channel has a decay
+for each pair of rows."""
 
 
 class _Tokens(NamedTuple):

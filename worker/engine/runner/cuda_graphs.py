@@ -60,9 +60,9 @@ def graph_bytes(
 ) -> int:
     """Returns an estimate of the bytes that the graphs of these kinds take.
 
-    Captures the two largest graphs and drops them again. The first has the results of the largest
-    step, whose memory the smaller steps share. So each further graph counts like the second graph,
-    whose memory is mostly the driver's.
+    Captures the two largest graphs and drops them again. The memory of the first graph includes the
+    results of the largest step, and smaller steps reuse this memory. So each further graph counts
+    like the second graph, which needs mostly memory for the driver.
     """
     largest, *others = sorted(kinds, reverse=True)
     capture([largest])  # libraries' memory of a first capture stays, and is not a graph's
@@ -147,7 +147,8 @@ class GraphedModel:
 
     @torch.inference_mode()
     def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
-        """Capture the graphs, the largest first, so that the smaller graphs fit into its memory."""
+        """Capture the graphs, the largest first. Smaller graphs then fit into the memory of the
+        largest graph."""
         capture = _Capture(self.plain, self._choose, self._stream)
         for kind in sorted(kinds, reverse=True):
             try:
@@ -171,8 +172,9 @@ class _Capture:
         self._logits: torch.Tensor | None = None
 
     def of(self, step: PackedStep) -> Callable[[], Results]:
-        """Returns a function that replays the step. Raises RuntimeError if capturing fails. That
-        breaks the allocator, so a trial run first detects a step that waits for the device."""
+        """Returns a function that replays the step. Raises RuntimeError if capturing fails. A
+        failed capture breaks the allocator, so a trial run first detects a step that waits for the
+        device."""
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
@@ -222,5 +224,5 @@ def _no_waiting() -> Iterator[None]:
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a CUDA device this thread's current device. Does nothing for other devices. Triton's
-    kernels, streams, graphs and events use the current device, not their tensors' one."""
+    kernels, streams, graphs and events use the current device, not the device of their tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

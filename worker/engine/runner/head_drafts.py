@@ -5,8 +5,9 @@ the positions of the hidden states that they are computed from. A row also needs
 So the head computes a step's rows before the sequence's next step, and only if it drafts then.
 
 The head decides only which tokens are drafted, so some of its rows may be missing: nothing was
-drafted for a while, or a cached prefix was computed without them. This module counts each block's
-computed first rows. The head attends from the first block after which no row is missing.
+drafted for a while, or a cached prefix was computed without the head. For each block, this module
+counts the first rows that the head has computed. The head attends from the first block after which
+no row is missing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from promptq.worker.engine.sampling.sampler import Sampler
 
 MOST_HELD = 512
 """The most hidden states that are stored for the head: those of a sequence's last rows. So a long
-prompt costs little more with a head, but the head does not see its beginning."""
+prompt costs little more with a head, but the head does not see the beginning of the prompt."""
 
 
 class DraftHead(Protocol):

@@ -52,9 +52,9 @@ def warm_up(runner: ModelRunner) -> None:
 
 def warm_up_kinds(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int) -> None:
     """Run each kind of step and of sampling once, because kernels are compiled when they are first
-    launched. The largest step comes last, now that the cache takes its memory.
+    launched. The largest step comes last, to test that its memory is free beside the KV cache.
 
-    Steps run without CUDA graphs, whose kernels were compiled when the graphs were captured.
+    Steps run without CUDA graphs, because the kernels of graphs were compiled during the capture.
     """
     served = runner.model
     runner.model = served.plain if isinstance(served, GraphedModel) else served

@@ -12,8 +12,9 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     least 0, and need not be normalised.
 
     The drawn token is the first one whose cumulative weight exceeds `uniforms` [R] (float64, in [0,
-    1)) times the total. A token of weight 0 is never drawn. The search first finds the block, and
-    then the token in it, so that only block sums are accumulated over the vocabulary.
+    1)) times the total. A token of weight 0 is never drawn. The search first finds a block of
+    BLOCK successive tokens, and then the token in this block. So only the sums of blocks are
+    accumulated over the vocabulary.
     """
     vocab_size = weights.shape[1]
     cumulative = _block_sums(weights).cumsum(dim=1)

@@ -20,7 +20,7 @@ FIRST_CANDIDATES = 256
 """Number of likeliest tokens that top_p examines first, then eight times as many, and so on."""
 
 _LOWEST = -60.0
-"""A token whose scaled logit is this far below the largest is never drawn: sums stay finite."""
+"""A token whose scaled logit is this far below the largest is never drawn. So sums stay finite."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 

@@ -11,7 +11,8 @@ from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.device.async_copies import to_device
 
 _Occurrences = tuple[torch.Tensor, torch.Tensor]
-"""The index of each occurrence's sequence among the sequences with penalties, and its token id."""
+"""For each occurrence of a token: the index of the sequence, among the sequences with penalties,
+and the token id."""
 
 
 class Penalties:

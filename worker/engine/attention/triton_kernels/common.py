@@ -116,9 +116,10 @@ def attend_tile(
 ) -> tl.tuple:
     """Adds one tile of keys to a softmax that is computed tile by tile.
 
-    `scores` [queries, keys] are -inf where not visible, and `value` is [keys, value size]. The
-    others are each query's highest score, sum of weights, and weighted values so far. Returns these
-    three, updated (Milakov and Gimelshein, "Online normalizer calculation for softmax").
+    `scores` [queries, keys] are -inf where not visible, and `value` is [keys, value size].
+    `highest`, `weight` and `total` are each query's highest score, sum of weights, and weighted sum
+    of values so far. Returns these three, updated (Milakov and Gimelshein, "Online normalizer
+    calculation for softmax").
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     # For a query that has seen no key yet, -inf - -inf would be NaN.

@@ -37,8 +37,9 @@ PROGRAMS_PER_PROCESSOR = 4
 """Programs on a processor. While one starts or ends a span, the others keep the memory busy."""
 NUM_WARPS = 2
 _MAX_REGISTERS = 255
-"""The most registers of a thread, so that the planned programs fit on a processor. Without this
-limit the compiler may use more registers, and spill."""
+"""The most registers of a thread. With this number, the planned programs fit on a processor.
+Without it, the compiler may plan for more programs, which have fewer registers each and spill
+them."""
 NUM_STAGES = 2
 """The depth of the pipeline of loads: one tile of K and V is loaded while the previous one is
 computed from registers. The compiler does this only if a tile's block ids are known an iteration

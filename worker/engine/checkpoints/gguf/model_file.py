@@ -50,7 +50,8 @@ class GGUFFile:
     generation_config: GenerationConfig | None = None
 
     def __init__(self, source: str) -> None:
-        """Read the header. Raises ModelNotFoundError, or UnsupportedModelError."""
+        """Read the header. Raises ModelNotFoundError if the file cannot be read, and
+        UnsupportedModelError if promptq does not support the model."""
         self.source = source
         self._header = header = GGUFHeader(source)
         self._tensors = header.tensors
@@ -131,7 +132,7 @@ class GGUFFile:
         return complete
 
     def _complete(self, config: Any) -> None:
-        """Set the fields of `config` that are missing in transformers' table."""
+        """Set the fields of `config` for which transformers' GGUF_CONFIG_MAPPING has no entry."""
         saved_size = self._header.own_field("attention.key_length")
         size = saved_size or getattr(config, "head_dim", None)
         config.head_dim = size = int(size or config.hidden_size // config.num_attention_heads)

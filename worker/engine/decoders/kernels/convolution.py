@@ -70,8 +70,12 @@ def _inputs_at(
     NUM_CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the inputs [positions, channels] at each `position`; a negative one is before the
-    step. The sequence of a position reads `entry` and begins at row `first` ([positions] both)."""
+    """Returns the inputs [positions, channels] at each `position` within a sequence's rows. Inputs
+    at negative positions are those before the step, and come from the window.
+
+    `entry` and `first` [positions] are the window's entry and the first row of each position's
+    sequence.
+    """
     is_new = (position >= 0)[:, None]
     mask = is_read[:, None] & (channel < NUM_CHANNELS)[None, :]
     new = inputs + ((first + position) * stride)[:, None] + channel[None, :]

@@ -5,7 +5,7 @@
                 hidden += scale * after(mlp(before(hidden)))
     logits = head(norm(hidden of the sampling rows))
 
-Any of the norms may be missing, and the attention or the MLP. A recurrent layer may replace the
+Any norm may be missing, and so may the attention or the MLP. A recurrent layer may replace the
 attention, or have the same input and add its result. The kernel of the next norm adds each sum,
 because it reads the hidden state anyway.
 """

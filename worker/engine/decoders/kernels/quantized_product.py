@@ -2,8 +2,8 @@
 
 For few rows, kernels dequantize weights in registers. For many rows, a kernel dequantizes some
 outputs at a time, and torch multiplies. Both round weights to the dtype of the rows, with one
-exception: for few rows and outputs with one scale and no offset, kernels multiply the integers,
-which are exact, and scale the sum.
+exception: if there are few rows, and each output has one scale and no offset, kernels multiply the
+integers, which are exact, and scale the sum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _OUTPUT_TILE = 128
 warps of a program divide its outputs, so each warp dequantizes a part of the weights."""
 _ROW_TILE = 64
 _LEAST_ITERATIONS = 12
-"""The fewest iterations of a program. A tile's sum has the bytes of four to eight iterations."""
+"""The fewest iterations of a program. With fewer, storing sums would take too long: the sum of a
+tile has as many bytes as the weights that four to eight iterations read."""
 _NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
 """The approximate number of weights that are dequantized at once, for many rows. In 16 bits they
@@ -40,7 +41,8 @@ _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
 
 
 def programs_per_processor(architecture: int) -> int:
-    """Returns the programs that a processor runs at once. On older GPUs, a third would spill."""
+    """Returns the programs that a processor runs at once. On older GPUs, registers would spill with
+    a third program."""
     return 3 if architecture >= 90 else 2
 
 
@@ -170,7 +172,7 @@ def _product_kernel(
     ROW_TILE: tl.constexpr,
 ) -> None:
     """Each program computes one tile of rows and outputs, for one split of the inputs. Weights are
-    the left side of products. A tile's last program adds its splits' sums in order."""
+    the left side of products. The last program of a tile adds the sums of all splits in order."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     split = tl.program_id(2)
     place = tl.program_id(1) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)

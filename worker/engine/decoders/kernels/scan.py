@@ -58,8 +58,8 @@ class Scan:
         """Returns the values that rows read from the states: fp32 [T, value heads * value size].
 
         `convolved` [T, channels] are queries, keys and values. `rates` are columns of a larger
-        tensor: a time step for each value head, and in the delta rule an update rate for each value
-        head before them.
+        tensor. The last ones are a time step for each value head. In the delta rule, an update rate
+        for each value head comes before them.
         `states` [entries, value heads, key size, value size] are in fp32.
         """
         parts, num_decodes = self._parts, sequences.num_decodes

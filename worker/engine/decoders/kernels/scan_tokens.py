@@ -31,8 +31,9 @@ def rates_of(
     """Returns the logarithms of the decays and the update rates of one value head, [rows] each.
     Both are zero where `is_row` is false.
 
-    `rates` [rows] points to the model's numbers of each row: a time step for each head, and for the
-    delta rule before them an update rate for each head, else the time step.
+    `rates` [rows] points to the model's numbers of each row. In the delta rule these are an update
+    rate for each head, then a time step for each head. Otherwise there are only time steps, and a
+    head's time step is also its update rate.
     """
     column = head + NUM_HEADS if IS_DELTA else head
     time = tl.load(rates + column, mask=is_row, other=0.0).to(tl.float32)
