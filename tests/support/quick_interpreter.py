@@ -65,24 +65,49 @@ def _keep_number_types(interpreter: Any) -> None:
 def _keep_types_and_shapes(language: Any) -> None:
     """Each value has a type, and a shape that the type implies."""
     core, block_type = language.core, language.block_type
-    check_type, blocks = block_type.__init__, dict[tuple[int, Any], Any]()
+    check_type, blocks = block_type.__init__, dict[tuple[int, Any], dict[str, Any]]()
+    others = dict[tuple[int, int], tuple[Any, Any, Any]]()
+
+    def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        shape = core.tuple([core.constexpr(size) for size in sizes])
+        return shape, core.constexpr(math.prod(sizes))
+
+    of_scalars = shape_of(())
 
     def make_block_type(self: Any, element_type: Any, shape: Sequence[Any]) -> None:
         sizes = tuple(getattr(size, "value", size) for size in shape)
         key = id(element_type), sizes
         if key not in blocks:
             check_type(self, element_type, shape)
+            self.of_values = shape_of(sizes)
             blocks[key] = self.__dict__  # it refers to the element's type, so the id stays its own
         self.__dict__.update(blocks[key])
 
-    @cache
-    def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        shape = core.tuple([core.constexpr(size) for size in sizes])
-        return shape, core.constexpr(math.prod(sizes))
+    def with_element_type(self: Any, element_type: Any) -> Any:
+        key = id(element_type), id(self.shape)
+        if key not in others:
+            others[key] = block_type(element_type, self.shape), element_type, self.shape
+        return others[key][0]
 
     def make_tensor(self: Any, handle: Any, dtype: Any) -> None:
         self.handle, self.type, self.dtype = handle, dtype, dtype.scalar
-        self.shape, self.numel = shape_of(dtype.shape if dtype.is_block() else ())
+        self.shape, self.numel = dtype.of_values if dtype.is_block() else of_scalars
 
     block_type.__init__ = make_block_type
+    block_type.with_element_ty = with_element_type
     language.tensor.__init__ = make_tensor
+    _unwrap_plain_values_at_once(core)
+
+
+def _unwrap_plain_values_at_once(core: Any) -> None:
+    unwrap = core._unwrap_if_constexpr
+    plain = {int, float, bool, str, type(None), core.dtype, core.block_type, core.pointer_type}
+    plain.add(core.tensor)
+
+    def unwrap_quickly(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in plain else unwrap(value)
+
+    core._unwrap_if_constexpr = unwrap_quickly

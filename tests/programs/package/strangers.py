@@ -116,10 +116,6 @@ def check_everything(python: Path, folder: Path) -> None:
     stranger = Stranger(python, folder, "of-all")
     version = stranger.run("promptq", "--version").strip()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version), version
-    said = stranger.run("promptq", "demo")
-    assert "12 requests pushed in" in said, said
-    assert "no native code" not in said, said
-    print("the demo runs")
     with running(stranger) as address:
         said = stranger.run("promptq", "submit", "Once upon a time", "--max-tokens", "8")
         assert said.strip(), "no text"
@@ -136,8 +132,9 @@ def check_everything(python: Path, folder: Path) -> None:
         (without / tool).symlink_to(shutil.which(tool) or tool)
     poor = Stranger(python, folder, "without-compiler", path=str(without))
     said = poor.run("promptq", "demo")
+    assert "12 requests pushed in" in said, said
     assert "no native code" not in said, said
-    print("native code comes with the wheel")
+    print("the demo runs, and native code comes with the wheel")
     [made] = (python.parent.parent / "lib").rglob("promptq/worker/engine/native/built")
     shutil.rmtree(made)
     said = poor.run("promptq", "demo")

@@ -77,7 +77,7 @@ async def test_the_apis_description_fits_its_window(open_page: Open) -> None:
     for viewport, size in LOOKS:
         page = await open_page("docs", viewport=size)
         await page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
-        await keep_both(page, "docs", viewport)
+        await keep_both(page, "docs", viewport, full_page=False)
         await page.get_by_role("link", name="dashboard").click()
         await page.get_by_role("link", name="API").click()
         await expect(page.get_by_text("/v1/batches").first).to_be_visible()
