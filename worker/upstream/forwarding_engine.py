@@ -111,7 +111,7 @@ class ForwardingEngine:
         each fault of the server, it is probed again."""
         self.limits = limits
         self.abilities = abilities_of(dialect, description) if description else dialect.abilities
-        self._takes_grammars = description is not None and description.takes_grammars
+        self._description = description
         self.is_accepting = True
         self._url, self._key, self._idle_seconds = url, key, idle_seconds
         self._dialect = dialect
@@ -343,7 +343,8 @@ class ForwardingEngine:
             sequence.emitted,
             self._model,
             self.limits.vocab_size,
-            takes_grammars=self._takes_grammars,
+            takes_grammars=self._description is not None and self._description.takes_grammars,
+            resumes_grammars=self._description is not None and self._description.resumes_grammars,
         )
         if sequence.request.wants_prompt_logprobs and not sequence.emitted:
             sequence.prompt_logprobs = [await stream.prompt_logprobs()]
@@ -469,7 +470,7 @@ class ForwardingEngine:
         except ConfigurationError as error:
             self._fail(error)
             return
-        self._takes_grammars = now.takes_grammars
+        self._description = now
         before, self.abilities = self.abilities, abilities_of(self._dialect, now)
         if self.abilities != before:
             refused = " ".join(self.abilities.refused)

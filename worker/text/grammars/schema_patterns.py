@@ -18,7 +18,7 @@ MAX_COMBINED_PATTERNS = 12
 """The most patterns of a schema that combines others. With 12 patterns, a token takes 13 ms."""
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     {
         *("$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions"),
         *("deprecated", "description", "discriminator", "examples", "readOnly", "title"),
@@ -66,7 +66,7 @@ _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 
 def _combines(schema: dict[str, Any]) -> bool:
     """Whether a schema sets two constraints on one value, one of them in another schema."""
-    constraints = schema.keys() - _ANNOTATIONS
+    constraints = schema.keys() - ANNOTATIONS
     members = schema.get("allOf")
     if isinstance(members, list) and len(members) > 1:
         return True
