@@ -30,6 +30,8 @@ from promptq.worker.leases.lease import Lease
 
 _RETRY_SECONDS = 0.2
 _UNSERVED_DELAY_MS = 1000
+_MOST_ATTEMPTS = 300
+"""After this number of attempts, a stream that no live worker can continue ends."""
 
 
 class Exchange:
@@ -164,9 +166,9 @@ class Exchange:
         """Give back requests, each with a field that this worker's engine cannot serve.
 
         If no live worker serves a request, its lease stays as it is. In two cases the request goes
-        back with a delay instead: it has output already, so a server could serve it before; or
-        other workers may have had no time to report, after a start or an outage. Raises RedisError,
-        OSError.
+        back with a delay instead: it has output already, so a server could serve it before, and may
+        do so again within minutes; or other workers may have had no time to report, after a start
+        or an outage. Raises RedisError, OSError.
         """
         held = [lease.as_held() for lease, _ in unserved]
         needs = [field for _, field in unserved]
@@ -175,7 +177,9 @@ class Exchange:
             if status != "unserved":
                 self._leases.returning(lease)
                 self._departures.note(lease, self._leases.released(lease, status))
-            elif lease.claim.events or not self._knows_others:
+            elif not self._knows_others or (
+                lease.claim.events and lease.claim.attempt < _MOST_ATTEMPTS
+            ):
                 self._leases.returning(lease, delay_ms=_UNSERVED_DELAY_MS)
 
     async def _release(self, leases: Sequence[Lease]) -> None:

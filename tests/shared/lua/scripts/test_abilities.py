@@ -27,14 +27,19 @@ def leave(queue: RequestQueue, claim: Claim, field: str) -> str:
     return status
 
 
+def claim_and_leave(queue: RequestQueue) -> str:
+    """Claims the only request that waits, for a worker without schemas, and leaves it to others."""
+    (claim,) = queue.take_batch(room(SCHEMAS))
+    return leave(queue, claim, "response_format")
+
+
 def test_it_waits_for_a_worker_that_serves_it_and_others_are_claimed_past_it(
     queue: RequestQueue,
 ) -> None:
     report(queue, "w1", SCHEMAS)
     report(queue, "w2", "")
     put(queue, "schema")
-    (claim,) = queue.take_batch(room(SCHEMAS))
-    assert leave(queue, claim, "response_format") == "waiting"
+    assert claim_and_leave(queue) == "waiting"
     put(queue, "plain")
     assert ids(queue.take_batch(room(SCHEMAS))) == ["plain"]
     (claim,) = queue.take_batch(room(""))
@@ -44,8 +49,7 @@ def test_it_waits_for_a_worker_that_serves_it_and_others_are_claimed_past_it(
 def test_it_stays_where_it_is_if_no_live_worker_serves_it(queue: RequestQueue) -> None:
     report(queue, "w1", SCHEMAS)
     put(queue, "schema")
-    (claim,) = queue.take_batch(room(SCHEMAS))
-    assert leave(queue, claim, "response_format") == "unserved"
+    assert claim_and_leave(queue) == "unserved"
     assert queue.take_batch(ROOM) == [], "w1 holds it, and says why it refuses it"
 
 
@@ -55,8 +59,7 @@ def test_it_is_claimed_to_be_refused_when_the_workers_that_served_it_are_gone(
     report(queue, "w1", SCHEMAS)
     report(queue, "w2", "")
     put(queue, "schema")
-    (claim,) = queue.take_batch(room(SCHEMAS))
-    assert leave(queue, claim, "response_format") == "waiting"
+    assert claim_and_leave(queue) == "waiting"
     assert queue.take_batch(room(SCHEMAS)) == []
     report(queue, "w2", "", ttl_ms=0)
     assert ids(queue.take_batch(room(SCHEMAS))) == ["schema"]
@@ -67,8 +70,7 @@ def test_all_that_it_needs_counts(queue: RequestQueue) -> None:
     for worker, refused in (("w1", SCHEMAS), ("w2", BIAS)):
         report(queue, worker, refused)
     put(queue, "both")
-    (claim,) = queue.take_batch(room(SCHEMAS))
-    assert leave(queue, claim, "response_format") == "waiting"
+    assert claim_and_leave(queue) == "waiting"
     (claim,) = queue.take_batch(room(BIAS))
     assert leave(queue, claim, BIAS) == "unserved"
     report(queue, "w3", "embed")
@@ -82,8 +84,7 @@ def test_workers_of_earlier_releases_count_as_able(client: Any, queue: RequestQu
     client.hdel(queue.keys.worker("old"), "refused")
     report(queue, "w1", SCHEMAS)
     put(queue, "schema")
-    (claim,) = queue.take_batch(room(SCHEMAS))
-    assert leave(queue, claim, "response_format") == "waiting"
+    assert claim_and_leave(queue) == "waiting"
     assert queue.take_batch(room(SCHEMAS)) == []
     assert ids(queue.take_batch(ROOM)) == ["schema"]
 
@@ -95,8 +96,7 @@ def test_a_member_without_a_record_counts_as_no_worker(client: Any, queue: Reque
     client.zadd(queue.keys.workers, {"strange": 2**53, "typed": 2**53})
     client.set(queue.keys.worker("typed"), "text")
     put(queue, "schema")
-    (claim,) = queue.take_batch(room(SCHEMAS))
-    assert leave(queue, claim, "response_format") == "unserved"
+    assert claim_and_leave(queue) == "unserved"
 
 
 def test_a_worker_on_standby_may_serve_it(client: Any, queue: RequestQueue) -> None:
