@@ -30,6 +30,8 @@ from promptq.worker.leases.lease import Lease
 
 _RETRY_SECONDS = 0.2
 _UNSERVED_DELAY_MS = 1000
+_MOST_ATTEMPTS = 300
+"""After this number of attempts, a stream that no live worker can continue ends."""
 
 
 class Exchange:
@@ -164,8 +166,9 @@ class Exchange:
 
         If no live worker can serve the field, the worker keeps the lease, so that the caller can
         end the request. In two cases, the worker gives the request back with a delay instead: an
-        earlier attempt has generated output; or after a start or an outage, other workers may not
-        have sent a heartbeat yet. Raises RedisError, OSError.
+        earlier attempt has generated output, so a server may serve the field again within minutes;
+        or after a start or an outage, other workers may not have sent a heartbeat yet. Raises
+        RedisError, OSError.
         """
         held = [lease.as_held() for lease, _ in unserved]
         needs = [field for _, field in unserved]
@@ -174,7 +177,9 @@ class Exchange:
             if status != "unserved":
                 self._leases.returning(lease)
                 self._exit_log.note(lease, self._leases.released(lease, status))
-            elif lease.claim.events or not self._knows_others:
+            elif not self._knows_others or (
+                lease.claim.events and lease.claim.attempt < _MOST_ATTEMPTS
+            ):
                 self._leases.returning(lease, delay_ms=_UNSERVED_DELAY_MS)
 
     async def _release(self, leases: Sequence[Lease]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from promptq.shared.errors import ConfigurationError
@@ -22,13 +22,10 @@ from promptq.worker.engine.api.messages import (
     EngineSnapshot,
     EngineStats,
     GivenBack,
-    PromptLogprobs,
     SequenceOutput,
     SequenceSnapshot,
-    SequenceTiming,
     StepOutput,
 )
-from promptq.worker.engine.core.shares import Shares
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
     Dialect,
@@ -42,6 +39,7 @@ from promptq.worker.upstream.dialects.transport import (
     ServerFaultError,
     UnusableAnswerError,
 )
+from promptq.worker.upstream.forwarded_sequence import ForwardedSequence, preemption
 from promptq.worker.upstream.outbox import Outbox
 from promptq.worker.upstream.server_process import ServerProcess
 from promptq.worker.upstream.server_recovery import ServerRecovery
@@ -57,32 +55,6 @@ _BLAMELESS_FAULTS = 2
 _PROGRESS_TOKENS = 64
 """After this number of tokens of an attempt, earlier faults no longer count."""
 _MOST_REMEMBERED = 10_000
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One attempt at a request, from `add` to its last output or its abort."""
-
-    request: EngineRequest
-    emitted: list[int]
-    timing: SequenceTiming = field(default_factory=SequenceTiming)
-    slot: int | None = None
-    stream: asyncio.Task[None] | None = None
-    prompt_logprobs: list[PromptLogprobs] | None = None
-    """The server's report on the prompt, until an output has taken it."""
-    is_reported: bool = False
-    """Whether an output has reported when this attempt's first token came."""
-
-    @property
-    def sequence_id(self) -> int:
-        return self.request.sequence_id
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.emitted)
-
-    def __lt__(self, other: _Sequence) -> bool:
-        return self.request.order < other.request.order
 
 
 class ForwardingEngine:
@@ -112,16 +84,17 @@ class ForwardingEngine:
         self.limits = limits
         self.abilities = abilities_of(dialect, description) if description else dialect.abilities
         self._takes_grammars = description is not None and description.takes_grammars
+        self._resumes_grammars = description is not None and description.resumes_grammars
         self.is_accepting = True
         self._url, self._key, self._idle_seconds = url, key, idle_seconds
         self._dialect = dialect
         self._model = model
         self._process = process
         self._server: Server | None = None
-        self._sequences: dict[int, _Sequence] = {}
-        self._waiting: list[_Sequence] = []  # a heap
-        self._running: dict[int, _Sequence] = {}  # by slot, until its connection is closed
-        self._successors: dict[int, _Sequence] = {}  # by the slot that was freed for it
+        self._sequences: dict[int, ForwardedSequence] = {}
+        self._waiting: list[ForwardedSequence] = []  # a heap
+        self._running: dict[int, ForwardedSequence] = {}  # by slot, until its connection is closed
+        self._successors: dict[int, ForwardedSequence] = {}  # by the slot that was freed for it
         self._outbox = Outbox()
         self._recovery = ServerRecovery(dialect, model, limits.max_model_len, process)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -145,7 +118,7 @@ class ForwardingEngine:
             await asyncio.to_thread(self._process.close)
 
     def add(self, request: EngineRequest) -> None:
-        sequence = _Sequence(request, [*request.output_token_ids])
+        sequence = ForwardedSequence(request, [*request.output_token_ids])
         try:
             check_request(request, self.limits)
         except ValueError as error:
@@ -227,7 +200,7 @@ class ForwardingEngine:
             self._totals.busy_seconds += time.monotonic() - self._busy_since
             self._busy_since = None
 
-    def _run(self, sequence: _Sequence, slot: int) -> None:
+    def _run(self, sequence: ForwardedSequence, slot: int) -> None:
         now = time.monotonic()
         timing = sequence.timing
         if timing.scheduled_at is None:
@@ -240,21 +213,15 @@ class ForwardingEngine:
         sequence.stream.add_done_callback(lambda _: self._leave(slot))
 
     def _preempt(self) -> None:
-        """Break off a stream that resumes exactly. This is the least urgent stream, if a waiting
-        sequence is more urgent. Otherwise it is a stream of a tenant beyond its share, if a tenant
-        without a stream waits."""
+        """Break off a stream that resumes exactly, if a waiting sequence may have its slot."""
         running = self._running_sequences()
         if len(running) + len(self._successors) < len(self._running):
             return  # a slot is about to be free anyway
-        urgent = min(self._waiting, key=lambda each: (each.request.priority, each.request.order))
         able = [each for each in running if self.abilities.may_preempt(each.request.params)]
-        victim = max(
-            able, key=lambda each: (each.request.priority, each.request.order), default=None
-        )
-        if victim is None or victim.request.priority <= urgent.request.priority:
-            if (pair := self._newcomer_and_victim(urgent.request.priority, able)) is None:
-                return
-            urgent, victim = pair
+        streams = [*running, *self._successors.values()]
+        if (pair := preemption(self._waiting, streams, able, self.limits.max_num_seqs)) is None:
+            return
+        urgent, victim = pair
         victim.timing.preemptions += 1
         victim.timing.preempted_at.append(time.monotonic())
         victim.is_reported = False
@@ -267,32 +234,7 @@ class ForwardingEngine:
         self._waiting = [victim if sequence is urgent else sequence for sequence in self._waiting]
         heapq.heapify(self._waiting)
 
-    def _newcomer_and_victim(
-        self, priority: int, able: list[_Sequence]
-    ) -> tuple[_Sequence, _Sequence] | None:
-        """Returns the first waiting sequence of this priority whose tenant has no stream, and the
-        last stream of the tenant that has most. None if no tenant is beyond its share."""
-        running = [*self._running_sequences(), *self._successors.values()]
-        tenants = {stream.request.tenant for stream in running}
-        waiting = [one for one in self._waiting if one.request.priority == priority]
-        newcomer = min((one for one in waiting if one.request.tenant not in tenants), default=None)
-        if newcomer is None:
-            return None
-        request = newcomer.request
-        shares = Shares(self.limits.max_num_seqs, 1, ((stream.request, 0) for stream in running))
-        victim = max(
-            (
-                stream
-                for stream in able
-                if stream.request.priority == priority
-                and shares.may_make_room(stream.request, 0, request, 0)
-            ),
-            key=lambda stream: (shares.of_tenant(stream.request), stream.request.order),
-            default=None,
-        )
-        return None if victim is None else (newcomer, victim)
-
-    def _running_sequences(self) -> list[_Sequence]:
+    def _running_sequences(self) -> list[ForwardedSequence]:
         """Returns the sequences whose stream is open, by slot."""
         return [
             sequence
@@ -302,7 +244,7 @@ class ForwardingEngine:
 
     # ------------------------------------------------------------ a stream
 
-    async def _stream(self, sequence: _Sequence) -> None:
+    async def _stream(self, sequence: ForwardedSequence) -> None:
         try:
             await self._read(sequence)
         except RefusedError as error:
@@ -333,7 +275,7 @@ class ForwardingEngine:
             self._run(sequence, slot)
         self._schedule()
 
-    async def _read(self, sequence: _Sequence) -> None:
+    async def _read(self, sequence: ForwardedSequence) -> None:
         """Pass on the chunks of a sequence until its end."""
         assert self._server is not None
         stream = WatchedStream(
@@ -344,6 +286,7 @@ class ForwardingEngine:
             self._model,
             self.limits.vocab_size,
             takes_grammars=self._takes_grammars,
+            resumes_grammars=self._resumes_grammars,
         )
         if sequence.request.wants_prompt_logprobs and not sequence.emitted:
             sequence.prompt_logprobs = [await stream.prompt_logprobs()]
@@ -354,7 +297,7 @@ class ForwardingEngine:
         if not is_over:
             raise ServerFaultError("the stream ended without a finish reason")
 
-    async def _put_chunk(self, sequence: _Sequence, chunk: Chunk) -> bool:
+    async def _put_chunk(self, sequence: ForwardedSequence, chunk: Chunk) -> bool:
         """Pass on a chunk. Returns whether it was the last one."""
         now = time.monotonic()
         timing = sequence.timing
@@ -385,7 +328,7 @@ class ForwardingEngine:
 
     def _put_end(
         self,
-        sequence: _Sequence,
+        sequence: ForwardedSequence,
         reason: FinishReason,
         chunk: Chunk | None = None,
         error: str | None = None,
@@ -409,7 +352,7 @@ class ForwardingEngine:
 
     def _give_back(
         self,
-        sequence: _Sequence,
+        sequence: ForwardedSequence,
         reason: str,
         *,
         is_blameless: bool = False,
@@ -430,7 +373,7 @@ class ForwardingEngine:
         given_back = GivenBack(reason, is_blamed, delay_ms)
         self._outbox.put(SequenceOutput(sequence.sequence_id, [], given_back=given_back))
 
-    def _try_again(self, sequence: _Sequence, reason: str) -> None:
+    def _try_again(self, sequence: ForwardedSequence, reason: str) -> None:
         """Give back a request whose answer is unusable, and end it after several such answers."""
         request_id = sequence.request.order[1]
         if self._note_fault(request_id) <= _BLAMELESS_FAULTS:
@@ -469,7 +412,7 @@ class ForwardingEngine:
         except ConfigurationError as error:
             self._fail(error)
             return
-        self._takes_grammars = now.takes_grammars
+        self._takes_grammars, self._resumes_grammars = now.takes_grammars, now.resumes_grammars
         before, self.abilities = self.abilities, abilities_of(self._dialect, now)
         if self.abilities != before:
             refused = " ".join(self.abilities.refused)
@@ -500,7 +443,7 @@ class ForwardingEngine:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
 
-    def _shown(self, sequence: _Sequence) -> SequenceSnapshot:
+    def _shown(self, sequence: ForwardedSequence) -> SequenceSnapshot:
         runs, num_tokens = sequence.slot is not None, sequence.num_tokens
         return SequenceSnapshot(
             sequence_id=sequence.sequence_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.upstream.dialects.dialect import Dialect, Mask, ServerDescription
+from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, Mask, ServerDescription
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
     Server,
@@ -21,10 +22,11 @@ from promptq.worker.upstream.dialects.transport import (
 
 _REQUEST = EngineRequest(0, [0], SamplingParams(temperature=0.0), seed=0, max_tokens=1)
 _GRAMMAR = """%llguidance {{}}
-start: <[{token_id}]> more?
+start: <[{first}]> <[{second}]> more?
 more: %json {{"type": "integer", "x-guidance": {{"whitespace_pattern": "[ ]"}}}}"""
-"""A grammar whose outputs begin with one token. The rest shows whether the server reads our form of
-schemas."""
+"""A grammar whose outputs begin with two tokens. The rest shows whether the server reads schemas in
+our form."""
+_SECOND = 67
 _LEAST_VOCABULARY = 256
 _LARGEST_TOKEN_ID = 2**24
 
@@ -33,64 +35,58 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
     """Returns a server's description, with its probed abilities. Raises the errors of
     `Dialect.describe`."""
     description = await dialect.describe(server)
-    preferred = await _token(dialect, server, description.model)
+
+    async def choice(*emitted: int, **rules: Any) -> int:
+        request = replace(_REQUEST, max_tokens=1 + len(emitted))
+        return await _token(
+            server, dialect.generate(server, request, emitted, description.model, **rules)
+        )
+
+    async def heeds_grammar(*output: int) -> bool:
+        *emitted, expected = output
+        return await choice(*emitted, grammar=grammar) == expected
+
+    async def reports_prompts() -> bool:
+        params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+        request = replace(_REQUEST, prompt_token_ids=[0, 0], params=params)
+        with malformed_as_fault():
+            report = await dialect.prompt_logprobs(server, request, description.model)
+        return report is not None and len(report) == 1
+
+    async def heeds_masks() -> bool:
+        allowed = np.zeros(max(_LEAST_VOCABULARY, preferred + 1), bool)
+        allowed[other] = True
+        return await choice(mask=Mask(allowed, (preferred,))) != preferred
+
+    preferred = await choice()
     other = 65 if preferred != 65 else 66
+    grammar = _GRAMMAR.format(first=other, second=_SECOND)
+    takes_grammars = await _is_shown(heeds_grammar(other))
     return replace(
         description,
-        takes_grammars=await _takes_grammars(dialect, server, description.model, other),
-        reports_prompts=await _reports_prompts(dialect, server, description.model),
+        takes_grammars=takes_grammars,
+        resumes_grammars=takes_grammars and await _is_shown(heeds_grammar(other, _SECOND)),
+        reports_prompts=await _is_shown(reports_prompts()),
         # The last one, because it notices if another one has ended the server.
-        heeds_masks=await _heeds_masks(dialect, server, description.model, preferred, other),
+        heeds_masks=await _is_shown(heeds_masks(), may_break_off=False),
     )
 
 
-async def _reports_prompts(dialect: Dialect, server: Server, model: str) -> bool:
-    """Returns whether an answer has log-probabilities of the prompt."""
-    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
-    request = replace(_REQUEST, prompt_token_ids=[0, 0], params=params)
+async def _is_shown(probe: Awaitable[bool], *, may_break_off: bool = True) -> bool:
+    """Returns a probe's result; False if the server refuses the call, or breaks off because of
+    it."""
     try:
-        with malformed_as_fault():
-            report = await dialect.prompt_logprobs(server, request, model)
+        return await probe
     except (RefusedError, ServerFaultError) as error:
-        if isinstance(error, RefusedError) and error.is_servers:
+        if error.is_servers if isinstance(error, RefusedError) else not may_break_off:
             raise
         return False
-    return report is not None and len(report) == 1
 
 
-async def _heeds_masks(
-    dialect: Dialect, server: Server, model: str, preferred: int, other: int
-) -> bool:
-    """Returns whether a mask without the token that the server prefers makes it choose another
-    one."""
-    allowed = np.zeros(max(_LEAST_VOCABULARY, preferred + 1), bool)
-    allowed[other] = True
+async def _token(server: Server, generated: AsyncGenerator[Chunk]) -> int:
+    """Returns the first token of a stream, which this ends."""
     try:
-        chosen = await _token(dialect, server, model, mask=Mask(allowed, (preferred,)))
-    except RefusedError as error:
-        if error.is_servers:
-            raise
-        return False
-    return chosen != preferred
-
-
-async def _takes_grammars(dialect: Dialect, server: Server, model: str, other: int) -> bool:
-    """Returns whether a grammar makes the server choose a token that it does not prefer."""
-    try:
-        grammar = _GRAMMAR.format(token_id=other)
-        return await _token(dialect, server, model, grammar=grammar) == other
-    except (RefusedError, ServerFaultError) as error:
-        if isinstance(error, RefusedError) and error.is_servers:
-            raise
-        return False  # an engine that reads other grammars breaks off
-
-
-async def _token(dialect: Dialect, server: Server, model: str, **rules: Any) -> int:
-    try:
-        async with (
-            asyncio.timeout(server.idle_seconds),
-            aclosing(dialect.generate(server, _REQUEST, [], model, **rules)) as chunks,
-        ):
+        async with asyncio.timeout(server.idle_seconds), aclosing(generated) as chunks:
             async for chunk in chunks:
                 for token_id in chunk.token_ids:
                     if not 0 <= token_id <= _LARGEST_TOKEN_ID:

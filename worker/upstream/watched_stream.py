@@ -1,9 +1,10 @@
 """A server's stream in which each token obeys the request's rules.
 
-If a server can apply the request's grammar itself, the first call sends the grammar. In all other
-calls, the server generates freely. The first token that breaks a rule is dropped, and the call is
-closed. Then the server chooses one token under a mask, and generates freely again. So greedy
-outputs are those of an engine that masks each token, on any server that heeds masks.
+If a server can apply the request's grammar itself, the calls have the grammar: all calls, or only
+the first one of an output if the server cannot begin inside a grammar. In other calls, the server
+generates freely. The first token that breaks a rule is dropped, and the call is closed. Then the
+server chooses one token under a mask, and another call continues. So greedy outputs are those of an
+engine that masks each token, on any server that heeds masks.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class WatchedStream:
         vocab_size: int,
         *,
         takes_grammars: bool = False,
+        resumes_grammars: bool = False,
     ) -> None:
         """Prepares a stream after the tokens `emitted`, which the grammar has accepted. A server
-        that takes grammars gets the request's, if there is no output yet."""
+        that takes grammars gets the request's, if it resumes them or there is no output yet."""
         self._dialect, self._server, self._model = dialect, server, model
         self._request = request
         self._output = [*emitted]
@@ -56,11 +58,7 @@ class WatchedStream:
         self._rejected: list[int] = []
         """The token that broke a rule, until another one has its place."""
         self._breaks_rule = self._is_refused = self._is_over = False
-        self._takes_grammars = takes_grammars
-        self._source: str | None = None
-        """The grammar for the server's next call."""
-        if takes_grammars and request.grammar is not None and not emitted:
-            self._source = request.grammar.source
+        self._takes_grammars, self._resumes_grammars = takes_grammars, resumes_grammars
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Yields checked chunks until the end, as `Dialect.generate` does.
@@ -70,7 +68,7 @@ class WatchedStream:
         while not self._is_over:
             mask = self._rules.mask()
             is_forced = np.count_nonzero(mask) == 1 and self._request.params.logprobs is None
-            if is_forced and self._source is None:
+            if is_forced and (self._output or self._source() is None):
                 chunk = Chunk([int(mask.argmax())])
             else:
                 async with aclosing(self._free_chunks()) as free:
@@ -121,16 +119,22 @@ class WatchedStream:
     async def _without_refusal(self) -> AsyncGenerator[Chunk]:
         """Yields the server's chunks; none if it does not take the grammar, such as one of an older
         library."""
-        source, self._source = self._source, None
+        source, before = self._source(), len(self._output)
         try:
             async with aclosing(self._generate(None, source)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         except (RefusedError, ServerFaultError) as error:
-            self._is_refused = source is not None and not self._output
+            self._is_refused = source is not None and len(self._output) == before
             if not self._is_refused or isinstance(error, SilentServerError):
                 raise
             self._takes_grammars = False
+
+    def _source(self) -> str | None:
+        """Returns the grammar for a call that continues the output."""
+        if self._request.grammar is None or not self._takes_grammars:
+            return None
+        return self._request.grammar.source if self._resumes_grammars or not self._output else None
 
     def _take(self, chunk: Chunk) -> bool:
         """Accept the tokens of a chunk, and cut it where the output ends or a rule is broken.

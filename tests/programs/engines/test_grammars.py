@@ -1,19 +1,31 @@
 """Schemas through a real vLLM and a real llama.cpp: the native engine's tokens, whoever dies.
 
+llama.cpp also applies grammars itself, and begins inside of them.
+
 Skipped where the servers are not built.
 """
 
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import jsonschema
 import pytest
 
 from promptq import Client
+from promptq.shared.errors import InvalidRequestError
 from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text.grammars.gbnf import gbnf_of
+from promptq.worker.upstream.dialects.dialect import Chunk
+from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
+from promptq.worker.upstream.dialects.transport import Server
+from promptq.worker.upstream.probing import describe
+from promptq.worker.upstream.watched_stream import WatchedStream
 from tests.programs.engines.real_servers import GREEDY, RealServer
 from tests.support.processes import started
 from tests.support.roles import as_role
@@ -26,6 +38,8 @@ from tests.worker.text.grammars.structured import (
     run,
     served,
 )
+from tests.worker.text.grammars.test_gbnf import outputs
+from tests.worker.text.grammars.test_grammars import END, grammars, walk
 
 STORY = closed(
     hero={"type": "string", "minLength": 20, "maxLength": 60},
@@ -70,3 +84,91 @@ def test_greedy_tokens_are_the_native_engines_whichever_worker_dies(
         if "response_format" in fields and result.finish_reason == "stop":
             schema = fields["response_format"]["json_schema"]["schema"]
             jsonschema.validate(json.loads(result.text), schema)
+
+
+class CountingDialect(LlamaCppDialect):
+    """Notes for each call whether it has a mask."""
+
+    def __init__(self) -> None:
+        super().__init__(is_exact=True)
+        self.calls: list[bool] = []
+
+    async def generate(self, server: Server, *args: Any, **more: Any) -> AsyncGenerator[Chunk]:
+        mask = args[3]
+        self.calls.append(mask is not None)
+        async for chunk in super().generate(server, *args, **more):
+            yield chunk
+
+
+async def forwarded(
+    server: RealServer, emitted: Sequence[int] = (), **fields: Any
+) -> tuple[list[int], list[bool]]:
+    """Returns the tokens after `emitted`, and the calls."""
+    dialect, client = CountingDialect(), Server(server.url)
+    request = prepare(served(), emitted=[*emitted], **fields, **GREEDY).engine_request
+    stream = WatchedStream(
+        dialect, client, request, emitted, "m", 2048, takes_grammars=True, resumes_grammars=True
+    )
+    try:
+        return [it async for chunk in stream.chunks() for it in chunk.token_ids], dialect.calls
+    finally:
+        await client.close()
+
+
+async def test_llama_cpp_applies_a_grammar_from_its_beginning_and_inside(
+    server: RealServer, wanted: list[list[int]]
+) -> None:
+    if server.name != "llama.cpp":
+        pytest.skip("vLLM cannot begin inside of a grammar")
+    client = Server(server.url)
+    found = await describe(LlamaCppDialect(), client)
+    await client.close()
+    assert found.takes_grammars
+    assert found.resumes_grammars
+    fields, tokens = REQUESTS[0], wanted[0]
+    for at in (0, 9, 40):
+        output, calls = await forwarded(server, tokens[:at], **fields)
+        assert output == tokens[at:], at
+        assert len(calls) < 8, "a watched stream takes 34 calls"
+        assert not any(calls), "no token had to be chosen under a mask"
+
+
+async def test_the_text_of_an_end_token_does_not_end_llama_cpp(server: RealServer) -> None:
+    if server.name != "llama.cpp":
+        pytest.skip("vLLM cannot begin inside of a grammar")
+    native = served()
+    letters = ['{"k":"', *"<|im_end|>"]
+    emitted = [token_id for text in letters for token_id in native.tokenizer.encode_text(text)]
+    assert END not in emitted
+    fields = {"prompt": "Once", "response_format": json_schema(closed(k={"type": "string"}))}
+    (whole,) = run(native, prepare(native, emitted=emitted, **fields, **GREEDY))
+    output, _ = await forwarded(server, emitted, **fields)
+    assert output == whole.token_ids
+
+
+def test_llama_cpp_reads_each_text_of_a_grammar(server: RealServer) -> None:
+    if server.name != "llama.cpp":
+        pytest.skip("vLLM takes our own form")
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    compiled, num_read = grammars(), 0
+    for form in outputs(random.Random(seed)):
+        try:
+            grammar = compiled.start(form, frozenset({END}))
+        except InvalidRequestError:
+            continue
+        tokens = walk(grammar, seed)[:60]
+        text = compiled._tokenizer.decode(tokens)
+        if "\N{REPLACEMENT CHARACTER}" in text or {*tokens} & {0, 1, 2, 3}:
+            continue
+        body = {
+            "prompt": [5],
+            "n_predict": 1,
+            "grammar": gbnf_of(grammar.source or ""),
+            "grammar_type": "tool_calls",
+            "generation_prompt": text,
+        }
+        answer = httpx2.post(f"{server.url}/completion", json=body, timeout=60)
+        assert answer.status_code == 200, (answer.text, text, body["grammar"])
+        num_read += 1
+    assert num_read > 30

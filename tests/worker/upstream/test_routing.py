@@ -18,10 +18,11 @@ from promptq.producer.admin.queue_views import queue_view
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import carry_out_async
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.worker.leases.exchange import _MOST_ATTEMPTS
 from promptq.worker.serve.worker import Worker
 from tests.programs.stand_in_server.starting import StandIn, stand_in_server
 from tests.support.model_free import finished, running_worker
-from tests.support.requests import async_put
+from tests.support.requests import ROOM, async_put, held, row
 from tests.support.waiting import async_until
 from tests.worker.text.grammars.structured import closed, json_schema
 from tests.worker.upstream.test_watched_streams import served
@@ -98,6 +99,23 @@ async def test_a_schema_is_refused_when_the_last_worker_that_serves_it_is_gone(
         "type": "unsupported",
         "message": "response_format: no live worker's engine serves it",
     }
+
+
+async def test_a_stream_that_no_worker_can_continue_ends_after_many_attempts(
+    redis_url: str, queue: AsyncRequestQueue, plain: StandIn, model: Path
+) -> None:
+    """Until then, the server that began it may come back."""
+    request_id = await async_put(queue, **FORM)
+    (claim,) = await queue.take_batch(ROOM)
+    await queue.publish([row(claim, 0)])
+    await queue.release([held(claim)])
+    key = queue.keys.request(request_id)
+    await queue.redis.hset(key, "attempt", str(_MOST_ATTEMPTS - 4))
+    async with running_worker(redis_url, await served(NAME, plain.url, model)):
+        result = await finished(queue, request_id)
+    assert result["error"]["type"] == "unsupported"
+    assert result["token_ids"] == [7]
+    assert int(await queue.redis.hget(key, "attempt") or 0) >= _MOST_ATTEMPTS
 
 
 async def test_a_server_that_loses_an_ability_gets_no_such_request_until_it_has_it_again(

@@ -6,6 +6,7 @@ The stand-in masks as vLLM does, with llguidance and the tokenizer's end token.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_gr
 from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.dialect import Mask
+from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import _bias
 from promptq.worker.upstream.dialects.transport import ServerFaultError
 from promptq.worker.upstream.dialects.vllm import _BANNED, VllmDialect, _put_mask
@@ -124,6 +126,55 @@ async def test_silence_is_no_refusal_of_a_grammar(stand_in: StandIn, model: Path
             await anext(stream.chunks())
     (body,) = bodies
     assert "structured_outputs" in body["sampling_params"]
+
+
+PIECES = ['{"k":', '"', "é🦊", " <", "br"]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces", "is_sent"),
+    [
+        ("".join(PIECES), PIECES, True),
+        ('{"k":"é', ['{"k":"', [0xC3], [0xA9]], True),
+        ('{"k":"\N{REPLACEMENT CHARACTER}', ['{"k":"', "\N{REPLACEMENT CHARACTER}"], False),
+        ('{"k":"<|im_end|>', ['{"k":"', "<|im_end|>"], False),
+        ('{"k":"END', ['{"k":"', END_TOKEN_ID], False),
+        ('{"k":"', [' {"k":"'], False),
+    ],
+)
+async def test_llama_cpp_gets_the_output_as_text_if_it_reads_the_same_tokens_in_it(
+    text: str, pieces: list[Any], is_sent: bool
+) -> None:
+    """It would end if it read an end token, and would mask wrongly after another text."""
+    bodies = []
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        if request.path == "/detokenize":
+            return web.json_response({"content": text})
+        if request.path == "/tokenize":
+            tokens = [
+                {"id": END_TOKEN_ID, "piece": "END"}
+                if piece == END_TOKEN_ID
+                else {"id": 10_000 + number, "piece": piece}
+                for number, piece in enumerate(pieces)
+            ]
+            return web.json_response({"tokens": tokens if body["with_pieces"] else []})
+        bodies.append(body)
+        end = {"tokens": [7], "tokens_predicted": 1, "stop": True, "stop_type": "limit"}
+        return web.Response(text=f"data: {json.dumps(end)}\n\n")
+
+    request = EngineRequest(
+        0, [0], SamplingParams(**GREEDY), 0, max_tokens=9, end_token_ids=frozenset({END_TOKEN_ID})
+    )
+    async with answering(answer) as server:
+        stream = LlamaCppDialect().generate(
+            server, request, [5, 6], "m", grammar='%llguidance {}\nstart: "{" /.*/'
+        )
+        assert [chunk.token_ids async for chunk in stream] == [[7]]
+    (body,) = bodies
+    assert body.get("generation_prompt") == (text if is_sent else None)
+    assert ("grammar" in body) == is_sent
 
 
 async def test_bad_words_are_watched_beside_a_grammar(stand_in: StandIn, model: Path) -> None:

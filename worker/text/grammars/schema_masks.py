@@ -28,6 +28,7 @@ from promptq.shared.protocol.output_format import (
     ToolCallOutput,
 )
 from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.protocol.schema_types import types_of
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.text.grammars.call_grammar import CallGrammar
 from promptq.worker.text.grammars.closed_schemas import closed
@@ -60,6 +61,7 @@ _MAX_CACHED_CHARS = 2**21
 """The most characters of all cached grammars together. A character takes up to 40 bytes of
 memory."""
 _MAX_THREADS = 4
+_CLOSED_KINDS = (frozenset({"object"}), frozenset({"array"}), frozenset({"object", "array"}))
 
 
 class TakesLongError(Exception):
@@ -288,7 +290,10 @@ class LLGrammar:
 
     def allows(self, token_id: int) -> bool:
         if token_id not in self._all_ends:
-            return bool(self.matcher.validate_tokens([token_id]))
+            if not self.matcher.validate_tokens([token_id]):
+                return False
+            forced = self.matcher.compute_ff_tokens()  # masks allow one spelling of a forced text
+            return not forced or token_id == forced[0]
         masks = np.zeros((1, self.masker.num_words), np.int32)
         failed = self.masker.fill([self], masks)
         return not failed and bool(int(masks[0, token_id // 32]) >> token_id % 32 & 1)
@@ -314,7 +319,7 @@ def _ends_by_itself(wanted: Output) -> bool:
     """Whether nothing can follow a complete output, as with a JSON object. Then the output ends
     without an end token."""
     if isinstance(wanted, JsonOutput):
-        return wanted.schema.get("type") in ("object", "array")
+        return types_of(wanted.schema, wanted.schema) in _CLOSED_KINDS
     return isinstance(wanted, ToolCallOutput)
 
 

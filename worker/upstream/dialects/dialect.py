@@ -56,6 +56,8 @@ class ServerDescription:
     """Whether it was seen to choose another token because of a mask."""
     takes_grammars: bool = False
     """Whether it was seen to mask by the grammar of a call."""
+    resumes_grammars: bool = False
+    """Whether it was seen to do so behind the beginning of an output."""
     reports_prompts: bool = False
     """Whether it was seen to report the log-probabilities of a prompt."""
 
@@ -186,8 +188,9 @@ class Dialect(Protocol):
         """Yields the tokens after `emitted`, the output so far, until the server ends the sequence.
 
         With a mask, yields one token, which may be outside of a large mask. With a `grammar` (see
-        `Grammar.source`), a server that can do so masks each token by the grammar, whose first
-        token is then the first one that it generates. No generated token is left out. Closing the
+        `Grammar.source`), a server that can do so masks each token by the grammar. The grammar is
+        that of the whole output, of which `emitted` is the beginning, unless the server does not
+        resume grammars. No generated token is left out. Closing the
         generator closes the connection.
         """
         ...

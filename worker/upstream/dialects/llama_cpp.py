@@ -5,6 +5,8 @@ Tried with the commit 0c1e570.
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -14,6 +16,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
+from promptq.worker.text.grammars.gbnf import gbnf_of
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
     Mask,
@@ -33,6 +36,8 @@ _COMPLETION = "/completion"
 _TOKENS_AT_ONCE = 8
 """Number of tokens that one call requests where a stream lost some."""
 _REASONS = {"eos": FinishReason.STOP, "limit": FinishReason.LENGTH}
+_END_TOKEN = re.compile(rb"_?[<\[].+[>\[\]]", re.DOTALL)
+"""Matches the text of each token that llama.cpp takes for an end token by its text."""
 _RANDOM_SEED = 2**32 - 1
 """With this seed the server draws a random one."""
 
@@ -133,30 +138,34 @@ class LlamaCppDialect:
         would be drawn a second time, so such tokens would become rare. So sampled outputs are never
         streamed.
         """
-        del grammar  # it takes grammars of another form
         output = [*emitted]
         if mask is not None:
             yield await self._ask_for_some(server, request, output, mask)
             return
         while True:
             if request.params.temperature == 0.0:
-                async with aclosing(self._stream(server, request, output)) as chunks:
+                async with aclosing(self._stream(server, request, output, grammar)) as chunks:
                     async for chunk in chunks:
                         output += chunk.token_ids
                         yield chunk
                         if chunk.finish_reason is not None:
                             return
-            chunk = await self._ask_for_some(server, request, output)
+            chunk = await self._ask_for_some(server, request, output, grammar=grammar)
             output += chunk.token_ids
             yield chunk
             if chunk.finish_reason is not None:
                 return
 
     async def _stream(
-        self, server: Server, request: EngineRequest, output: Sequence[int]
+        self,
+        server: Server,
+        request: EngineRequest,
+        output: Sequence[int],
+        grammar: str | None,
     ) -> AsyncGenerator[Chunk]:
         """Yields the chunks until the end, or until tokens are missing."""
         body = {**_body(request, output), "stream": True}
+        body |= await _grammar_fields(server, request, output, grammar)
         num_reported = 0
         async with server.stream(_COMPLETION, body) as events:
             async for data in events:
@@ -175,8 +184,10 @@ class LlamaCppDialect:
         request: EngineRequest,
         output: Sequence[int],
         mask: Mask | None = None,
+        grammar: str | None = None,
     ) -> Chunk:
         body = _body(request, output)
+        body |= await _grammar_fields(server, request, output, grammar)
         if mask is not None:
             body["n_predict"] = 1
             body["seed"] = seed_after(request, len(output), mask) % _RANDOM_SEED
@@ -213,6 +224,32 @@ def _body(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
         "response_fields": ["tokens", "tokens_predicted", "stop", "stop_type"],
         "cache_prompt": True,
     }
+
+
+async def _grammar_fields(
+    server: Server, request: EngineRequest, output: Sequence[int], lark: str | None
+) -> dict[str, Any]:
+    """Returns the fields with the request's grammar; none if the server cannot apply it here.
+
+    The server tokenises the text of the output again, and follows the grammar along these tokens.
+    """
+    grammar = None if lark is None else await asyncio.to_thread(gbnf_of, lark)
+    if grammar is None:
+        return {}
+    text: str = (await server.post("/detokenize", {"tokens": [*output]}))["content"]
+    body = {"content": text, "add_special": False, "parse_special": True, "with_pieces": True}
+    read, is_safe = b"", "\N{REPLACEMENT CHARACTER}" not in text  # half a character
+    for token in (await server.post("/tokenize", body))["tokens"]:
+        piece = bytes(
+            token["piece"] if isinstance(token["piece"], list) else token["piece"].encode()
+        )
+        read += piece
+        if token["id"] not in output:
+            is_end = token["id"] in request.end_token_ids or _END_TOKEN.fullmatch(piece)
+            is_safe = is_safe and not is_end  # an end token here would end the server
+    if not is_safe or read != text.encode():  # some tokenizers add a space
+        return {}
+    return {"grammar": grammar, "grammar_type": "tool_calls", "generation_prompt": text}
 
 
 def _reason(event: dict[str, Any]) -> FinishReason | None:

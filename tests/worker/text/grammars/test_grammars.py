@@ -67,6 +67,21 @@ def walk(grammar: Grammar, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]
     return tokens
 
 
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_each_token_is_allowed_as_in_the_mask(name: str) -> None:
+    """Where only one text may follow, a mask allows only one of its spellings."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    grammar = grammars().start(JsonOutput(SCHEMAS[name], True), frozenset({END}))
+    for _ in range(12):
+        mask = allowed(grammar)
+        assert [it for it in range(VOCAB_SIZE) if grammar.allows(it)] == mask
+        if not (choice := [it for it in mask if it != END]):
+            break
+        grammar.accept(rng.choice(choice))
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
