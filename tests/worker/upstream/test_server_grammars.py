@@ -145,7 +145,7 @@ PIECES = ['{"k":', '"', "é🦊", " <", "br"]
 async def test_llama_cpp_gets_the_output_as_text_if_it_reads_the_same_tokens_in_it(
     text: str, pieces: list[Any], is_sent: bool
 ) -> None:
-    """It would end if it read an end token, and would mask wrongly after another text."""
+    """The server would end at an end token, and would mask wrongly after another text."""
     bodies = []
 
     async def answer(request: web.Request) -> web.Response:
