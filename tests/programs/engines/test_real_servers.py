@@ -42,7 +42,7 @@ def worker(
     )
 
 
-def check(client: Client, ids: list[str]) -> None:
+def assert_tokens_of_transformers(client: Client, ids: list[str]) -> None:
     """Checks that each request has the tokens of transformers."""
     for prompt, request_id in zip(PROMPTS, ids, strict=True):
         result = client.result(request_id)
@@ -54,7 +54,7 @@ def test_greedy_tokens_are_those_of_transformers(
 ) -> None:
     operator = Client(as_role("operator", redis_url))
     with operator as client, worker(server, tmp_path, redis_url) as running:
-        check(client, [client.enqueue(it, **GREEDY) for it in PROMPTS])
+        assert_tokens_of_transformers(client, [client.enqueue(it, **GREEDY) for it in PROMPTS])
         running.process.terminate()
         assert running.process.wait() == 0
     assert server.num_running() == 0
@@ -71,7 +71,7 @@ def test_another_worker_goes_on_when_one_is_killed(
             first.process.kill()
             until(lambda: server.num_running() == 0)
         with worker(server, tmp_path, redis_url):
-            check(client, ids)
+            assert_tokens_of_transformers(client, ids)
 
 
 def test_the_server_may_die_and_come_back(
@@ -82,7 +82,7 @@ def test_the_server_may_die_and_come_back(
         next(client.stream(ids[0]))
         server.kill(signal.SIGKILL)
         server.start()
-        check(client, ids)
+        assert_tokens_of_transformers(client, ids)
         assert client.stats().dead == 0
         until(lambda: server.num_running() == 0)
 

@@ -51,8 +51,10 @@ async def put_some(queue: AsyncRequestQueue, count: int, max_tokens: int = 60) -
     }
 
 
-async def check(queue: AsyncRequestQueue, wanted: dict[str, str]) -> list[dict[str, str]]:
-    """Their records, once each has the whole text, and none was blamed."""
+async def assert_whole_texts(
+    queue: AsyncRequestQueue, wanted: dict[str, str]
+) -> list[dict[str, str]]:
+    """Returns the records of the requests, each with its whole text and no crash."""
     records = []
     for request_id, text in wanted.items():
         result = await finished(queue, request_id)
@@ -80,7 +82,7 @@ async def test_streams_that_the_server_breaks_off_go_on(
             wanted = await put_some(queue, 8, 300)
             await until_tokens(queue, next(iter(wanted)), 5)
             stand_in.fail(fault)
-            records = await check(queue, wanted)
+            records = await assert_whole_texts(queue, wanted)
         assert stand_in.told()["running"] == 0
     assert any(int(record["attempt"]) > 1 for record in records), "some were broken off"
 
@@ -99,7 +101,7 @@ async def test_a_frozen_server_is_noticed_although_it_is_healthy(
         await asyncio.sleep(1.5)  # it polls each second
         assert await queue.state(late) is RequestState.WAITING, "nothing is claimed meanwhile"
         stand_in.fail("")
-        await check(queue, wanted | {late: text_after("late", 5)})
+        await assert_whole_texts(queue, wanted | {late: text_after("late", 5)})
     assert stand_in.told()["running"] == 0
 
 
@@ -111,7 +113,7 @@ async def test_a_server_that_is_overloaded_gets_the_requests_later(
         wanted = await put_some(queue, 3, 10)
         await async_until(lambda: worker.stats().state == "no_server")
         stand_in.fail("")
-        await check(queue, wanted)
+        await assert_whole_texts(queue, wanted)
 
 
 async def test_a_server_may_be_killed_and_come_back(
@@ -128,7 +130,7 @@ async def test_a_server_may_be_killed_and_come_back(
             again = await asyncio.to_thread(
                 servers.enter_context, stand_in_server("vllm", *SLOWLY, port=port)
             )
-            await check(queue, wanted)
+            await assert_whole_texts(queue, wanted)
             assert worker.stats().state == "running"
         assert again.told()["running"] == 0
 
@@ -148,7 +150,7 @@ async def test_a_server_that_comes_back_with_less_room_ends_the_worker_and_no_re
     with pytest.raises(ConfigurationError, match="takes 1024 tokens now, and took 2048 before"):
         await break_off()
     async with running_worker(redis_url, served_upstream(stand_in.url)):
-        await check(queue, wanted)
+        await assert_whole_texts(queue, wanted)
 
 
 async def test_a_stream_moves_to_a_worker_whose_server_lives(
@@ -160,7 +162,7 @@ async def test_a_stream_moves_to_a_worker_whose_server_lives(
             await until_tokens(queue, next(iter(wanted)), 5)
             async with running_worker(redis_url, served_upstream(other.url)):
                 os.kill(stand_in.pid, signal.SIGKILL)
-                await check(queue, wanted)
+                await assert_whole_texts(queue, wanted)
         assert other.told()["ended"] == 4
 
 
@@ -171,7 +173,7 @@ async def test_what_breaks_every_server_becomes_a_dead_letter(
     async with running_worker(redis_url, served_upstream(stand_in.url), max_crashes=2):
         poison = await async_put(queue, prompt="poison!", max_tokens=50, **GREEDY)
         assert (await finished(queue, poison))["error"]["type"] == "dead_letter"
-        await check(queue, await put_some(queue, 2, 10))
+        await assert_whole_texts(queue, await put_some(queue, 2, 10))
 
 
 async def test_a_cancel_ends_the_stream_at_the_server(
@@ -194,10 +196,10 @@ async def test_a_server_has_no_more_than_its_slots_and_urgent_ones_come_first(
         slow = await put_some(queue, 6, 150)
         await until_tokens(queue, next(iter(slow)), 5)
         urgent = await async_put(queue, prompt="now", max_tokens=5, priority=-5, **GREEDY)
-        await check(queue, {urgent: text_after("now", 5)})
+        await assert_whole_texts(queue, {urgent: text_after("now", 5)})
         states = [await queue.state(it) for it in slow]
         assert RequestState.COMPLETED not in states, "it did not wait for a slot"
-        await check(queue, slow)
+        await assert_whole_texts(queue, slow)
     assert stand_in.told()["most_running"] == 2
 
 
@@ -211,7 +213,7 @@ async def test_a_refusal_of_one_request_ends_that_request_alone(
         result = await finished(queue, bad)
         assert result["finish_reason"] == "error"
         assert "Token id 999 is out of vocabulary" in result["error"]["message"]
-        await check(queue, wanted)
+        await assert_whole_texts(queue, wanted)
 
 
 async def test_a_temperature_that_the_server_would_raise_is_refused(

@@ -104,7 +104,7 @@ def written(tokens: list[int], tokenizer: HuggingFaceTokenizer) -> list[str | in
     return found
 
 
-def check(grammar: Grammar, tokenizer: HuggingFaceTokenizer, rng: random.Random) -> None:
+def assert_accepted(grammar: Grammar, tokenizer: HuggingFaceTokenizer, rng: random.Random) -> None:
     """Follows a random output, which the GBNF of the same grammar must accept up to each end."""
     assert grammar.source is not None
     gbnf = gbnf_of(grammar.source)
@@ -139,7 +139,7 @@ def test_each_text_of_a_grammar_is_one_of_its_gbnf() -> None:
                 grammar = compiled.start(wanted, frozenset({compiled._tokenizer.end_token_id or 0}))
             except InvalidRequestError:
                 break
-            check(grammar, compiled._tokenizer, rng)
+            assert_accepted(grammar, compiled._tokenizer, rng)
             num_checked += 1
     assert num_checked > 100
 
@@ -151,7 +151,7 @@ def test_each_forced_call_is_a_text_of_its_gbnf(format: Format) -> None:
     rng = random.Random(seed)
     request = forced(format, tool("get_weather", SCHEMA), tool("stop_all"))
     for _ in range(5):
-        check(grammar_of(format, request), format.tokenizer(), rng)
+        assert_accepted(grammar_of(format, request), format.tokenizer(), rng)
 
 
 @pytest.mark.parametrize(
