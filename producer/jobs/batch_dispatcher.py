@@ -133,7 +133,7 @@ class Dispatcher:
         return set(compress(listed, are_run))
 
     def _find_starting(self, ids: set[str]) -> set[str]:
-        """Returns the batches that a worker has just got, so that their runs have no lease yet.
+        """Returns the batches that a worker got so recently that their runs have no lease yet.
 
         A run without a lease after `LEASE_MS` counts as lost, even if RQ still knows its worker.
         """

@@ -18,7 +18,7 @@ _HOST = "127.0.0.1"
 
 
 class ServerProcess:
-    """Runs a command behind a guard, which ends the server with this process."""
+    """Runs a server's command behind a guard, which ends the server when this process ends."""
 
     def __init__(self, command: Sequence[str], port: int) -> None:
         """Starts the command, which serves `port`. Raises ConfigurationError if it is missing."""

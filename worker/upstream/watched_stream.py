@@ -163,7 +163,7 @@ class WatchedStream:
         return True
 
     async def _choose(self) -> Chunk:
-        """Returns one token that may come next, from the server unless there is only one."""
+        """Returns an allowed next token. Asks the server, unless only one token is allowed."""
         mask, rejected = self._rules.mask(), [*self._rejected]
         if np.count_nonzero(mask) == 1 and self._request.params.logprobs is None:
             return Chunk([int(mask.argmax())])

@@ -45,8 +45,9 @@ class PrefillWork:
     `room` is the largest step, as (rows, chunks). With `room`, `fill` may replace the step. The
     work lists then keep their addresses, as replayed graphs need, and end with tiles without rows.
 
-    A work list that an earlier step requested is copied to the device together with the step's
-    inputs. `fill` gets such copies as `lists`; without `room`, they are in `layout.lists`.
+    If layers requested a size of tile in an earlier step, this step's list of that size is copied
+    to the device together with this step's inputs. With `room`, `fill` gets these copies as
+    `lists`; without, they are in `layout.lists`.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:

@@ -245,8 +245,8 @@ def _mixer(
 ) -> Attention | Recurrent:
     """Returns the parts of a mixer whose inputs are multiplied by `input_scale`.
 
-    Attention has the factors of queries and keys in its scale of scores. Values stay unscaled, so
-    the caller must multiply the output by `input_scale`.
+    For attention, the scale of scores includes `input_scale` twice: for queries and for keys.
+    Values are not scaled, so the caller must multiply the output by `input_scale`.
     """
     recurrent = mixer_of(mixer)
     if recurrent is not None:

@@ -46,7 +46,7 @@ class LlamaCppDialect:
     """llama.cpp's dialect. `is_exact`: weights and KV cache are fp32, so greedy streams resume
     exactly.
 
-    A slot reuses the longest common beginning of any earlier prompt, of any tenant.
+    A slot reuses the longest beginning that a prompt shares with an earlier one of any tenant.
     """
 
     def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:

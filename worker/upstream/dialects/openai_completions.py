@@ -131,10 +131,12 @@ class OpenAIDialect:
 
 
 def _bias(bias: dict[str, float] | None, mask: Mask) -> dict[str, float]:
-    """Returns biases for a mask: the allowed tokens are lifted, and keep their own biases among
-    themselves. The API takes no bias above 100, and only a limited number of biases. If these do
-    not suffice, as many tokens as possible are forbidden, first those that the server has chosen
-    before."""
+    """Returns biases for a mask: each allowed token gets the same large bias beside its own.
+
+    The API takes no bias above 100, and only a limited number of biases. If the biases exceed these
+    limits, the function instead forbids as many other tokens as possible, first those that the
+    server has already chosen here.
+    """
     own = bias or {}
     allowed = [str(token_id) for token_id in mask.allowed_ids]
     lift = _MOST_BIAS - max(0.0, *(own.get(token_id, 0.0) for token_id in allowed))
