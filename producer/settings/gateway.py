@@ -55,8 +55,8 @@ class GatewaySettings(FilesSettings):
     http_body_bytes_per_tenant: int = Field(
         64 * 1024 * 1024,
         ge=1,
-        description="most bytes of request bodies that a tenant may send at once, without the first"
-        " 64 KiB of each; the answer beyond that is 429",
+        description="most bytes of request bodies that the gateway holds for a tenant, without the"
+        " first 64 KiB of each; the answer beyond that is 429",
     )
     http_body_bytes: int = Field(
         256 * 1024 * 1024,

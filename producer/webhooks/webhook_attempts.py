@@ -51,7 +51,7 @@ class Message:
 
 
 def webhook_id_of(queue: str, request_id: str) -> str:
-    """Returns a webhook's id. It is the same for all attempts: receivers ignore repetitions."""
+    """Returns a webhook's id. It is the same for all attempts: receivers can ignore repetitions."""
     return "msg_" + hashlib.sha256(f"{queue}:{request_id}".encode()).hexdigest()[:32]
 
 

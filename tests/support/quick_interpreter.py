@@ -76,7 +76,7 @@ def _keep_types_and_shapes(language: Any) -> None:
 
     def make_block_type(self: Any, element_type: Any, shape: Sequence[Any]) -> None:
         sizes = tuple(getattr(size, "value", size) for size in shape)
-        key = id(element_type), sizes
+        key = id(element_type), sizes, *map(type, sizes)  # 16.0 is an error, but equals 16
         if key not in blocks:
             check_type(self, element_type, shape)
             self.of_values = shape_of(sizes)

@@ -67,7 +67,7 @@ class _Dead(BaseModel):
 class _OpenPage:
     """A connection on which a page gets messages about the queue that it shows."""
 
-    def __init__(self, request: Request, gateway: ThisGateway, served: ThisQueue) -> None:
+    def __init__(self, request: Request, gateway: Gateway, served: ServedQueue) -> None:
         self.served = served
         self._request, self._gateway = request, gateway
 
@@ -90,7 +90,12 @@ class _OpenPage:
         return self.send(_polled(self.poller, (self.served.name, *kind_and_id)))
 
 
-OpenPage = Annotated[_OpenPage, Depends()]
+def open_page(request: Request, gateway: ThisGateway, served: ThisQueue) -> _OpenPage:
+    """Creates the connection of a page. FastAPI below 0.124 cannot call the class itself."""
+    return _OpenPage(request, gateway, served)
+
+
+OpenPage = Annotated[_OpenPage, Depends(open_page)]
 
 
 @router.get("/caller")

@@ -1,8 +1,8 @@
 """Writes grammars in llama.cpp's form, GBNF.
 
-The result accepts every text that the grammar accepts. It accepts further texts where GBNF, or this
-module, has no exact form: a number has no limits, for example, and schemas that are combined stand
-for any value.
+The result accepts every text that the grammar accepts, except those with the character NUL. It
+accepts further texts where GBNF, or this module, has no exact form: a number has no limits, for
+example, and schemas that are combined stand for any value.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REGEX = re.compile(
     r"|(?P<text>\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[^\n\w]|[fnrtv])|[^][^$\\(){}*+?|.])",
     re.DOTALL,
 )
-_WITH_OTHERS = re.compile(r"\[\^|.*\\[dwsDWSux]|\.|.*[^\x00-\x7F]", re.DOTALL)
+_WITH_OTHERS = re.compile(r"\[\^|.*\\[dwsDWSuUx]|\.|.*[^\x00-\x7F]", re.DOTALL)
 """Matches a set of characters to which some outside of ASCII may belong."""
 _CONTROLS = {"\\f": "\f", "\\n": "\n", "\\r": "\r", "\\t": "\t", "\\v": "\v"}
 _ESCAPED = frozenset([*map(chr, range(32)), '"', "\\", "\x7f"])
@@ -58,7 +58,7 @@ def gbnf_of(lark: str) -> str | None:
     than rules, texts, patterns, schemas and token ids, or if the result is too long."""
     try:
         text = _Writer().grammar(lark)
-    except (KeyError, RecursionError, ValueError, re.error):
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
     return text if len(text) <= MAX_GRAMMAR_CHARS else None
 
@@ -70,6 +70,7 @@ class _Writer:
         self._named: dict[str, str] = {}  # rules of the root's parts, by reference
         self._space = ""
         self._left = _MOST
+        self._num_chars = 0
 
     def grammar(self, lark: str) -> str:
         """Returns the whole grammar. Of an intersection (`&`), only the first part counts."""
@@ -87,7 +88,11 @@ class _Writer:
                     lines.append(f"{_name(token)} ::=")
                 case "json":
                     schema, at = json.JSONDecoder().raw_decode(lark, at)
-                    lines[-1] += f" {self._json(schema)}"
+                    if not is_skipped:
+                        lines[-1] += f" {self._json(schema)}"
+                        # Where another value may follow, llguidance allows space after a value.
+                        is_last = depth == 0 and len(lines) == 2 and not lark[at:].strip()
+                        lines[-1] += "" if is_last else f" {self._space}"
                 case "and":
                     skipped_from = depth if skipped_from < 0 else skipped_from
                 case "no" if not is_skipped:
@@ -95,7 +100,7 @@ class _Writer:
                 case _ if is_skipped or kind == "space":
                     pass
                 case "text":
-                    lines[-1] += f" {_literal(json.loads(token))}"
+                    lines[-1] += f" {self._rule(_literal(json.loads(token)))}"
                 case "regex":
                     lines[-1] += f" {self._rule(self._regex(token, is_json=False))}"
                 case "ids":
@@ -114,6 +119,10 @@ class _Writer:
         return "\n".join([*lines, *self._rules, _RULES])
 
     def _rule(self, body: str) -> str:
+        """Returns the name of a new rule. llama.cpp repeats a rule by its name, not by its text."""
+        self._num_chars += len(body)
+        if self._num_chars > MAX_GRAMMAR_CHARS:
+            raise ValueError("too long")
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name} ::= {body}")
         return name
@@ -300,12 +309,14 @@ def _set(token: str, is_json: bool) -> str:
     """Returns GBNF of a pattern for one character. Outside of ASCII, it matches all or none."""
     if re.search(r"&&|--|~~|\|\|", token):
         raise ValueError("unknown form")
-    matches = re.compile(token, re.DOTALL).match
+    matches = re.compile(token, re.ASCII | re.DOTALL).match  # in Rust, \x1C is no space
     found = {each for each in map(chr, range(1, 128)) if matches(each)}
     plain = found - _ESCAPED if is_json else found
     ranges = "".join(f"\\x{ord(each):02X}" for each in sorted(plain))
     if _WITH_OTHERS.match(token):
         ranges += "\\U00000080-\\U0010FFFF"
+    if not ranges and found == plain:
+        raise ValueError("a set without characters")
     parts = [f"[{ranges}]"] if ranges else []
     return f"({' | '.join([*parts, 'esc'] if found != plain else parts)})"
 

@@ -236,6 +236,9 @@ async def _grammar_fields(
     grammar = None if lark is None else await asyncio.to_thread(gbnf_of, lark)
     if grammar is None:
         return {}
+    fields = {"grammar": grammar, "grammar_type": "tool_calls", "generation_prompt": ""}
+    if not output:
+        return fields
     text: str = (await server.post("/detokenize", {"tokens": [*output]}))["content"]
     body = {"content": text, "add_special": False, "parse_special": True, "with_pieces": True}
     read, is_safe = b"", "\N{REPLACEMENT CHARACTER}" not in text  # half a character
@@ -249,7 +252,7 @@ async def _grammar_fields(
             is_safe = is_safe and not is_end  # an end token here would end the server
     if not is_safe or read != text.encode():  # some tokenizers add a space
         return {}
-    return {"grammar": grammar, "grammar_type": "tool_calls", "generation_prompt": text}
+    return fields | {"generation_prompt": text}
 
 
 def _reason(event: dict[str, Any]) -> FinishReason | None:
