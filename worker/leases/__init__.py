@@ -1,9 +1,9 @@
 """The requests that a worker holds, each from its claim to its end.
 
-`prefetcher` claims requests while there is room, and `held_and_lost_leases` holds a `lease` for
-each of them. `prepare_or_resume` checks and tokenises a request. A preparation that may take long
-runs in the `slow_lane`, so that other requests do not wait for it. A prepared request waits in the
-`ready` queue until `held_and_lost_leases` hands it to the engine. The `publisher` fetches the
+`prefetcher` claims requests within the `token_budget`, and `held_and_lost_leases` holds a `lease`
+for each of them. `prepare_or_resume` checks and tokenises a request. A preparation that may take
+long runs in the `slow_lane`, so that other requests do not wait for it. A prepared request waits in
+the `ready` queue until `held_and_lost_leases` hands it to the engine. The `publisher` fetches the
 engine's outputs, and the `coalescer` joins tokens that come too fast. `rows` turns each output into
 a row (an event for Redis), and the `publisher` sends the rows of all requests in one call.
 

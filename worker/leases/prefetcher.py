@@ -22,7 +22,6 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.metrics import CLAIM_TIME
 from promptq.shared.runtime.tasks import end
 from promptq.shared.server.retry import note_failure
-from promptq.worker.engine.api.port import EnginePort
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease, LeaseState
@@ -31,6 +30,7 @@ from promptq.worker.leases.prepare_or_resume import Preparation, UnservedFieldEr
 from promptq.worker.leases.publisher import Publisher
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.leases.slow_lane import SlowLane
+from promptq.worker.leases.token_budget import ClaimPolicy
 from promptq.worker.text.grammars.schema_masks import TakesLongError
 
 _JITTER_SECONDS = 0.001
@@ -43,9 +43,6 @@ _WALK_SECONDS = 0.1
 
 _Result = PreparedRequest | InvalidRequestError | TakesLongError | None
 """The result of preparing a request; None if its lease was lost or returned beforehand."""
-
-_WORK_AHEAD_SECONDS = 0.1
-_MAX_DEPTH = 4096
 
 
 class Prefetcher:
@@ -286,47 +283,3 @@ class Prefetcher:
 
 def _exceeds(room: Room, other: Room) -> bool:
     return room.max_count > other.max_count or room.token_budget > other.token_budget
-
-
-class ClaimPolicy:
-    """Decides how many requests to claim.
-
-    If `depth` is None, the worker keeps as many requests ready as the engine has lately taken in
-    100 ms.
-    """
-
-    def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
-        self._leases = leases
-        self._engine = engine
-        self._fixed_depth = depth
-
-    @property
-    def depth(self) -> int:
-        """Number of ready requests to keep beyond the free slots."""
-        if self._fixed_depth is not None:
-            return self._fixed_depth
-        rate = self._leases.ready.hand_outs_a_second
-        return max(1, min(math.ceil(rate * _WORK_AHEAD_SECONDS), _MAX_DEPTH))
-
-    def room(self) -> Room:
-        """Returns the room for new claims: the slots and KV tokens that no held request needs.
-
-        A prefix that several sequences share is counted once. `max_count` and `token_budget` are
-        negative while the worker holds urgent requests that will preempt others. A claim then lets
-        further urgent requests preempt only the remaining sequences. There is no room while the
-        worker holds a request that may crash it, or while the engine accepts no requests.
-        """
-        leases, limits = self._leases, self._engine.limits
-        if leases.has_suspect or not self._engine.is_accepting:
-            return Room(max_count=0, token_budget=0, num_held=len(leases))
-        preemptible = leases.preemptible
-        saved = self._engine.stats.num_saved_blocks * limits.block_size
-        return Room(
-            max_count=leases.num_places + self.depth - leases.num_counted,
-            token_budget=limits.kv_tokens - leases.kv_need + saved,
-            capacity=limits.max_model_len,
-            preemptible=[(holding.priority, holding.tokens) for holding in preemptible],
-            held=leases.by_tenant(preemptible),
-            num_held=len(leases) + self._engine.num_aborting,
-            refused=self._engine.abilities.refused,
-        )

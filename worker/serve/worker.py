@@ -38,9 +38,10 @@ from promptq.worker.leases.exit_log import ExitLog
 from promptq.worker.leases.held_and_lost_leases import Exit, Leases
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.meter import Meter
-from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
+from promptq.worker.leases.prefetcher import Prefetcher
 from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.leases.publisher import Publisher
+from promptq.worker.leases.token_budget import ClaimPolicy
 from promptq.worker.serve import control_channel
 from promptq.worker.serve.build import Served
 from promptq.worker.serve.engine_thread import EngineThread

@@ -25,9 +25,10 @@ from promptq.worker.leases.exit_log import ExitLog
 from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.meter import Meter
-from promptq.worker.leases.prefetcher import ClaimPolicy, Prefetcher
+from promptq.worker.leases.prefetcher import Prefetcher
 from promptq.worker.leases.prepare_or_resume import Preparation
 from promptq.worker.leases.publisher import Publisher
+from promptq.worker.leases.token_budget import ClaimPolicy
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.support.roles import AsyncQueueClient, as_role
 from tests.support.waiting import Clock, async_until

@@ -1,0 +1,56 @@
+"""The token budget and the number of requests that a worker claims."""
+
+from __future__ import annotations
+
+import math
+
+from promptq.shared.protocol.claims import Room
+from promptq.worker.engine.api.port import EnginePort
+from promptq.worker.leases.held_and_lost_leases import Leases
+
+_WORK_AHEAD_SECONDS = 0.1
+_MAX_DEPTH = 4096
+
+
+class ClaimPolicy:
+    """Decides how many requests to claim.
+
+    If `depth` is None, the worker keeps as many requests ready as the engine has lately taken in
+    100 ms.
+    """
+
+    def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
+        self._leases = leases
+        self._engine = engine
+        self._fixed_depth = depth
+
+    @property
+    def depth(self) -> int:
+        """Number of ready requests to keep beyond the free slots."""
+        if self._fixed_depth is not None:
+            return self._fixed_depth
+        rate = self._leases.ready.hand_outs_a_second
+        return max(1, min(math.ceil(rate * _WORK_AHEAD_SECONDS), _MAX_DEPTH))
+
+    def room(self) -> Room:
+        """Returns the room for new claims: the slots and KV tokens that no held request needs.
+
+        A prefix that several sequences share is counted once. `max_count` and `token_budget` are
+        negative while the worker holds urgent requests that will preempt others. A claim then lets
+        further urgent requests preempt only the remaining sequences. There is no room while the
+        worker holds a request that may crash it, or while the engine accepts no requests.
+        """
+        leases, limits = self._leases, self._engine.limits
+        if leases.has_suspect or not self._engine.is_accepting:
+            return Room(max_count=0, token_budget=0, num_held=len(leases))
+        preemptible = leases.preemptible
+        saved = self._engine.stats.num_saved_blocks * limits.block_size
+        return Room(
+            max_count=leases.num_places + self.depth - leases.num_counted,
+            token_budget=limits.kv_tokens - leases.kv_need + saved,
+            capacity=limits.max_model_len,
+            preemptible=[(holding.priority, holding.tokens) for holding in preemptible],
+            held=leases.by_tenant(preemptible),
+            num_held=len(leases) + self._engine.num_aborting,
+            refused=self._engine.abilities.refused,
+        )
