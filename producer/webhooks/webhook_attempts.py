@@ -23,7 +23,7 @@ BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
 
 
 class UndeliverableError(PromptqError):
-    """The webhook is given up: it has no message, or its URL is not allowed or wants no calls."""
+    """No attempt can succeed: the message is lost, or the URL is not allowed or refuses calls."""
 
 
 class DeliveryError(PromptqError):

@@ -51,8 +51,8 @@ BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
         (CLI, ["--help"], {"promptq.producer.gateway.server"}, HEAVY),
         (CLI, ["submit", "--help"], {"typer"}, HEAVY),
         *(
-            (f"promptq.producer.commands.local_fleet.{it}", [], set(), HEAVY)
-            for it in ("demo", "up")
+            (f"promptq.producer.commands.local_fleet.{module}", [], set(), HEAVY)
+            for module in ("demo", "up")
         ),
         (
             WORKER,

@@ -110,7 +110,7 @@ async def forwarded(
         dialect, client, request, emitted, "m", 2048, takes_grammars=True, resumes_grammars=True
     )
     try:
-        return [it async for chunk in stream.chunks() for it in chunk.token_ids], dialect.calls
+        return [each async for chunk in stream.chunks() for each in chunk.token_ids], dialect.calls
     finally:
         await client.close()
 

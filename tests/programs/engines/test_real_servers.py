@@ -54,7 +54,9 @@ def test_greedy_tokens_are_those_of_transformers(
 ) -> None:
     operator = Client(as_role("operator", redis_url))
     with operator as client, worker(server, tmp_path, redis_url) as running:
-        assert_tokens_of_transformers(client, [client.enqueue(it, **GREEDY) for it in PROMPTS])
+        assert_tokens_of_transformers(
+            client, [client.enqueue(prompt, **GREEDY) for prompt in PROMPTS]
+        )
         running.process.terminate()
         assert running.process.wait() == 0
     assert server.num_running() == 0
@@ -65,7 +67,7 @@ def test_another_worker_goes_on_when_one_is_killed(
 ) -> None:
     with Client(as_role("operator", redis_url)) as client:
         with worker(server, tmp_path, redis_url) as first:
-            ids = [client.enqueue(it, **GREEDY) for it in PROMPTS]
+            ids = [client.enqueue(prompt, **GREEDY) for prompt in PROMPTS]
             for request_id in ids:
                 next(client.stream(request_id))
             first.process.kill()
@@ -78,7 +80,7 @@ def test_the_server_may_die_and_come_back(
     redis_url: str, tmp_path: Path, server: RealServer
 ) -> None:
     with Client(as_role("operator", redis_url)) as client, worker(server, tmp_path, redis_url):
-        ids = [client.enqueue(it, **GREEDY) for it in PROMPTS]
+        ids = [client.enqueue(prompt, **GREEDY) for prompt in PROMPTS]
         next(client.stream(ids[0]))
         server.kill(signal.SIGKILL)
         server.start()

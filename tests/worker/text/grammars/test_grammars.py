@@ -76,8 +76,8 @@ def test_each_token_is_allowed_as_in_the_mask(name: str) -> None:
     grammar = grammars().start(JsonOutput(SCHEMAS[name], True), frozenset({END}))
     for _ in range(12):
         mask = allowed(grammar)
-        assert [it for it in range(VOCAB_SIZE) if grammar.allows(it)] == mask
-        if not (choice := [it for it in mask if it != END]):
+        assert [each for each in range(VOCAB_SIZE) if grammar.allows(each)] == mask
+        if not (choice := [each for each in mask if each != END]):
             break
         grammar.accept(rng.choice(choice))
 
