@@ -19,8 +19,8 @@ from promptq.producer.calls.completion import new_completion_id, new_embedding_i
 
 
 def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
-    """Adapts `read`, which uses neither an id nor a history, to the signature of `Read`. Its calls
-    never continue an earlier call."""
+    """Adapts `read`, which uses neither an id nor a history, to the signature of `Read`. The
+    calls that `read` returns never continue an earlier call."""
     return lambda body, headers, new_id, history: read(body, headers)
 
 

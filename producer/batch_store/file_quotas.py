@@ -38,7 +38,7 @@ class FileQuotas:
         self._check(tenant, *self.kept(tenant), more_bytes=1)
 
     def begin(self, tenant: str, num_bytes: int) -> Upload:
-        """Begins an upload of at least `num_bytes`, which count at once. Raises FileQuotaError."""
+        """Begins an upload of at least `num_bytes`, which count from now. Raises FileQuotaError."""
         upload = Upload(self, tenant, *self.kept(tenant))
         with self._changing:
             self._uploads.add(upload)

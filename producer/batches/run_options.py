@@ -45,7 +45,7 @@ class RunOptions:
     caller: ApiKey | None = None
     """The key whose rights limit the lines; None: no limits."""
     expires_at: float | None = None
-    """End of the batch's window in Unix seconds. Its requests expire at this time."""
+    """End of the batch's window in Unix seconds. The batch's requests expire at this time."""
     retry_seconds: float = 60.0
     """Seconds to wait for a server that is away before the error is raised."""
 

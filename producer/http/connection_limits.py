@@ -30,7 +30,7 @@ If the client reads slowly, `write` returns an `Unfinished` function.
 """
 
 Unfinished = Callable[[], Awaitable[None]] | None
-"""A function to call and await before more is written; None if more can be written at once."""
+"""A function to call and await before more is written; None if more can be written now."""
 
 _SILENCE_SECONDS = 60.0
 """The most seconds between two requests of a connection, and for the first bytes of a body."""
@@ -142,7 +142,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
-        # Of several requests that were sent at once, uvicorn reports only the last one.
+        # Of several requests that were sent together, uvicorn reports only the last one.
         for cycle in self._unanswered:
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()

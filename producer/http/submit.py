@@ -147,8 +147,8 @@ async def read_call(
 ) -> AsyncIterator[IncomingCall]:
     """Takes one request from the caller's rate, reads the call, and yields it.
 
-    Its hold on the budget for bodies ends with the `with` block. `check` runs before the body is
-    read. `history` is needed for calls that may continue a response.
+    The end of the `with` block returns the call's bytes to the budget. `check` runs before the body
+    is read. `history` is needed for calls that may continue a response.
     """
     await admit_call(gateway, caller)
     if check is not None:

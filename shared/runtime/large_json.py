@@ -82,7 +82,7 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """Returns the value as ASCII JSON. Empties its lists: freeing all at once would take long."""
+    """Returns `value` as ASCII JSON. Empties the lists in `value`: one large free takes long."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)

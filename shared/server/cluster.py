@@ -202,7 +202,7 @@ class _AsyncPool(_SlotPool, redis.asyncio.ConnectionPool):
 
 @cache
 def _following(kind: Any) -> Any:
-    """Returns a subclass of a connection class whose connections open to the node of their slot."""
+    """Returns a subclass of `kind`, a connection class. Instances connect to their slot's node."""
     is_async = issubclass(kind, redis.asyncio.connection.AbstractConnection)
     mixin = _AsyncFollowing if is_async else _Following
     return type("FollowingConnection", (mixin, kind), {"plain": kind})

@@ -29,7 +29,7 @@ _Sent = tuple[Lease, Row]
 class Publisher:
     """Sends the engine's outputs to Redis. While it sends one step, the engine computes the next.
 
-    The coalescer decides which tokens are sent at once. If the server does not accept rows, the
+    The coalescer decides which tokens wait to be merged. If the server does not accept rows, the
     publisher repeats them for `retry_seconds`. Meanwhile the engine continues until its outbox (the
     queue of its outputs) is full.
     """

@@ -130,7 +130,7 @@ class TextStream:
 
     @property
     def may_stop(self) -> bool:
-        """Whether the request has stop strings, so that each token must be checked at once."""
+        """Whether the request has stop strings, so that each token must be checked immediately."""
         return bool(self._stop)
 
     def begin(self, token_ids: Sequence[int]) -> str:

@@ -1,5 +1,5 @@
-"""Limits the memory of chat templates: checks the size of a result before any operation that may
-make a large value.
+"""Limits the memory of chat templates: before any operation that may make a large value, checks the
+size that this value would have.
 
 A single call into C, such as a text times a number, can take all memory in a moment, and no other
 thread can stop it. jinja2 is imported only here.
@@ -167,7 +167,7 @@ def _check_growth(name: str, value: Any) -> None:
 
 
 def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
-    """Check the result's length before `%` or `format`. A field can be as wide as the largest
+    """Check the length that `%` or `format` would produce. A field can be as wide as the largest
     number in the template or the values."""
     text = template.decode("latin-1") if isinstance(template, bytes) else template
     values = list(values)
@@ -180,7 +180,7 @@ def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
 
 
 def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
-    """Check the length of the result before a method of a text is called."""
+    """Check the length of the text or list that a text's method would return."""
     _check_growth(name, text)
     match name, args:
         case "split" | "rsplit", _:
@@ -203,7 +203,7 @@ def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
 
 
 def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check the length of the result before a filter is called."""
+    """Check the length of the text or list that a filter would return."""
     arguments = [*args, *kwargs.values()]
     width = max(map(_int_of, arguments), default=0)
     if name in _TEXTS_OF_ANYTHING and isinstance(value, list | tuple | dict):

@@ -17,7 +17,7 @@ from promptq.shared.runtime.printable import printable
 
 
 def write(text: str, end: str = "\n") -> None:
-    """Prints to standard output at once. Line breaks and tabs stay."""
+    """Prints to standard output without buffering. Line breaks and tabs stay."""
     shown = printable(text, keep="\n\t") if sys.stdout.isatty() else text
     print(shown, end=end, flush=True)
 

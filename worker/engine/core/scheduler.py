@@ -243,8 +243,8 @@ class Scheduler:
         return None
 
     def _newcomers(self) -> list[Sequence]:
-        """Returns the first waiting sequence of each tenant that runs nothing, if no waiting
-        sequence is more urgent. Empty if nothing runs, because then the queue's order decides."""
+        """Of the waiting sequences with the most urgent priority, returns the first of each tenant
+        that runs nothing. Empty if nothing runs, because then the queue's order decides."""
         tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
         if not tenants or not self.running:
             return []

@@ -41,8 +41,8 @@ class LayerInputs:
 
     @classmethod
     def of(cls, body: Any, parts: dict[str, Any], dtype: torch.dtype, found: Found) -> LayerInputs:
-        """Returns the inputs of layers, from a `body` and its `parts`. Raises
-        NotOfThisKindError."""
+        """Returns the inputs of layers, from a `body` and its `parts`. Raises NotOfThisKindError
+        if a part is unknown."""
         table, projection = parts[_TABLE], linears_of(parts, (_PROJECTION,))[0]
         scale = scale_of_embedding(table, dtype)
         require(projection.bias is None, "a projection for inputs of layers with a bias")
@@ -70,7 +70,7 @@ class LayerInput:
 
     @classmethod
     def of(cls, parts: dict[str, Any], found: Found) -> LayerInput:
-        """Returns the part among the `parts` of a layer. Raises NotOfThisKindError."""
+        """Builds this part from `parts`. Raises NotOfThisKindError if one of them is unknown."""
         gate, output = linears_of(parts, (_GATE, _OUTPUT))
         has_bias = gate.bias is not None or output.bias is not None
         require(not has_bias, "a layer that reads its inputs with a bias")

@@ -243,7 +243,7 @@ def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) ->
 def _mixer(
     mixer: Any, rotary: nn.Module | None, found: Found, input_scale: float = 1.0
 ) -> Attention | Recurrent:
-    """Returns the parts of a mixer whose inputs are multiplied by `input_scale`.
+    """Returns the parts of a mixer. The mixer's inputs are multiplied by `input_scale`.
 
     For attention, the scale of scores includes `input_scale` twice: for queries and for keys.
     Values are not scaled, so the caller must multiply the output by `input_scale`.

@@ -96,7 +96,7 @@ class QuantizedExperts(nn.Module):
 
     @classmethod
     def rounded(cls, plain: Any, bits: int, group: int | None) -> QuantizedExperts:
-        """Returns the experts of `plain` with rounded weights. Frees the module's weights."""
+        """Returns the experts of `plain` with rounded weights. Frees the weights of `plain`."""
         rounded = partial(QuantizedWeight.of, bits=bits, group=group)
         experts = []
         for index in range(len(plain.down_proj)):

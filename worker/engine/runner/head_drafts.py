@@ -129,7 +129,7 @@ class HeadDrafts:
         return any(_num_kept(item, len(items)) for item in items)
 
     def rows_to_keep(self, items: list[ScheduledSequence], query_starts: list[int]) -> list[int]:
-        """Returns the rows of a packed step whose hidden states the head needs."""
+        """Returns those rows of a packed step whose hidden states the head needs."""
         return [
             row
             for item, end in zip(items, query_starts[1:], strict=True)

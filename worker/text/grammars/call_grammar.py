@@ -139,7 +139,7 @@ class CallGrammar:
 
     def _json(self, schema: Any) -> str:
         """Returns a grammar term for JSON that matches a schema, which is a part of the tool's
-        parameters. Its references point into these parameters."""
+        parameters. The schema's references point into these parameters."""
         schema = dict(schema) if isinstance(schema, Mapping) else schema
         if schema is True:
             schema = {}

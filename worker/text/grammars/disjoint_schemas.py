@@ -44,7 +44,7 @@ class Disjointness:
         return kinds == {"object"} and self._of_objects(one, other, depth + 1)
 
     def _part_of(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether the reference or the combined schemas of `one` prove that it excludes `other`."""
+        """Whether the `$ref`, `allOf`, `anyOf` or `oneOf` of `one` excludes `other`."""
         parts = [target_of(one["$ref"], self._root)] if "$ref" in one else []
         parts += _list(one, "allOf")
         if any(self._of(part, other, depth) for part in parts):

@@ -161,7 +161,7 @@ def _grouped_kernel(
     ROW_TILE: tl.constexpr,
 ) -> None:
     """Each program computes one tile of an expert's rows and one tile of outputs. Programs beyond
-    the tiles end at once. A row has SLOTS pairs. Weights are the left side. BITS 0: not
+    the tiles do nothing. A row has SLOTS pairs. Weights are the left side. BITS 0: not
     quantized."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     IS_EVEN: tl.constexpr = NUM_INPUTS % STEP == 0
