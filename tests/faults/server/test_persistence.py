@@ -156,7 +156,7 @@ def test_a_finished_request_whose_end_was_lost_is_finished_once_more(tmp_path: P
             until(lambda: num_tokens(queue, request_id) > 20)
             promote(replica)
             assert result_of(RequestQueue(at_master), request_id)["text"] == text_of(1, num)
-            until(lambda: worker.logged("ended"))  # without its answer, it would fill the gap itself
+            until(lambda: worker.logged("ended"))  # until then it would fill gaps itself
             kept = num_tokens(queue, request_id)
             assert queue.state(request_id) == "active"
             network.lead_to(replica.port)
