@@ -1,4 +1,4 @@
-"""Names of keys and channels for Python code. The Lua scripts use more keys (docs/protocol.md).
+"""Names of keys and channels for Python code. The Lua scripts use more keys (../lua/lib/keys.lua).
 
 The queue's name is in braces, a Redis Cluster hash tag, so all keys of a queue are on one shard.
 """
