@@ -1,7 +1,7 @@
 """The interface of grammars: which tokens may come next in a sequence. The engine knows no library.
 
 A grammar is the state of one sequence. The engine passes each token to the grammar, and ends the
-sequence once no token may follow. The sampler gets the masks of all rows together during a forward.
+sequence when no token may follow. During a forward pass, one call fills the masks of a whole step.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class EngineRequest:
     """The random numbers of the sequence depend only on this seed and the token's position."""
 
     max_tokens: int
-    """The most output tokens of all attempts together, so that prompt and output fit the model."""
+    """The most output tokens of all attempts together. Prompt and output then fit the model."""
 
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence: the model's (unless ignore_eos) and the request's."""
@@ -48,7 +48,7 @@ class EngineRequest:
     """Tokens that earlier attempts emitted. This attempt continues after them."""
 
     priority: int = 0
-    """Lower is more urgent. Only the priority decides which sequence may preempt which."""
+    """Lower is more urgent. A sequence never preempts one that is more urgent."""
 
     order: tuple[float, str] = (0.0, "")
     """Queue score and request id, by which waiting sequences are sorted."""
@@ -118,8 +118,8 @@ class SequenceOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Set on the output with the first token of all attempts, if the request wants
-    log-probabilities of its prompt. Together, all pieces cover the prompt from its second token."""
+    """Set only with the request's first token, if the request wants log-probabilities of its
+    prompt. The items of the list, in order, cover the prompt from its second token."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_refused: bool = False
@@ -139,7 +139,7 @@ class GivenBack:
 
     reason: str
     is_blamed: bool = True
-    """Whether this counts as a crash of the request. A request that crashes too often ends."""
+    """Whether this reason counts as a crash. A request that crashes too often ends."""
     delay_ms: int | None = None
     """Milliseconds before the next attempt; None: no delay. Set only if `is_blamed` is false."""
 
@@ -171,7 +171,7 @@ class EngineStats:
     num_waiting: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    """Blocks with an owner. Cached blocks without an owner do not count."""
+    """Blocks that sequences own. Cached blocks without an owner do not count."""
     num_saved_blocks: int = 0
     """Number of further blocks that the sequences would need if they shared no prefixes."""
     num_cached_blocks: int = 0
@@ -253,7 +253,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
-    """Features of an engine. A worker refuses a request that needs another feature, and names the
+    """Features of an engine. A worker refuses a request that needs a missing feature, and names the
     field of the request."""
 
     logprobs: bool = True
@@ -265,14 +265,14 @@ class EngineAbilities:
     preempts_inexact: bool = True
     """Whether the engine may also preempt a sequence that would not resume exactly."""
     unheeded: frozenset[str] = frozenset()
-    """Further fields of a request that the engine would ignore, so that a worker refuses them."""
+    """Fields, besides those above, that the engine would ignore and that a worker refuses."""
     lowest_temperature: float = 0.0
     """The engine raises a temperature between 0 and this value to this value."""
     exact_resume: bool = True
     """Whether another attempt continues with exactly the tokens that an undisturbed attempt would
     emit. Even if not, a stream has no gap and no repeated token."""
     inexact_with: frozenset[str] = frozenset()
-    """Fields of a request that make `exact_resume` false. `temperature`: requests that sample."""
+    """Fields that prevent a request from resuming exactly. A `temperature` of 0 does not."""
 
     head_cost: float | None = None
     """Time to draft a token with the model's drafting head, as a fraction of a step's time. None:

@@ -120,7 +120,7 @@ class EnginePort(Protocol):
         ...
 
     async def fetch(self) -> list[StepOutput]:
-        """Returns all steps since the last call, at least one. The engine pauses if nobody fetches.
+        """Wait for a step, and return all since the last call. Without calls, the engine pauses.
 
         Raises the exception of an engine that failed, once all earlier steps have been fetched.
         """

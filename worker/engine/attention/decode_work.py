@@ -21,7 +21,7 @@ from promptq.worker.engine.device.async_copies import to_device
 PART_TOKENS = 256
 """The tokens of a part. A shorter part would take longer to start than to read."""
 MAX_PARTS = 64
-"""The most parts of one context. Longer contexts have parts of twice the size, and so on."""
+"""The most parts of one context. The size of parts is doubled until this many are enough."""
 FIELDS = 7
 """The number of fields that describe a span (see `cut`)."""
 START_TOKENS = 64
@@ -90,7 +90,7 @@ def _spans(length: _Numbers, tokens: _Numbers) -> tuple[_Numbers, _Numbers]:
 
 
 def _quotient(length: _Numbers, tokens: _Numbers) -> _Numbers:
-    """Returns the number of pieces of `tokens` tokens in each length: 1 in length 0, 0 in -1."""
+    """Returns how many pieces of `tokens` tokens each length has. 0 has one piece, -1 has none."""
     quotient: _Numbers = np.where(length < 0, 0, np.maximum(1, -(-length // tokens)))
     return quotient
 

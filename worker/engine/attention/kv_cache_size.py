@@ -17,7 +17,7 @@ MIN_BLOCKS = 2
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.95
 """The cache's fraction of the memory that the largest step and the graphs leave free. The rest is a
-reserve, for example for gaps between allocations of other sizes."""
+reserve, for example for gaps between allocations of different sizes."""
 
 
 def fitting_blocks(
@@ -30,7 +30,7 @@ def fitting_blocks(
     reserved_bytes: int = 0,
     state_bytes: int = 0,
 ) -> int:
-    """Returns the number of blocks in `memory_bytes` beside `state_bytes` of recurrent layers.
+    """Returns how many blocks fit into `memory_bytes` beside `state_bytes` of recurrent layers.
 
     If `memory_bytes` is None, returns the number of blocks for `wanted_tokens`, but not more than
     fit into `default_memory_bytes`. Raises ConfigurationError if fewer than two blocks fit, or if
@@ -71,7 +71,7 @@ def fitting_blocks(
 
 
 def default_memory_bytes(device: torch.device, reserved_bytes: int = 0) -> int:
-    """Returns the bytes of a cache without `--kv-cache-memory`: a fraction of the free memory.
+    """Returns the cache's bytes if `--kv-cache-memory` is not set: a fraction of the free memory.
     `reserved_bytes` of the free memory are left for other uses."""
     share = CUDA_SHARE if counts_memory(device) else CPU_SHARE
     return max(0, int((free_bytes(device) - reserved_bytes) * share))

@@ -19,8 +19,8 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 class StepKind:
     """A kind of steps: those that are padded to `num_rows` rows, mixed or not.
 
-    Mixed steps have chunks of prompts, with or without decodes. Layers of other steps launch one
-    kernel less.
+    Mixed steps have chunks of prompts, with or without decodes. Without chunks, each layer launches
+    one kernel less.
     """
 
     num_rows: int

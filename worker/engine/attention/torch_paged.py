@@ -17,7 +17,7 @@ from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, 
 MAX_GATHERED_TOKENS = 1 << 16
 """The most context tokens in a group of decodes, with padding. This limits a gather's memory."""
 MAX_SCORES = 1 << 24
-"""The most scores in memory at once in the softmax that does not use torch's kernels."""
+"""The most scores that are in memory at a time if `_attend_explicitly` computes the softmax."""
 
 
 class TorchPaged(AttentionBackend):
@@ -55,7 +55,7 @@ class TorchPaged(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows `first` to `last`, computed at once: a chunk, or decodes with similar contexts."""
+    """Rows `first` to `last`, computed together: a chunk, or decodes with similar contexts."""
 
     first: int
     last: int

@@ -16,7 +16,7 @@ class SpanList:
 
     pattern: Pattern
     at_once: int
-    """The number of spans, each with all KV heads, that a launch computes at once."""
+    """The number of spans, each with all KV heads, that a launch computes in parallel."""
 
 
 class RequestedLists:
@@ -32,7 +32,7 @@ class RequestedLists:
         """Returns the tile sizes that were requested in steps whose longest chunk has this length.
         The caller may add sizes to the set.
 
-        All lengths up to the next power of two share a tile size (triton_kernels/prefill.py).
+        Lengths with the same next power of two share a tile size (triton_kernels/prefill.py).
         """
         return self._tile_sizes[(longest_chunk - 1).bit_length()]
 
@@ -63,7 +63,7 @@ FULL = Pattern("full")
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's attention, as recorded in a forward of the model."""
+    """One layer's attention, as recorded in a forward pass of the model."""
 
     num_heads: int
     num_kv_heads: int

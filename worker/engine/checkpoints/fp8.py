@@ -29,7 +29,7 @@ def scaled(
     """Returns an FP8 weight with a scale for each output. If that format cannot represent the
     scales, returns the weight in fp32. Both are [outputs, inputs].
 
-    `scales` are one for all numbers, one for each output, or one for each block [outputs, inputs].
+    `scales` has one scale for the weight, for each output, or for each `block` [outputs, inputs].
     """
     scales, (outputs, inputs) = scales.float(), weight.shape
     if block is not None and scales.shape == (-(-outputs // block[0]), -(-inputs // block[1])):

@@ -206,7 +206,7 @@ class ModelFolder:
     def _of_head(self, names: Iterable[str]) -> list[str]:
         """Returns those of `names` that name a head's tensors. These tensors are in
         the module `mtp` (Qwen3-Next), or in a layer after the model's last layer (DeepSeek-V3,
-        GLM-4.5). Returns none if no tensor is a part that only heads have."""
+        GLM-4.5). Such a layer counts only if it has a part that no other layer has."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         found = [name for name in names if of_head.fullmatch(name)]

@@ -23,19 +23,19 @@ class BlockManager:
     Every block is in one of three states. A *free* block holds nothing. An *owned* block is in as
     many block tables as it has references. A *cached* block has no owner, but can be found by its
     hash until it is evicted. The hash of a block covers its tokens, all tokens before them, the
-    tenant and the cache salt. A block can be found once it is computed as a whole, owned or not.
+    tenant and the cache salt. A block can be found when all its tokens are computed, owned or not.
 
-    Eviction is LRU (least recently used): when no block is free, the next one to allocate is the
-    cached block that lost its last owner first. Of one sequence, the last blocks go first.
+    Eviction is LRU (least recently used): when no block is free, the manager allocates the cached
+    block without an owner for the longest time. Of one sequence's blocks, the last go first.
 
     With `shares_tenants` the hash leaves the tenant out, so that tenants find each other's
     prefixes. The manager then notes which tenants sent a block, because a tenant's cached tokens
     count only the blocks that this tenant sent.
 
     If the model has recurrent layers, their states are not in the blocks. Then a sequence can share
-    a prefix only if `kept_states` has the state after this prefix. If the blocks of a longer prefix
-    can be found, several sequences begin with the longer prefix. So the sequence's state after the
-    longer prefix is kept, for the next such sequence.
+    a prefix only if `kept_states` has the state after this prefix. For a longer prefix, perhaps the
+    blocks can be found, but no state is kept. Because two sequences already begin with this longer
+    prefix, a third may follow. So the state of the second sequence after this prefix is kept.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class BlockManager:
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Yields each sequence of `leaving`, with the number of blocks that are free once it and
-        all before it have left. Blocks of `prefix` stay: `num_needed` counts them as owned."""
+        """Yields each sequence of `leaving`, with the number of free blocks after it and all before
+        it left. Blocks of `prefix` do not become free: `num_needed` counts them as owned."""
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
         for sequence in leaving:
@@ -154,8 +154,8 @@ class BlockManager:
             sequence.state_target = self.kept_states.reserve()
 
     def extend(self, sequence: Sequence, num_further: int = 0) -> bool:
-        """Give the sequence blocks for all known tokens and `num_further` more. Returns False, and
-        changes nothing, if there are too few blocks."""
+        """Give the sequence blocks for all known tokens and `num_further` more tokens. Returns
+        False, and changes nothing, if there are too few blocks."""
         num_tokens = sequence.num_tokens + num_further
         num_missing = num_blocks_for(num_tokens, self.block_size) - len(sequence.block_table)
         if num_missing <= 0:
@@ -274,7 +274,7 @@ class BlockManager:
     def _salt_hash(self, sequence: Sequence) -> bytes:
         """Returns the first hash in the chains of a tenant and salt.
 
-        The parameter `person` of BLAKE2 keeps it different from each hash within a chain. The
+        The parameter `person` of BLAKE2 makes this hash differ from all later hashes of chains. The
         tenant is hashed first, to a fixed length, so no salt can imitate another tenant and salt.
         """
         tenant = "" if self._senders is not None else sequence.request.tenant

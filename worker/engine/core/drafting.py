@@ -96,8 +96,8 @@ class Head:
         If no draft pays off, but the credit covers a draft of one token, the head drafts one token.
         This keeps the rates of acceptance up to date.
 
-        Each further sequence costs as much as the first: with 4 stories of the shipped model at
-        once, a token that the head drafted for all took 0.7 of a step.
+        The cost grows with the number of sequences: when 4 sequences of the shipped model ran, one
+        token that the head drafted for each of them took 0.7 of a step.
         """
         of_token = (_ROW_COST + self.cost) * num_sequences
         expected, right, cost = 0.0, 1.0, _DRAFT_COST

@@ -113,8 +113,8 @@ class StepRecovery:
 def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[ScheduledSequence]]:
     """Returns the parts to try after shares failed with `error`; empty if nothing smaller is left.
 
-    Several sequences are halved. A single sequence is tried without its draft. If memory was short,
-    it is then tried with half of its tokens, and later steps compute the rest.
+    A list of several shares is cut into halves. A single share is tried without its draft. If
+    memory is short even then, it is tried with half of its tokens. Later steps compute the rest.
     """
     if len(shares) > 1:
         half = len(shares) // 2
@@ -128,8 +128,8 @@ def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[Sc
 
 
 def _probe(failed: Sequence) -> Batch:
-    """Returns a batch with a one-token prompt, in a failed sequence's slot and last block. No
-    sequence shares that block: it is for the last known token, which is not computed."""
+    """Returns a batch with a one-token prompt, in a failed sequence's slot and last block. No other
+    sequence uses this block, because it is for the last known token, which is not computed yet."""
     sequence = Sequence.of(EngineRequest(_PROBE_ID, [0], NEUTRAL, seed=0, max_tokens=1))
     sequence.slot = failed.slot
     sequence.block_table = failed.block_table[-1:]

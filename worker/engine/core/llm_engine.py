@@ -41,7 +41,7 @@ _AUDIT_INTERVAL_SECONDS = 1.0
 _SMALL_STEPS = 256
 """Number of smaller steps after a step that ran out of memory."""
 _MOST_SHORTAGES = 6
-"""A sequence is given back after this many tries without others in which memory was short."""
+"""The engine gives a sequence back after it lacked memory this many times to compute it alone."""
 _PAUSE_SECONDS = 0.05
 """Seconds before the next try if there was no memory for any sequence. Doubles each time."""
 _STEPS_SHOWN = 32
@@ -61,9 +61,9 @@ class LLMEngine:
     most tokens of one prompt in a step, by default the whole token budget of a step.
     `speculative_tokens` is the most tokens that are drafted for a sequence in a step, unless a
     request sets another number. With `async_scheduling`, the engine launches a step before it
-    collects the tokens of the previous step, if the runner computes meanwhile. Results for
-    sequences that ended in between are dropped. With `share_prefix_cache`, tenants share cached
-    prefixes.
+    collects the tokens of the previous step. This helps if the runner computes in the background.
+    Results for sequences that ended after the launch are dropped. With `share_prefix_cache`,
+    tenants share cached prefixes.
 
     Raises ConfigurationError, which names the option that cannot work.
     """

@@ -1,6 +1,6 @@
 """A runner without a model: the next token is a known function of seed and position.
 
-An engine with this runner starts at once, without torch, and a reader can check every token.
+An engine with this runner starts immediately, without torch, and a reader can check every token.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Computes the mean of rows, to the same last bit however steps cut the rows into chunks."""
+    """Computes the mean of rows. The bits of the mean do not depend on how steps cut the rows."""
 
     def __init__(self) -> None:
         self._sum: npt.NDArray[np.float64] | None = None

@@ -27,8 +27,8 @@ _GROWTH = 4
 """A chunk has at most this many times the tokens of the largest recent chunk."""
 _CAUTION, _BOLDNESS = 4, 16
 """A prompt token is assumed to cost at least 1 / n of the seconds per prompt token in the largest
-recent step. The first n applies while recent steps had about equal numbers of prompt tokens, the
-second otherwise."""
+recent step. If recent steps had about equal numbers of prompt tokens, n is _CAUTION; otherwise, it
+is _BOLDNESS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Pacing:
     def _fit(self) -> None:
         """Fit a line through recent steps by the median slope of pairs (Theil-Sen).
 
-        Steps of about one size determine only the sum of the fixed time and the time of the tokens.
+        Steps of about the same size determine only the sum of the fixed time and the tokens' time.
         In that case the fixed time keeps its value.
         """
         largest = max(self._prompts, key=lambda step: step.num_tokens)

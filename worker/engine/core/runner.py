@@ -61,8 +61,8 @@ class Runner(Protocol):
     def launch(self, batch: Batch, after: Any = None) -> Any:
         """Start to compute `batch`. Writes K and V through the block tables of the sequences.
 
-        Returns the launched step, for `collect`. `after` is the previous launched step, if that is
-        not collected yet and this step begins with its tokens (see `Scheduler.follow`).
+        Returns the launched step, for `collect`. `after` is the previous launched step if it is not
+        collected yet; `batch` then computes the tokens that it samples (see `Scheduler.follow`).
         """
         ...
 
@@ -73,7 +73,7 @@ class Runner(Protocol):
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:
-        """Returns the log-probabilities after `reported_rows`, in the order of
+        """Returns the log-probabilities of the prompt tokens after `reported_rows`, in the order of
         `batch.reporting`."""
         ...
 

@@ -79,8 +79,8 @@ class Shares:
 
 
 def last_of_most(running: list[Sequence], shares: Shares) -> Sequence:
-    """Returns a sequence to preempt. Among the least urgent running sequences, without the first
-    running one, chooses those of the tenant with the largest share, and of these the last."""
+    """Returns a sequence to preempt, never the first of `running`. Among the least urgent others,
+    chooses those of the tenant with the largest share, and of these the last."""
     priority = running[-1].request.priority
     lesser = takewhile(lambda each: each.request.priority == priority, reversed(running[1:]))
     return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))

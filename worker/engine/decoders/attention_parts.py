@@ -47,7 +47,7 @@ class Attention:
     norms_whole_rows: bool
     """Whether the norms of queries and keys normalise all heads of a row together."""
     norms_rotated: bool
-    """Whether these norms come after the rotation."""
+    """Whether the norms of queries and keys come after the rotation."""
     rotation: Rotation | None
 
     @property

@@ -153,7 +153,7 @@ class ExpertParts:
 
     @classmethod
     def routed(cls, fused: Any, routing: Routing, router: torch.Tensor) -> ExpertParts:
-        """Returns the parts of transformers' experts. Raises NotOfThisKindError for others."""
+        """Returns the parts of `fused`. Raises NotOfThisKindError if it has an unknown type."""
         plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
         require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
         activation, limits = _activation(plain)

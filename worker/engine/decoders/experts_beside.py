@@ -1,4 +1,4 @@
-"""Splits experts in a layer that also has a dense MLP into their parts (the larger Gemma 4).
+"""Finds the parts of the experts in a layer that also has a dense MLP (the larger Gemma 4).
 
     results = after_mlp(mlp) + after(experts(before(hidden)))
 

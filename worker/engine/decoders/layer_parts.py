@@ -1,9 +1,9 @@
 """Describes a transformers model as layers that are composed of known parts.
 
 The names, shapes and types of modules show which parts a layer has. To find the formula of a norm,
-an activation or a rotation, promptq runs the module on a few numbers. A family may have the same
-names but another formula. The check at load detects such a family, because it compares a decoder's
-result with the transformers model. Then transformers' modules serve the family.
+an activation or a rotation, promptq runs the module on a few numbers. A family may have known names
+but an unknown formula. The check at load detects this, because it compares a decoder's result with
+that of the transformers model. Then transformers' modules serve the family.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def parts_of(module: nn.Module) -> dict[str, Any]:
 
 
 def linears_of(parts: dict[str, Any], names: tuple[str, ...]) -> tuple[nn.Linear, ...]:
-    """Returns the linear layers of these names. Raises NotOfThisKindError for other modules."""
+    """Returns the linear layers of these names. Raises NotOfThisKindError if one is of a kind that
+    the decoders do not support."""
     linears = tuple(parts[name] for name in names)
     require_linears(linears)
     return linears
@@ -67,7 +68,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def scale_of_embedding(embedding: nn.Module, dtype: torch.dtype) -> float | None:
     """Returns the factor by which the module multiplies its rows, rounded to `dtype`; None if there
-    is none. Raises NotOfThisKindError for an embedding of another kind."""
+    is none. Raises NotOfThisKindError for an embedding of an unknown type."""
     scale = embedding_scale(embedding)
     is_known = type(embedding) in (nn.Embedding, QuantizedEmbedding) or scale is not None
     require(is_known, f"an embedding of type {type(embedding).__name__}")

@@ -36,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes in which the decoder computes."""
 
 _FREED_BYTES = 2**26
-"""Freed weights are returned to the system once they have this many bytes."""
+"""Freed memory of weights is returned to the system each time it reaches this many bytes."""
 
 
 class NativeDecoder(NativeWeights, Decoder):

@@ -22,10 +22,10 @@ class NativeTensors:
     _is_packed = True
     """Whether native code copies weights into the order in which matrix products read them."""
     _dtypes: AbstractSet[torch.dtype] = frozenset()
-    """Other dtypes that weights of linear layers and embeddings may have."""
+    """Dtypes besides the decoder's that weights of linear layers and embeddings may have."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """`dtype` is the dtype of all other numbers."""
+        """`dtype` is the dtype in which the decoder computes."""
         self._dtype = dtype
         self._kept: list[Any] = []  # all that the native code refers to
         self._copied: list[Any] = []  # for packing, until the layer is added
@@ -35,7 +35,7 @@ class NativeTensors:
         (self._copied if self._is_packed else self._kept).append(weights)
 
     def _weights(self, linears: Sequence[nn.Linear], count: int) -> list[library.Weight]:
-        """Returns descriptions of the layers' weights, and empty ones up to `count`."""
+        """Returns `count` descriptions: those of the layers' weights, then empty ones."""
         weights = [self._weight(linear) for linear in linears]
         return weights + [library.Weight() for _ in range(count - len(weights))]
 

@@ -50,7 +50,7 @@ class Rotation:
         """Whether an attention module, for rows of `size` numbers, rotates its heads.
 
         Derivatives on the device `meta` show which inputs the output depends on, so no weight is
-        read. Raises NotOfThisKindError if positions have another effect on the output.
+        read. Raises NotOfThisKindError if positions affect the output other than by rotation.
         """
         like = torch.empty(1, device=next(attention.parameters()).device)
         with torch.inference_mode(False), torch.enable_grad():

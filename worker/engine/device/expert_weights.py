@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 _TOLERANCE = 0.1
-"""The largest relative difference from the result that 16-bit rounding explains."""
+"""The largest relative difference between two results that 16-bit rounding can explain."""
 
 
 class ExpertWeights(NamedTuple):

@@ -74,7 +74,7 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
     embeddings and experts keep their weights, and convert a part of them at a time while they run.
     Experts are converted as a whole if `sum_of_experts` does not compute the same as their code.
     Yields whether the model now computes in fp32. The model does not change if there is too little
-    memory, or if some weights have another type.
+    memory, or if some weights are neither in a 16-bit type nor in fp32.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
     if any(

@@ -26,18 +26,18 @@ FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 """Exceptions that transformers' modules raise if they cannot compute packed steps."""
 
 LENGTHS = (34, 14)
-"""Numbers of tokens of the two requests of the check. The steps of the check compute both long
-chunks and chunks of a few rows, for which attention may use another code path."""
+"""The lengths, in tokens, of the check's two requests. The steps have both long and short chunks,
+because attention may have separate code for chunks of a few rows."""
 BLOCK_SIZE = 4
 
 TOLERANCE = 1e-4
-"""The largest allowed median of the relative differences of rows of logits. A row's difference is
-divided by the row's spread. A single row may differ ten times as much, because a router may decide
-a near tie differently. In fp32, rounding causes about 1e-6."""
+"""The largest allowed difference between logits. Each row's difference is divided by the row's
+spread, and the median row counts. A single row may differ ten times as much, because a router may
+decide a near tie differently. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
 """Tolerance for a model that is too large to be checked in fp32. bf16 rounds to 8 bits."""
 ROUNDING_TOLERANCE = 0.5
-"""Tolerance for a decoder with rounded weights, inputs, or K and V, once its formula has passed.
+"""Tolerance for a decoder with rounded weights, inputs, or K and V, after its formula has passed.
 Each layer rounds, so correct products are off by 0.05 in models of 40 layers, and by 0.2 in some
 models. Wrong products are off by 1."""
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
@@ -45,8 +45,8 @@ TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 
 _DECODER_POSITIONS = 1024
 """The largest position in tests of promptq's decoders. Larger positions need no test: the decoders'
-table of positions comes from the model's module, and layers that use positions in another way are
-refused."""
+tables for rotation come from the model's module, and layers that use positions without these
+tables are refused."""
 
 
 @dataclass(frozen=True, slots=True)

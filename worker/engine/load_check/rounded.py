@@ -1,5 +1,5 @@
-"""Checks a decoder with rounded or packed weights. Another check has shown that its formula is
-right."""
+"""Checks a decoder with rounded or packed weights. An earlier check (formula.py) has shown that its
+formula is right."""
 
 from __future__ import annotations
 

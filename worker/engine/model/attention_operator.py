@@ -21,7 +21,7 @@ from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, 
 
 @dataclass(slots=True)
 class SeamContext:
-    """Data that all layers of a model share. The layout is set during a forward only."""
+    """Data that all layers of a model share. The layout is set during a forward pass only."""
 
     backend: AttentionBackend
     layout: StepLayout | None = None

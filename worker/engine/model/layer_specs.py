@@ -1,4 +1,4 @@
-"""Records the spec of each layer's attention, in a forward with transformers' masks."""
+"""Records the spec of each layer's attention, in a forward pass with transformers' masks."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class PackedModel:
         for module, cache, pattern in zip(modules, caches, patterns, strict=True):
             join_seam(module, SeamLayer(self._context, cache, pattern))
         self.states = StatePool(mixers, num_slots, model.device) if mixers else None
-        self._rows: RecurrentRows | None = None  # during a forward only
+        self._rows: RecurrentRows | None = None  # during a forward pass only
         self._num_calls = len(modules) + len(mixers)
         for mixer, tensors in zip(mixers, self.states.tensors if self.states else (), strict=True):
             mixer.module.forward = partial(self._mix, mixer, tensors)
@@ -161,7 +161,7 @@ class PackedModel:
         return mixer.mix(hidden_states[0], self._rows, tensors).unsqueeze(0)
 
     def decoder_layers(self) -> list[nn.Module]:
-        """Returns each outermost entry of a ModuleList, if the entry contains attention."""
+        """Returns the entries of ModuleLists that contain attention; of nested ones, the outer."""
         attending = set(self._modules)
 
         def within(module: nn.Module) -> Iterator[nn.Module]:

@@ -14,7 +14,7 @@ from promptq.worker.engine.quantization.int4_packing import pack_int4, unpack_in
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs]: `scale * n + offset`. A group of inputs shares both factors."""
+    """A weight [outputs, inputs]: `scale * n + offset`. A group of inputs shares both numbers."""
 
     numbers: torch.Tensor
     """uint8 [outputs, inputs], or with 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""

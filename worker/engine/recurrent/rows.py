@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from promptq.worker.engine.device.scratch import Scratch
 
 LONGEST_PIECE = 64
-"""The most rows of a piece. Longer pieces need fewer state updates, but more scores of pairs."""
+"""The most rows of a piece. Longer pieces need fewer state updates, but compare more row pairs."""
 _SHORTEST_PIECE = 4
 
 

@@ -29,7 +29,7 @@ def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
 
 
 def num_kept_states(num_slots: int) -> int:
-    """Returns the number of states that a pool keeps after shared prefixes, beside the slots'."""
+    """Returns the number of states that a pool keeps after shared prefixes. Slots do not count."""
     return -(-num_slots // 2)
 
 
@@ -106,7 +106,7 @@ class StatePool:
                     tensor[self._first_kept + place] = tensor[self._entry(slot, target)]
 
     def assume(self, items: Sequence[ScheduledSequence]) -> None:
-        """For a dummy step, accept what the slots have as the states before these shares."""
+        """For a dummy step, treat the slots' contents as the correct states before these shares."""
         for item in items:
             if item.start not in (held := self._num_tokens[slot_of(item.sequence)]):
                 held[:] = [item.start, _NONE]

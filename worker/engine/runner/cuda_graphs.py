@@ -82,8 +82,8 @@ class GraphedModel:
     """A model on CUDA whose steps are padded to one of some kinds and replayed as graphs.
 
     The model's backend must support padding. Steps that are larger than all kinds run without a
-    graph. So does every step of a model that cannot be captured, for example because its forward
-    waits for the device. The device is this thread's current device (see `on_device`). Without
+    graph. So does every step of a model that cannot be captured, for example because its modules
+    wait for the device. The device is this thread's current device (see `on_device`). Without
     `choose`, the graphs end with the logits. Several instances may capture on one `stream`, which
     saves memory, because libraries allocate some memory for each stream.
     """

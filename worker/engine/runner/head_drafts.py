@@ -1,8 +1,8 @@
 """Drafts with a model's own head (multi-token prediction).
 
 The head is one more layer on the paged cache. Its K and V are in the same blocks as the model's, at
-the positions of the hidden states that they are computed from. A row also needs the token after it.
-So the head computes a step's rows before the sequence's next step, and only if it drafts then.
+the positions of the hidden states that they are computed from. A row also needs the next token. So
+the head computes a step's rows before the sequence's next step, and only if it drafts for that one.
 
 The head decides only which tokens are drafted, so some of its rows may be missing: nothing was
 drafted for a while, or a cached prefix was computed without the head. For each block, this module
@@ -43,8 +43,8 @@ from promptq.worker.engine.model.packed_model import PackedModel
 from promptq.worker.engine.sampling.sampler import Sampler
 
 MOST_HELD = 512
-"""The most hidden states that are stored for the head: those of a sequence's last rows. So a long
-prompt costs little more with a head, but the head does not see the beginning of the prompt."""
+"""The most hidden states of a sequence that are stored for the head: those of its last rows. A long
+prompt then costs little more with a head, but the head does not see the prompt's beginning."""
 
 
 class DraftHead(Protocol):

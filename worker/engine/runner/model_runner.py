@@ -86,11 +86,11 @@ class ModelStep:
 
     @property
     def sampled_at(self) -> dict[int, int]:
-        """By sequence id, the index of its last token among the tokens that this step samples."""
+        """By sequence id, the index of the last token that this step samples for the sequence."""
         return {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
 
     def fill_in(self, step: PackedStep) -> None:
-        """Write the sampled tokens into the inputs of `step`, which begins with them."""
+        """Write the sampled tokens into the inputs of `step`, which follows this step."""
         if self.sampled is not None:
             rows, places = step.unknown
             tokens = self.sampled.token_ids.index_select(0, places)

@@ -1,4 +1,4 @@
-"""Quantizes weights and KV cache for promptq's decoders, and dequantizes weights for others."""
+"""Quantizes weights and KV cache for promptq's decoders; dequantizes weights for other code."""
 
 from __future__ import annotations
 

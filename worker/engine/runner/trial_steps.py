@@ -1,6 +1,6 @@
 """Dummy batches for warm-up and memory measurement at startup.
 
-Shares describe a step: for each sequence, its context after the step, and its rows in it.
+Shares describe a step: for each sequence, its context after the step, and its number of rows.
 """
 
 from __future__ import annotations

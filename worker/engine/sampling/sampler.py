@@ -24,7 +24,7 @@ from promptq.worker.engine.sampling.randomness import uniforms
 from promptq.worker.engine.sampling.temperature_and_choice import Chosen, Distributions, kernels_on
 
 _ROWS_AT_ONCE = 64
-"""Prompt rows whose log-probabilities are computed at once. This takes a few times the memory of
+"""Prompt rows whose log-probabilities are computed at a time. This takes a few times the memory of
 the rows' logits."""
 _NO_CHOICE = (
     "no token can be chosen, because of the model's logits or of the request's limits; if the"

@@ -34,8 +34,8 @@ def block_ids(
 ) -> tl.tensor:
     """Returns the block of each `token` below `end`, from a sequence's row of the block table.
 
-    Loops load the blocks of the next tile, so that no read of K and V waits for another read. The
-    compiler can then start these reads iterations ahead.
+    Loops load the block ids of the next tile in advance. So a read of K and V does not wait for a
+    read of block ids, and the compiler can start it several iterations ahead.
     """
     return tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0)
 
@@ -88,7 +88,7 @@ def in_fp8(numbers: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def as_kept(tile: tl.tensor, cache: tl.tensor) -> tl.tensor:
-    """Returns a tile of K or V in the cache's dtype: FP8 if that has 8 bits."""
+    """Returns a tile of K or V in the format of `cache`: FP8 if its numbers have 8 bits."""
     if cache.dtype.element_ty.primitive_bitwidth == 8:
         tile = in_fp8(tile)
     return tile
@@ -142,7 +142,7 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
 
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
-    """Returns the keys of a tile. `num_tiles` tiles of K and V fit into shared memory."""
+    """Returns the most keys in a tile, up to `most`, for `num_tiles` tiles to fit shared memory."""
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.

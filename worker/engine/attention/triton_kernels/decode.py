@@ -47,7 +47,7 @@ earlier (see `block_ids`). More stages, with fewer programs on a processor, were
 _BESIDE_TILES = 12 * 1024
 """Bytes of shared memory that a program needs in addition to its tiles of K and V."""
 MAX_COMBINED = 2048
-"""The most numbers that are combined at once: 16 in each thread, so that no register is spilled."""
+"""The most numbers that are combined at a time: 16 in each thread, so no register is spilled."""
 
 _FIELDS = tl.constexpr(FIELDS)
 _MAX_PARTS = tl.constexpr(MAX_PARTS)
@@ -65,8 +65,8 @@ def decode(
 ) -> None:
     """Compute attention of `query` [num_sequences, num_heads, key_size], and write it to `output`.
 
-    `work` has one list for each kind of `spans`. A context in a list includes the query's token. A
-    row with a context of 0 is padding, and its output is zero.
+    `spans` is the key of the list to use in `work`. A context in this list includes the query's
+    token. A row with a context of 0 is padding, and its output is zero.
     """
     _, num_heads, key_size = query.shape
     _, num_kv_heads, block_size, value_size = cache.value.shape
@@ -120,7 +120,7 @@ def decode(
 
 
 def num_programs(num_items: int, device: torch.device) -> int:
-    """Returns the number of programs that share `num_items`: at most as many as run at once."""
+    """Returns the number of programs that share `num_items`: at most as many as run in parallel."""
     return min(num_items, PROGRAMS_PER_PROCESSOR * num_processors(device))
 
 

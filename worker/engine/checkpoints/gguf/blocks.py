@@ -50,7 +50,7 @@ def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and offsets [outputs, groups] of Q4_K or Q5_K. Such a block begins with
+    """Returns the scales and offsets [outputs, groups] of Q4_K or Q5_K. A block begins with
     two factors in fp16, then has 8 scales and 8 minima of 6 bits each in 12 bytes."""
     factors, packed = _halves(blocks[..., :4]), blocks[..., 4:16]
     low, middle, high = _split(packed, 3, 4).unbind(-2)

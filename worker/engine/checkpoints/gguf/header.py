@@ -55,7 +55,7 @@ class GGUFHeader:
         return None if field is None else field.contents()
 
     def own_field(self, name: str) -> Any:
-        """Returns the `field` whose name begins with the model's architecture."""
+        """Returns the field `{architecture}.{name}`, such as `llama.block_count`."""
         return self.field(f"{self.architecture}.{name}")
 
     def _vocab_size(self) -> int:

@@ -22,7 +22,7 @@ def convolve(
     *,
     is_gated: bool,
 ) -> torch.Tensor:
-    """Returns the convolution [T, channels] of a step's rows, and writes the windows after it.
+    """Returns the convolution [T, channels] of a step's rows. Writes the windows for the next step.
 
     `inputs` [T, channels] may be some columns of a larger tensor. SiLU follows the convolution. If
     `is_gated`, the inputs are b, c and x [T, 3 * channels] of a short convolution, and the result

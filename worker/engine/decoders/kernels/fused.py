@@ -6,8 +6,8 @@
     logits = head(norm(hidden of the sampling rows))
 
 Any norm may be missing, and so may the attention or the MLP. A recurrent layer may replace the
-attention, or have the same input and add its result. The kernel of the next norm adds each sum,
-because it reads the hidden state anyway.
+attention, or have the same input and add its result. The kernel of the next norm also computes each
+sum, because this kernel reads the hidden state anyway.
 """
 
 from __future__ import annotations

@@ -34,15 +34,15 @@ _LEAST_ITERATIONS = 12
 tile has as many bytes as the weights that four to eight iterations read."""
 _NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
-"""The approximate number of weights that are dequantized at once, for many rows. In 16 bits they
+"""The approximate number of weights that are dequantized at a time, for many rows. In 16 bits they
 stay in the GPU's cache until they are multiplied."""
 _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
 """Outputs and inputs of a program that only dequantizes."""
 
 
 def programs_per_processor(architecture: int) -> int:
-    """Returns the programs that a processor runs at once. On older GPUs, registers would spill with
-    a third program."""
+    """Returns the number of programs that a processor runs in parallel. On older GPUs, registers
+    would spill with a third program."""
     return 3 if architecture >= 90 else 2
 
 

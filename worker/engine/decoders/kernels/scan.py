@@ -22,7 +22,7 @@ from promptq.worker.engine.recurrent.parts import RecurrenceParts
 _VALUE_TILE = 32
 """The most columns of a state that a program computes. Columns are independent."""
 _PIECE = 16
-"""The rows of a chunk that a program computes at once. More rows would spill registers."""
+"""The rows of a chunk that a program computes at a time. More rows would spill registers."""
 
 
 class Scan:

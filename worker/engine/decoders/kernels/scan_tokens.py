@@ -28,8 +28,8 @@ def rates_of(
     NUM_HEADS: tl.constexpr,
     IS_DELTA: tl.constexpr,
 ) -> tl.tuple:
-    """Returns the logarithms of the decays and the update rates of one value head, [rows] each.
-    Both are zero where `is_row` is false.
+    """Returns two tensors [rows] of one value head: the logarithms of the decays, and the update
+    rates. Both are zero where `is_row` is false.
 
     `rates` [rows] points to the model's numbers of each row. In the delta rule these are an update
     rate for each head, then a time step for each head. Otherwise there are only time steps, and a

@@ -103,8 +103,8 @@ def scaled(
     HAS_OFFSETS: tl.constexpr,
     PART: tl.constexpr,
 ) -> tl.tensor:
-    """Returns fp32 weights of `numbers` [outputs, inputs], with scales and offsets of PART
-    inputs."""
+    """Returns the fp32 weights of `numbers` [outputs, inputs]. Each scale, and each offset, is for
+    PART successive inputs of one output."""
     weights = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // PART, PART))
     weights *= scale.to(tl.float32)[:, :, None]
     if HAS_OFFSETS:
@@ -116,8 +116,8 @@ def scaled(
 def integers(packed: tl.tensor, BITS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
     """Returns the integers in `packed` [outputs, bytes], minus MIDDLE, as fp32 [outputs, inputs].
 
-    The fp32 number 2 ** 23 has the bits 0x4B000000, and its last bit counts ones. So setting the
-    lower bits takes fewer instructions than a conversion.
+    In fp32, 2 ** 23 has the bits 0x4B000000, and 2 ** 23 + n has the integer n in its lowest bits.
+    So the kernel sets these bits, and subtracts 2 ** 23. A conversion would take more instructions.
     """
     if BITS == 4:
         halves = tl.join(packed & 15, packed >> 4)
