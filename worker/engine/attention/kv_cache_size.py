@@ -71,7 +71,7 @@ def fitting_blocks(
 
 
 def default_memory_bytes(device: torch.device, reserved_bytes: int = 0) -> int:
-    """Returns the cache's bytes if `--kv-cache-memory` is not set: a fraction of the free memory.
+    """Returns the cache's size in bytes without `--kv-cache-memory`, a fraction of the free memory.
     `reserved_bytes` of the free memory are left for other uses."""
     share = CUDA_SHARE if counts_memory(device) else CPU_SHARE
     return max(0, int((free_bytes(device) - reserved_bytes) * share))

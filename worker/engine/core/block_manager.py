@@ -25,8 +25,8 @@ class BlockManager:
     hash until it is evicted. The hash of a block covers its tokens, all tokens before them, the
     tenant and the cache salt. A block can be found when all its tokens are computed, owned or not.
 
-    Eviction is LRU (least recently used): when no block is free, the manager allocates the cached
-    block without an owner for the longest time. Of one sequence's blocks, the last go first.
+    Eviction is LRU (least recently used): when no block is free, the manager allocates the block
+    that has been cached longest. A sequence's last blocks are evicted before its first ones.
 
     With `shares_tenants` the hash leaves the tenant out, so that tenants find each other's
     prefixes. The manager then notes which tenants sent a block, because a tenant's cached tokens
@@ -209,8 +209,8 @@ class BlockManager:
             sequence.state_source = sequence.state_target = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare all blocks with the block tables of `sequences`: all sequences with blocks.
-        Raises RuntimeError, which names the inconsistency."""
+        """Compare all blocks with the block tables of `sequences`, which must be all sequences with
+        blocks. Raises RuntimeError, which names the inconsistency."""
         sequences = [*sequences]
         if self.kept_states is not None:
             self.kept_states.check_integrity(sequences)

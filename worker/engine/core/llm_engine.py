@@ -313,7 +313,7 @@ class LLMEngine:
         self._totals.num_processed += 1
 
     def _check_integrity_when_idle(self) -> None:
-        """Audit the engine if it has no sequences, unless it was audited just before."""
+        """Audit the engine if it has no sequences, at most once in _AUDIT_INTERVAL_SECONDS."""
         if not self.has_work and time.monotonic() >= self._next_audit_at:
             self.check_integrity()
             self._next_audit_at = time.monotonic() + _AUDIT_INTERVAL_SECONDS

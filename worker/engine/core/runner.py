@@ -33,7 +33,7 @@ class KVLayout:
     state_bytes: int = 0
     """Bytes of all states together."""
     states_skip_drafts: bool = False
-    """Whether the states after a step leave its drafted rows out, so that steps may have drafts."""
+    """Whether the states after a step exclude drafted rows. Only then may steps have drafts."""
 
 
 class Runner(Protocol):
@@ -61,8 +61,8 @@ class Runner(Protocol):
     def launch(self, batch: Batch, after: Any = None) -> Any:
         """Start to compute `batch`. Writes K and V through the block tables of the sequences.
 
-        Returns the launched step, for `collect`. `after` is the previous launched step if it is not
-        collected yet; `batch` then computes the tokens that it samples (see `Scheduler.follow`).
+        Returns the launched step, for `collect`. `after` is the previous step if it is launched but
+        not collected. Then the tokens of `after` are inputs of `batch` (see `Scheduler.follow`).
         """
         ...
 

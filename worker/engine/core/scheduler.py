@@ -377,7 +377,7 @@ def _order(sequence: Sequence) -> tuple[Any, ...]:
 
 
 def _urgency(sequence: Sequence) -> tuple[Any, ...]:
-    """Returns a sort key, lowest for the most urgent sequence. The last is preempted first."""
+    """Returns a sort key: the most urgent sequence comes first. The last one is preempted first."""
     return (sequence.request.priority, *_order(sequence))
 
 

@@ -97,7 +97,7 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """Number of first tokens that need not be computed if their KV is cached. Hidden states and
+        """How many first tokens need not be computed if their KV is cached. Hidden states and
         logits are not cached. So the last token and the rows to report are always computed. If the
         mean of all hidden states is wanted, all tokens are computed."""
         if self.request.pooling == "mean":

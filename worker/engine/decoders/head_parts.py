@@ -1,6 +1,6 @@
 """A head that drafts: its parts, and the step in which it drafts.
 
-The head predicts the token after a token (multi-token prediction, DeepSeek-V3,
+The head predicts one token further than the model (multi-token prediction, DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 2.2). The head's row of a position has two inputs: the
 final hidden state of the position, and the next token. The head computes
 

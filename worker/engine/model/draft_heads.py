@@ -1,4 +1,4 @@
-"""Loads heads of checkpoints that predict further tokens (multi-token prediction).
+"""Loads, from checkpoints, heads that predict further tokens (multi-token prediction).
 
 transformers has the modules of heads (`MtpModel`), but reads their weights only for `generate`. A
 head affects only the speed, never the output. So a head that cannot be used is left out with a

@@ -89,7 +89,7 @@ class LoadOptions:
     """Whether to compile transformers' modules (see CompiledModel)."""
     drafts: bool | None = None
     """Whether to load the model's head that predicts further tokens, and draft with it. None: only
-    if native code computes, which drafts by default."""
+    if native code computes the model."""
     cuda_graphs: bool = True
     """Whether to run steps as CUDA graphs (see GraphedModel)."""
 

@@ -2,5 +2,5 @@
 
 transformers' modules would mix the requests of a packed step. So each such module is recognised by
 its parts, and its `forward` is replaced while the model serves. The module's linear layers then
-compute all rows at once, and the recurrence computes each sequence from its own state.
+compute all rows together, and the recurrence computes each sequence from its own state.
 """

@@ -136,10 +136,9 @@ class Pieces:
         return rows.view(-1, self.size, *rows.shape[1:]).transpose(1, 2)
 
     def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three products of the decays `exp(decay)` [pieces, ..., size] for each row: over
-        the rows from the piece's beginning up to this row; over the rows after another row up to
-        this row [pieces, ..., size, size], zero if the other row comes later; and over the rows
-        after this row up to the piece's end."""
+        """Returns three products of the decays `exp(decay)` [pieces, ..., size] for each row i of a
+        piece: over the rows up to row i; for each row j, over the rows j + 1 to i (0 if j comes
+        after i) [pieces, ..., size, size]; and over the rows after row i."""
         # Differences of long sums would lose too many bits in fp32.
         sums = decay.double().cumsum(dim=-1)
         between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).float()

@@ -28,7 +28,7 @@ class Groups:
     belongs to the expert that the row has in this slot."""
 
     order: torch.Tensor
-    """int32 [pairs]: the numbers of the pairs, sorted by expert."""
+    """int32 [pairs]: the indices of the pairs, sorted by expert."""
     starts: torch.Tensor
     """int32 [experts + 1]: the index in `order` at which an expert's pairs begin."""
 
