@@ -48,7 +48,8 @@ class ApiKey(BaseModel):
     """The most urgent priority that the key's requests may have; lower numbers run sooner."""
     requests_per_minute: int = Field(0, ge=0)
     tokens_per_minute: int = Field(0, ge=0)
-    """Limit of tokens per minute. A prompt's estimate counts at once, output as it is generated."""
+    """Limit of tokens per minute. An estimate of each prompt counts on arrival, output tokens count
+    as they are generated."""
     is_admin: bool = False
     """Whether the key may read and control the whole queue."""
     scopes: tuple[str, ...] | None = None
@@ -85,10 +86,10 @@ class ApiKey(BaseModel):
 
     @property
     def reach(self) -> tuple[str, ...]:
-        """The tenants whose files and batches the key may read: its tenant.
+        """The tenants whose files and batches the key may read: normally only the key's tenant.
 
-        An administrator's key without an assigned tenant may also read those of the tenant without
-        a name (''), such as files from before the first key.
+        An administrator's key without an assigned tenant may also read files and batches of the
+        tenant without a name (''), such as files from before the first key.
         """
         own = self.tenant or ""
         return (own, "") if own and self.is_free else (own,)

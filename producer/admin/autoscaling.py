@@ -128,7 +128,7 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
 def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
     """Returns the number of workers that each reason needs.
 
-    The caller uses the largest number. Of equal numbers, it uses the first.
+    The caller uses the largest number. If several reasons need that number, it names the first.
     """
     num_waiting = 0 if work.is_paused else work.num_waiting
     wanted = {Reason.IDLE: 0}

@@ -47,7 +47,7 @@ class BatchRecord(BaseModel):
     caller: ApiKey = ApiKey(name="unknown")
     """The key that created the batch. Its rights limit the batch's lines."""
     queues: tuple[str, ...] = ()
-    """Further queues to which lines may go; `*` stands for all other queues."""
+    """Queues to which lines may go besides the batch's own queue; `*` stands for all queues."""
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     ending: Status | None = None
@@ -232,7 +232,7 @@ class Batches:
         return bool(await self._queue.run(call))
 
     async def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """Returns the numbers of batches that wait for a process and that run, by tenant."""
+        """Returns two counts of batches by tenant: those waiting for a process, and running ones."""
         key = self._keys.unfinished_batches
         members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
         calls = list[Call[Any]]()

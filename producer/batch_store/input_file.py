@@ -94,7 +94,7 @@ class RefusedLineError(PromptqError):
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, line) for all lines that are not blank.
 
-    A line above MAX_LINE_BYTES is cut, but the yielded part is still longer than MAX_LINE_BYTES.
+    A longer line is cut to MAX_LINE_BYTES + 1 bytes, so that the caller can still see the error.
     """
     with path.open("rb") as file:
         number = 0

@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
 _SHORTEST_TURN_SECONDS = 5.0
-"""A batch that only waits for its key's rates runs at least for this time in seconds before another
-batch may take its place. With a shorter time, such batches would constantly replace each other."""
+"""A batch that only waits for its key's rate limits runs at least this long before another batch
+may take its place. With less time, such batches would constantly replace each other."""
 
 LEASE_MS = 15_000
 """Milliseconds without renewal after which another process may take over a runner's batch."""
@@ -202,8 +202,8 @@ class _BatchJob:
     async def _gives_way(self, record: BatchRecord, run: BatchRun) -> bool:
         """Returns whether this batch stops for now so that a batch of another tenant can run.
 
-        A batch that only waits for its key's rates stops for any other tenant. Other batches stop
-        for tenants with fewer running batches.
+        After its turn, a batch stops for a tenant with fewer running batches. A batch that only
+        waits for its key's rate limits stops sooner, and for any other tenant.
         """
         has_run, turn = time.monotonic() - self._began, self._settings.batch_turn_seconds
         only_waits = run.only_waits and has_run >= min(turn, _SHORTEST_TURN_SECONDS)

@@ -40,7 +40,7 @@ _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LONGEST_FULL_SECONDS = 5.0
 _KEPT_MS = 120_000
-"""Milliseconds that a request is kept after its answer was written, so that no batch fills
+"""Milliseconds after which Redis deletes a request whose answer was written, so that no batch fills
 Redis."""
 _SYNC_SECONDS = 1.0
 """The shortest time in seconds between two syncs of the journal to the disk."""
@@ -104,7 +104,7 @@ class BatchRun:
         self._synced_at = time.monotonic()
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
-        """Runs the lines that are not done. Between rounds, `look` may return how to end early.
+        """Runs the lines that are not done. Before each round, `look` may return a reason to end.
 
         Raises redis.RedisError or RedisSideError if the server stays away. A later run continues.
         """
@@ -128,7 +128,7 @@ class BatchRun:
 
     @property
     def only_waits(self) -> bool:
-        """Whether no line is in the queue, and the next lines wait for the key's rates."""
+        """Whether no line is in the queue, and the next lines wait for the key's rate limits."""
         return self._waits_for_rates and not self._in_flight
 
     async def _round(self, look: Callable[[], Awaitable[Ending | None]]) -> None:
@@ -154,7 +154,7 @@ class BatchRun:
     async def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
     ) -> AsyncIterator[LineRequest | None]:
-        """Yields the lines to run, and None while the worker of the next line's model is loading.
+        """Yields the lines to run. Yields None as long as the next line's model is still loading.
 
         For a line that is not a request, writes an error instead.
         """
@@ -208,7 +208,7 @@ class BatchRun:
                 await self._refuse_if_too_large(item)
 
     def _first_held_back(self) -> LineRequest | None:
-        """Removes and returns the first postponed line to try again; None if there is none."""
+        """Removes and returns a postponed line that may be tried again; None if there is none."""
         for number, item in self._held_back.items():
             if not self._is_full(item):
                 return self._held_back.pop(number)
@@ -316,7 +316,7 @@ class BatchRun:
         return f"request_{reason}", f"the request was {reason}"
 
     async def _give_up(self, code: str, message: str) -> None:
-        """Writes the answers so far, and cancels the other lines in flight."""
+        """Cancels the lines in flight. Writes this error for each line that then has no answer."""
         # An earlier process may have enqueued these lines, too.
         while len(self._in_flight) < self._options.max_in_flight:
             if (item := await anext(self._lines, None)) is None:

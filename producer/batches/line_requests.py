@@ -38,7 +38,7 @@ class LineRequest:
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """The part of the line's cost that was not yet taken from the caller's rates."""
+    """The part of the line's cost that was not counted yet towards the caller's rate limits."""
     served: ServedQueue
     """The queue that serves the line's model."""
     results: dict[str, Result] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class LineGateway:
         self._options = options
 
     async def of(self, line: BatchLine) -> LineRequest | None:
-        """Returns the line with its requests; None while the worker of its model is loading.
+        """Returns the line with its requests; None while a worker is still loading the model.
 
         Raises RefusedLineError if the gateway would refuse the line.
         """
@@ -87,10 +87,11 @@ class LineGateway:
         return LineRequest(line, request_id, new, rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
-        """Takes a line's cost from its caller's rates. Returns the seconds to wait; 0: taken.
+        """Counts a line's cost towards the caller's rate limits if they have room for the line.
 
-        As at OpenAI, an API key has separate rates for its calls and for its batches. Raises
-        RefusedLineError if a line costs more than the limit of a whole minute.
+        Returns 0 if they have, or else the seconds to wait before trying again. As at OpenAI, an
+        API key has separate limits for its calls and for its batches. Raises RefusedLineError if
+        the line alone costs more than the limit for a minute.
         """
         caller = self._options.caller
         if caller is None or not item.rates:
@@ -123,7 +124,7 @@ class LineGateway:
         return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
 
     def _in_the_window(self, new: NewRequest) -> NewRequest:
-        """Returns the request with a deadline at the end of the batch's window, or earlier."""
+        """Returns the request with a deadline that is not after the end of the batch's window."""
         if self._options.expires_at is None:
             return new
         left = max(1, int((self._options.expires_at - time.time()) * 1000))
@@ -133,7 +134,7 @@ class LineGateway:
 
 
 def _holder(caller: Caller) -> str:
-    """Returns the name under which the rates of a caller's batches are stored."""
+    """Returns the name under which the queue counts the rate limits of a caller's batches."""
     return f"{caller.name}:batches"
 
 

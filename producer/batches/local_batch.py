@@ -30,7 +30,7 @@ from promptq.shared.settings.common import ReaperSettings, read_settings_of
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """The end of a local batch. It is complete if the two files have all lines of the input."""
+    """The end of a local batch. It is complete if each input line has an answer or an error."""
 
     is_complete: bool
     progress: BatchProgress
@@ -54,7 +54,7 @@ def run_batch(
 ) -> BatchOutcome:
     """Runs a file of requests in OpenAI's batch format, and writes the answers in that format.
 
-    Without a `queue`, each line goes to the queue of the server that serves its model. `fields` are
+    Without a `queue`, each line goes to the queue that serves the line's model. `fields` are
     default fields of each request; a line may override them.
 
     If a signal or a crash interrupts the run, the same call continues it. Until the end of the run,
@@ -120,7 +120,7 @@ async def _never() -> Ending | None:
 
 
 def _check_apart(source: Path, *others: Path) -> None:
-    """Raises ConfigurationError if a file has two uses, or is not a plain file."""
+    """Raises ConfigurationError if two of the files are one, or if a file is not a plain file."""
     seen = {source.resolve()}
     for file in others:
         if file.exists() and not file.is_file():

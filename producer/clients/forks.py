@@ -20,7 +20,7 @@ from promptq.shared.runtime.turns import Work, sliced
 _NOT_COPIED = frozenset(
     {"seed", "idempotency_key", "trace_context", "prompt_logprobs", "output_prefix"}
 )
-"""Fields of the source that a fork does not copy. With the same seed, it would repeat tokens."""
+"""Fields that a fork does not copy. With the source's seed, it would draw the same tokens again."""
 
 FIXED = ("prompt", "messages", "tools", "chat_template_kwargs", "model", "output_prefix")
 """Fields that a fork cannot change, because the copied tokens belong to this prompt."""

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 _LARGE_BYTES = 65_536
-"""The most bytes of an event that is parsed at once. A larger event is parsed in slices."""
+"""The most bytes of an event that is parsed in one go. A larger event is parsed in slices."""
 
 SILENCE_SECONDS = 3.0
 """Seconds without an event after which the log is read. The last event may have been lost."""
@@ -90,7 +90,7 @@ class Notice(Enum):
 
 
 def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
-    """Returns the event in a pub/sub message of redis-py, or `SUBSCRIBED`, or None for others.
+    """Returns the event in a pub/sub message of redis-py, or `SUBSCRIBED`; otherwise None.
 
     Raises redis.ConnectionError if the server has ended the subscription by itself.
     """
@@ -126,10 +126,10 @@ def follow(
     """Streams a request's events to its last one, from the first event or from the event that
     contains token `from_index`.
 
-    If the request's log was folded into its result, the stream is one event with the rest. With a
-    `from_index`, this event has `index` 0 and contains everything, because a result does not show
-    which text belongs to which token. A Redis user who may not read requests' records gets the
-    events of the log and the channel, and waits if there is no log.
+    If the log was already folded into the request's result, all undelivered output is one event.
+    With a `from_index` inside the output, this event has `index` 0 and contains the whole output,
+    because a result does not show which text belongs to which token. A Redis user who may not read
+    requests' records gets only events of the log and the channel, and waits if there is no log.
 
     Raises RequestNotFoundError, SpoiltRecordError, StreamChangedError, TimeoutError after `timeout`
     seconds, and the errors of redis-py if the server stays away.

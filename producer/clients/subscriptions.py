@@ -109,7 +109,7 @@ class Subscriptions:
                 self._fail(error)
 
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
-        """Reads replies until the connection is lost. Raises the error if no reply came before."""
+        """Reads replies until the connection is lost. If no reply came at all, raises the error."""
         self._requested.clear()
         self._unanswered.clear()
         self._leaving.clear()
@@ -234,7 +234,7 @@ class Mailbox:
         self._subscriptions.join(self._channel, self)
 
     async def listen(self, seconds: float, go_on: GoOn[T]) -> T:
-        """Calls `go_on` with each message until its result is no `Wait`. Returns that result.
+        """Calls `go_on` with each message until it returns no `Wait`. Then returns this result.
 
         The keeper calls `go_on`, so the listening task wakes up only at the end. `go_on` gets an
         error if the connection is lost, and None if no message came in time.
@@ -283,7 +283,7 @@ class Mailbox:
             self._todo.set_result(todo)
 
     def _set_timer(self, seconds: float) -> None:
-        """Sets the deadline. If the current timer fires earlier, that timer will set the next one.
+        """Sets the deadline. Keeps a timer that fires before the deadline: it will set the next one.
 
         Nearly all waits end before their deadlines. A new timer for each wait would double the
         cost of a wait.

@@ -71,8 +71,8 @@ class Client:
     gets a span, the parent of its worker's spans.
 
     Instead of a `queue` you may name a `model`. Then the client uses the queue that serves the
-    model; of several queues, the one with the fewest requests for each worker. Only the queue that
-    got a request knows the request (`client.queue.keys.queue`).
+    model; of several queues, the one with the fewest requests per worker. A request is known only
+    in the queue that got it; `client.queue.keys.queue` is the name of that queue.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError,
     ModelNotServedError. Every method may raise the first three errors too, when the server goes

@@ -30,7 +30,7 @@ _HOUR_MS = 3_600_000
 
 
 class LastHour:
-    """The samples of the last hour of a queue's statistics. Reads only new ones each time."""
+    """A queue's statistics of the last hour, in samples. Each `read` fetches only new samples."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -144,11 +144,11 @@ def _watch(console: Console, screen: _Screen) -> None:
 
 
 class _Interrupts:
-    """Context manager that delays Ctrl-C until a `with` block of `raised`.
+    """Context manager in which Ctrl-C takes effect only inside `with` blocks of `raised`.
 
-    The first Ctrl-C raises KeyboardInterrupt in such a block: at once inside the block, otherwise
-    when the next block begins. Later ones do nothing. So each frame is drawn completely, the
-    terminal is always restored, and no library's finalizer swallows a Ctrl-C.
+    The first Ctrl-C raises KeyboardInterrupt: at once inside such a block, otherwise when the next
+    block begins. Further presses do nothing. So each frame is drawn completely, the terminal is
+    always restored, and no library's finalizer swallows a Ctrl-C.
     """
 
     def __init__(self) -> None:

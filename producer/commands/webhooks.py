@@ -1,4 +1,4 @@
-"""Commands about webhooks: the secrets of tenants, and webhooks that failed for good."""
+"""Commands about webhooks: the secrets of tenants, and webhooks that were given up."""
 
 from __future__ import annotations
 

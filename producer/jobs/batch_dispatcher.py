@@ -90,7 +90,7 @@ class Dispatcher:
         return len(chosen)
 
     def _in_turn(self, ids: set[str], count: int) -> list[str]:
-        """Returns `count` batches: always the oldest one of the tenant that waited longest."""
+        """Returns up to `count` batches: each is the oldest of the tenant served least recently."""
         waiting: dict[bytes, list[str]] = {}
         listed = sorted(ids)
         keys = [self._keys.batch(batch_id) for batch_id in listed]

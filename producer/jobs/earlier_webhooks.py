@@ -1,4 +1,4 @@
-"""Moves earlier webhooks from RQ to the queue's Redis. Releases before 0.3 enqueued them in RQ."""
+"""Moves webhooks that releases before 0.3 enqueued in RQ from there to the queue's Redis."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis])
 
 
 def _check_rights(settings: JobsSettings, url: str, try_out: Callable[[], object]) -> None:
-    """Raises RedisAuthError if the user of `url` lacks the role `jobs`, which `try_out` needs."""
+    """Calls `try_out`. Raises RedisAuthError if the user of `url` lacks a permission for this."""
     try:
         try_out()
     except NoPermissionError as error:

@@ -3,8 +3,8 @@
 Any program that can write to RQ's server can write any job, but RQ sees only the jobs of promptq.
 `JobJson` decodes a call only if its function is in the table and its arguments are valid.
 `ListedJob` reads three fields of a job's record, so that RQ finds no callback, URL, dependency,
-retry or rate there. For RQ, other jobs do not exist. RQ itself provides queues, workers, processes,
-timeouts and the list of failed jobs.
+retry or rate there. Jobs of other programs do not exist for RQ. RQ itself provides queues, workers,
+processes, timeouts and the list of failed jobs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Listed:
 
     function: Callable[..., str]
     work: str
-    """The last part of the name of its queue in RQ."""
+    """The kind of work, `UPKEEP` or `BATCHES`; RQ has a queue for each."""
     timeout: int
     failure_seconds: int
     """Seconds for which a failed job stays in RQ's list."""

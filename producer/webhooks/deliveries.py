@@ -47,7 +47,7 @@ _PAGE = 500
 _PAGES = 4
 """The most pages of ended requests to read before the leader renews its lead."""
 _RECORD_MS = 26 * 3_600_000
-"""Milliseconds to keep a record for its webhook: longer than all attempts, as in ending.lua."""
+"""Milliseconds to keep a record for its webhook: beyond the last attempt; as in ending.lua."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300
@@ -189,7 +189,7 @@ class Deliveries:
         heapq.heappush(self._later, (item.due, request_id))
 
     def _take_in(self) -> int:
-        """Adds the webhooks of a page of requests that have ended. Returns the requests' number."""
+        """Adds the webhooks of one page of ended requests. Returns the size of the page."""
         key = self._keys.webhooks
         ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
         if not ids:

@@ -28,7 +28,7 @@ class Room:
     """A worker's room for requests.
 
     - `capacity`: the most KV tokens that one request may take.
-    - `preemptible`: (priority, KV tokens) of the running sequences that an urgent one may preempt.
+    - `preemptible`: (priority, KV tokens) of running sequences that a more urgent one may preempt.
     - `num_held`: number of requests that the worker holds. A request suspected of earlier crashes
       goes only to a worker that holds no other request.
     - `num_sharing`: number of workers that share the waiting requests. A claim fills this worker up
@@ -135,7 +135,7 @@ class Claims(list[Claim]):
 
 @dataclass(slots=True)
 class Held:
-    """The id and fence of a held request. `prompt_tokens` is set once, after tokenising."""
+    """The id and fence of a held request. `prompt_tokens` is None unless this call reports it."""
 
     request_id: str
     fence: str

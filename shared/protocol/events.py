@@ -72,7 +72,8 @@ class TokenLogprob(_Wire):
 
 
 class _WithPrompt(_Wire):
-    """The prompt's fields in the first event and the result, with `prompt_logprobs` or `tokenize`.
+    """Fields about the prompt, in the first event and the result. Set if the request has
+    `prompt_logprobs` or `tokenize`.
 
     Each list has one entry for each token of the prompt. The first log-probability is null, because
     no token comes before the first. The texts, joined, are the prompt.
@@ -142,7 +143,7 @@ class Stats(_Wire):
     an empty list: the script that folds the log would write an empty list as an object."""
     resumed_at: list[int] | None = None
     resumed_inexactly: bool = False
-    """Whether an attempt continued where its tokens may differ from those of an undisturbed run.
+    """Whether tokens after a resume may differ from the tokens of a run without interruption.
     Even then, the stream has no gap and no repetition."""
 
     def to_json(self) -> str:

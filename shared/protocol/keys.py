@@ -26,7 +26,7 @@ _NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 ALL_QUEUES = "*"
-"""Stands for all queues where a user's rights name a queue."""
+"""In place of a queue's name, this stands for all queues."""
 
 
 def is_request_id(text: str) -> bool:

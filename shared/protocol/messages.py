@@ -13,7 +13,7 @@ MAX_ARGUMENT_VALUES = 100_000
 
 _LONGEST_SHOWN = 80
 _ROLES = {"developer": "system", "function": "tool"}
-"""Roles of OpenAI's API that have another name in chat templates, by OpenAI's name."""
+"""Maps roles of OpenAI's API to their names in chat templates, where the two names differ."""
 _REASONING = frozenset({"reasoning", "reasoning_content"})
 _CUT = "EOF while parsing"
 """Beginning of the parser's error message for JSON that ends too early."""
@@ -105,7 +105,7 @@ def _function(where: str, call: Any) -> dict[str, Any]:
 
 
 def _object(where: str, arguments: Any) -> dict[str, Any]:
-    """Returns a tool call's arguments as an object: {} for none, the complete part of cut text."""
+    """Returns a tool call's arguments; {} for none. Drops the incomplete end of a cut text."""
     read = arguments
     if isinstance(arguments, str):
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 IF_NOT_STRICT = ', or send "strict": false, which ignores it'
-"""The end of an error message about a keyword that only strict schemas must not have."""
+"""The end of an error message about a keyword that is an error only in strict schemas."""
 
 MAX_CHOICES = 1000
 """The most texts in a `choice`. The limit bounds the cost of preparing a request."""

@@ -27,7 +27,7 @@ PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_MS = 2**52
-"""The longest deadline or delay in milliseconds (140,000 years) with an exact score."""
+"""The longest deadline or delay in milliseconds (140,000 years). Scores (floats) stay exact."""
 
 MAX_MESSAGES = 4096
 MAX_LOGIT_BIAS = 1024
@@ -193,7 +193,7 @@ class SamplingParams(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def is_set(self, name: str) -> bool:
-        """Returns whether a field has an effect. A temperature of 0 (greedy) has no effect."""
+        """Returns whether a field differs from its default; for `temperature`, from 0 (greedy)."""
         value = getattr(self, name)
         return bool(value > 0.0 if name == "temperature" else value != getattr(NEUTRAL, name))
 

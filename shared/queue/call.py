@@ -42,8 +42,8 @@ def script_text(name: str) -> str:
 
 
 def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
-    """Returns a file's text. Adds the parts that its first line names to `parts`, each after the
-    parts that it uses.
+    """Returns a file's text. Adds to `parts` the library parts that the file's first line names,
+    and before each part the parts that it uses.
 
     Raises ValueError if parts use each other in a circle.
     """

@@ -1,8 +1,8 @@
 """Remembers which claims of a queue were answered, so that the server notices a lost reply.
 
 With each claim, a worker names the last claim that returned requests to it. If the server has
-handed out requests since then, the reply with these requests was lost. The requests then wait again
-at once, and no crash is counted.
+handed out requests since then, the reply with these requests was lost. The server then immediately
+returns the requests to the queue, and counts no crash.
 
 This works only for claims one after the other, so a claim that overlaps another one names no
 earlier claim. The worker also numbers its claims, so the server recognises one that arrives too
@@ -28,7 +28,7 @@ _LONGEST_KEPT = 30.0
 """For this many seconds after a claim that returned no requests, claims continue at the position
 `skip`. After this time, they begin at the front of the queue again."""
 _LONGEST_DELAY = 5.0
-"""Seconds. A reply that seems later than this is not late: the server's clock was changed."""
+"""In seconds. If a reply seems delayed by more than this, the server or its clock was changed."""
 
 
 class ClaimHistory:
@@ -70,8 +70,8 @@ class ClaimHistory:
                 self._is_under_way = False
 
     def _place_after(self, claims: Claims) -> int:
-        """Returns `skip` of the next claim: the position in the reply, or 0 if the last claim
-        without requests is long ago. By then, urgent requests may wait before that position."""
+        """Returns the next claim's `skip`: the position in this reply, or 0 after `_LONGEST_KEPT`,
+        because by then more urgent requests may wait before the position."""
         now = time.monotonic()
         if not claims:
             self._kept_since = now

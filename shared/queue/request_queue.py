@@ -172,7 +172,7 @@ class _Queue:
         timeout: float | None,
         abort: threading.Event | asyncio.Event | None,
     ) -> Operation[Claim | None]:
-        """Implements `take` once `wake_ups` is subscribed. Yields functions that do the calls."""
+        """Implements `take` after `wake_ups` is subscribed. Yields functions that do the calls."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             claims: Claims = yield partial(take_batch, Room(max_count=1, token_budget=2**53))

@@ -82,7 +82,8 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """Returns `value` as ASCII JSON. Empties the lists in `value`: one large free takes long."""
+    """Returns `value` as ASCII JSON. Sets the items of long lists in `value` to None on the way,
+    because freeing all items together would take long."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)

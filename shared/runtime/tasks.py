@@ -24,9 +24,8 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
     Python 3.12 loses a cancellation that arrives when the send has just finished. An error while
     the task ends may also replace the cancellation.
 
-    The caller may be cancelled too. anyio even repeats this until a scope ends. `end` raises this
-    cancellation only after all tasks have ended, because callers often close the tasks' resources
-    next.
+    The caller may be cancelled too; anyio even repeats a cancellation until a scope ends. `end`
+    raises it only after all tasks have ended: callers often close the tasks' resources next.
     """
     loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None

@@ -66,7 +66,7 @@ _RQ_KEYS = (
     *(f"~rq:{kind}:promptq-*" for kind in ("failed", "wip", "scheduled", "clean_registries")),
     *("~rq:queues", "~rq:workers", "%R~rq:suspended", "~rq:job:msg_*"),  # the last for jobs of 0.2
 )
-"""Patterns for promptq's queues, jobs and workers in RQ, and for RQ's lists of all programs."""
+"""Patterns for promptq's queues, jobs and workers in RQ, and for RQ lists that programs share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ ROLES: dict[str, Role] = {
         others=(f"~{QUEUES}", f"~{ALIASES}"),
     ),
 }
-"""The role of each name. An `operator` creates API keys, pauses queues, sets weights and limits."""
+"""Maps names to roles. An `operator` creates API keys, pauses queues, sets weights and limits."""
 
 
 def user_rules(role: str, queue: str, password: str) -> list[str]:

@@ -30,7 +30,7 @@ _LOG_AGAIN_SECONDS = 60.0
 _logged_at: dict[str, float] = {}
 
 _LONGEST_TRY_SECONDS = 40.0
-"""The most seconds that one try adds to the time of trying. After a longer try, the process or its
+"""The most seconds that one try adds to the time of trying. If a try took longer, the process or
 machine stood still: even in a cluster, a try takes at most the half minute of a failover."""
 
 
@@ -47,7 +47,7 @@ WORTH_TRYING = (ConnectionError, ReadOnlyError, ClusterDownError, TryAgainError)
 
 @cache
 def parser_with_busy(kind: Any) -> Any:
-    """Returns a redis-py parser class for which BUSY is the server's error, not the command's."""
+    """Returns a redis-py parser class that raises BusyError when the server replies BUSY."""
     classes = {**kind.EXCEPTION_CLASSES, _BUSY: BusyError}
     return type("ParserWithBusy", (kind,), {"EXCEPTION_CLASSES": classes})
 

@@ -25,7 +25,7 @@ NOT_FOUND = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNo
 
 
 def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> Any:
-    """Returns a client that connects to the server that the sentinels name as the service's master.
+    """Returns a client of a service's master, which is the server that the sentinels name.
 
     The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
     the same options as other URLs. If the sentinels need credentials, the options

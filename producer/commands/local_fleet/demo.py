@@ -93,7 +93,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
 
 @contextmanager
 def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator[ChildProcess]:
-    """Context manager with a worker, whose warnings and errors are shown once it is ready."""
+    """Context manager with a worker. After it is ready, its warnings and errors are shown."""
     env = {
         f"{ENV_PREFIX}REDIS_URL": url,
         f"{ENV_PREFIX}LOG_LEVEL": "warning",

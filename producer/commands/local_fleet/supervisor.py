@@ -102,7 +102,7 @@ class Supervisor:
                 place.process.drain()
 
     def drain(self, is_enough: Callable[[], bool]) -> None:
-        """Lets all processes finish. Kills them once `is_enough`, or after DRAIN_SECONDS."""
+        """Lets all processes finish. Kills them when `is_enough`, or after DRAIN_SECONDS."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for place in self._places:
             place.process.drain()

@@ -124,9 +124,9 @@ def run_server(port: int | None, data_dir: Path | None, console: Console) -> Non
 
 
 def beside(url: str) -> list[str]:
-    """Returns lines that say which of several embedded servers commands now use.
+    """Returns a notice that commands now use the embedded server `url`, and not an earlier one.
 
-    Empty if `url` is the only such server, or if commands use another server.
+    Empty if `url` is the only embedded server, or if commands use another server.
     """
     latest, *others = [urlsplit(url).port for url in all_advertised()] or [None]
     if latest != urlsplit(url).port or not others:
