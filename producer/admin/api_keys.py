@@ -48,8 +48,7 @@ class ApiKey(BaseModel):
     """The most urgent priority that the key's requests may have; lower numbers run sooner."""
     requests_per_minute: int = Field(0, ge=0)
     tokens_per_minute: int = Field(0, ge=0)
-    """Limit of tokens per minute. An estimate of each prompt counts on arrival, output tokens count
-    as they are generated."""
+    """Limit of tokens per minute. Counts each prompt on arrival (an estimate), then its output."""
     is_admin: bool = False
     """Whether the key may read and control the whole queue."""
     scopes: tuple[str, ...] | None = None

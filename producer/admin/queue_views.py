@@ -226,7 +226,7 @@ def views_of_queues(keys: Keys, /) -> Operation[list[QueueView]]:
 
 
 def _others(keys: Keys) -> Operation[list[str]]:
-    """Reads the names of the server's other queues."""
+    """Reads the names of the server's queues, without the queue of `keys`."""
     names: list[str] = []
     with suppress(ResponseError):  # such as a role of one queue, or another shard
         names = yield lookups.queue_names()

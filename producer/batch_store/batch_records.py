@@ -232,7 +232,7 @@ class Batches:
         return bool(await self._queue.run(call))
 
     async def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """Returns two counts of batches by tenant: those waiting for a process, and running ones."""
+        """Returns two counts of batches by tenant: waiting for a process, and running."""
         key = self._keys.unfinished_batches
         members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
         calls = list[Call[Any]]()

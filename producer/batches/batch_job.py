@@ -214,7 +214,7 @@ class _BatchJob:
         return any(only_waits or running[each] < running[own] for each in waiting if each != own)
 
     async def _finalize(self, record: BatchRecord) -> str:
-        """Makes files from the written lines. Files that an earlier process made stay."""
+        """Makes files from the written lines. Keeps files that an earlier process made."""
         changes: dict[str, Any] = {}
         parts = (
             ("output", record.completed, "0", "output_file_id"),

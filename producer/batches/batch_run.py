@@ -353,7 +353,7 @@ class BatchRun:
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeats a call while the server is away or refuses it. The call must be safe to repeat.
 
-        Raises errors about credentials and permissions at once.
+        Raises errors about credentials and permissions without repeating the call.
         """
         until: float | None = None
         while True:

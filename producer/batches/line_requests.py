@@ -87,11 +87,10 @@ class LineGateway:
         return LineRequest(line, request_id, new, rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
-        """Counts a line's cost towards the caller's rate limits if they have room for the line.
+        """Counts a line's cost towards the caller's rate limits, and returns 0, if they have room.
 
-        Returns 0 if they have, or else the seconds to wait before trying again. As at OpenAI, an
-        API key has separate limits for its calls and for its batches. Raises RefusedLineError if
-        the line alone costs more than the limit for a minute.
+        Otherwise, returns the seconds to wait. As at OpenAI, an API key has separate limits for its
+        calls and for its batches. Raises RefusedLineError if the line alone exceeds a limit.
         """
         caller = self._options.caller
         if caller is None or not item.rates:

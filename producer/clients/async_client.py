@@ -69,7 +69,7 @@ class AsyncClient:
     `follow` is an additional method, for many streams.
 
     The client connects at the first call, or on entering `async with`. Any number of tasks may use
-    it at once. At most 32 calls run at once, and further calls wait. All streams together use one
+    it in parallel. At most 32 calls run at a time, and further calls wait. All streams use one
     connection. If you pass a redis-py client, calls use at most half of its connections
     (`max_connections`, by default 100). If several clients share one redis-py client, each may need
     33 connections.
@@ -529,7 +529,7 @@ class AsyncClient:
         return follow(keys, request_id, from_index, silence=self._silence, timeout=timeout)
 
     async def _carry_out(self, begin: Callable[[], GoOn[Any]]) -> AsyncGenerator[Any, None]:
-        """Performs a stream's actions, once the client is connected and knows its queue.
+        """Connects the client, if it is not connected yet, and then performs a stream's actions.
 
         `begin` returns a function that takes the answer to an action and returns the next action.
         If the function returns something else, yields it. Ends when the function returns None.

@@ -1,4 +1,4 @@
-"""Forks: requests that continue another request, which may still run, after its first tokens."""
+"""Forks: requests that continue another request, the source, after some of the source's tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Subscribes to the channels of all streams of one asyncio client, through one connection.
 
 While any stream listens, a separate task, the keeper, owns the connection. The keeper puts messages
-into the mailboxes of the streams that follow the channel. A stream handles a message at once,
+into the mailboxes of the streams that follow the channel. A stream handles a message immediately,
 unless it is busy. After a lost connection, the keeper reconnects once for all streams. Of
 redis-py's PubSub only the connection is used. PubSub reconnects in whichever task notices the loss,
 so it is not safe to read in one task and subscribe from others.
@@ -283,7 +283,7 @@ class Mailbox:
             self._todo.set_result(todo)
 
     def _set_timer(self, seconds: float) -> None:
-        """Sets the deadline. Keeps a timer that fires before the deadline: it will set the next one.
+        """Sets the deadline. Keeps a timer that fires before the deadline: it then sets the next.
 
         Nearly all waits end before their deadlines. A new timer for each wait would double the
         cost of a wait.

@@ -59,7 +59,7 @@ def scaling(
 ) -> None:
     """Show how many workers a queue needs, and why; without --queue, for all queues.
 
-    Times are the seconds that one worker alone would need. `promptq supervise` and
+    Times are seconds of work for one worker. `promptq supervise` and
     `promptq up --workers 1-4` follow these numbers.
 
     Examples:

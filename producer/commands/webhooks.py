@@ -65,7 +65,7 @@ def rotate(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) 
 
 @webhooks.command()
 def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """List webhooks that failed for good, the latest first.
+    """List webhooks that failed permanently, the latest first.
 
     Examples:
 

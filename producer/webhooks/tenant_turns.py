@@ -3,9 +3,8 @@
 Tenants take turns, and so do the receivers of a tenant. No tenant can occupy all places: a call
 begins only if the free places outnumber the places of its tenant plus those of its receiver (a
 dynamic threshold: A. Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory
-Packet Switches, 1998). The places of a tenant's only receiver count twice, so a slow one gets a
-third of all places. Slow tenants leave places for other tenants, and a tenant without competitors
-still gets many.
+Packet Switches, 1998). Places of a tenant's only receiver count twice: a slow one gets a third of
+all places. Slow tenants leave places for other tenants; a tenant without competitors gets many.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def shared_file(settings: JobsSettings) -> Path:
 
 
 def _load_master(settings: JobsSettings) -> bytes:
-    """Returns the master secret of the settings, or one that was generated once and stored."""
+    """Returns the master secret in the settings, or else the one that promptq made and stored."""
     if settings.webhook_master_secret is not None:
         return _decode(settings.webhook_master_secret, "webhook_master_secret")
     path = master_file(settings)

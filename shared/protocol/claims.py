@@ -135,7 +135,7 @@ class Claims(list[Claim]):
 
 @dataclass(slots=True)
 class Held:
-    """The id and fence of a held request. `prompt_tokens` is None unless this call reports it."""
+    """The id and fence of a held request. `prompt_tokens` is set in the call that reports it."""
 
     request_id: str
     fence: str

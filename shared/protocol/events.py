@@ -72,8 +72,7 @@ class TokenLogprob(_Wire):
 
 
 class _WithPrompt(_Wire):
-    """Fields about the prompt, in the first event and the result. Set if the request has
-    `prompt_logprobs` or `tokenize`.
+    """Prompt fields of the first event and the result, if `prompt_logprobs` or `tokenize` is set.
 
     Each list has one entry for each token of the prompt. The first log-probability is null, because
     no token comes before the first. The texts, joined, are the prompt.
@@ -164,7 +163,7 @@ class TokenEvent(_WithPrompt):
     """One message of a request's stream. `index` is the number of tokens before this message.
 
     After an entry that another program wrote to the log, `index` continues from the id of this
-    entry. So `index` may be as large as a stream id can be, and the request can still end.
+    entry. So `index` may be as large as a stream id can be. Even then, the request can end.
     """
 
     index: Annotated[int, Field(ge=0, le=2**64)]

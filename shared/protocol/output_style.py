@@ -50,8 +50,8 @@ class OutputStyle:
     may precede a call that is not forced.
 
     A reader that does not know the form finds no calls. In all forms except `named`, a forced call
-    (one that `tool_choice` requires) that begins with `{` is read as an object: earlier releases
-    write forced calls so, and so do workers if the form cannot express the tool's schema. Gateways
+    (one that `tool_choice` requires) that begins with `{` is read as an object. Earlier releases
+    write forced calls as objects; workers do if the form cannot express the tool's schema. Gateways
     of earlier releases know only `arguments_key`, `before` and `after`, so a forced call in the
     form `object` uses only these marks.
     """
@@ -76,8 +76,8 @@ class OutputStyle:
     reasoning_after: str = ""
     name_key: str = "name"
     without_tools: OutputStyle | None = None
-    """Style of a chat without tools. Set only if the model renders such chats with another template
-    that writes reasoning in another way."""
+    """Style of a chat without tools. Set only if the model renders such a chat with a template that
+    writes reasoning in a different way than the template for chats with tools."""
 
     def of_chat(self, *, with_tools: bool) -> OutputStyle:
         """Returns the style for a chat with or without tools."""
@@ -133,7 +133,7 @@ class OutputStyle:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
-        """Returns the style in a JSON text, without unknown fields; None if the text has none."""
+        """Returns the style in a JSON text, without unknown fields; None if this is no style."""
         try:
             marks = json.loads(text)
         except (ValueError, RecursionError):

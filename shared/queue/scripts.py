@@ -1,6 +1,6 @@
 """Builds the calls of the Lua scripts and reads their replies. No code here does I/O.
 
-The two kinds of queue differ only in how they send a call. Both use these rules.
+Both kinds of queue use these functions. They differ only in how they send a call.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def try_channels() -> Call[list[CancelStatus]]:
 def reprioritise(
     request_id: str, priority: int, payload: bytes, new_payload: str
 ) -> Call[PriorityStatus]:
-    """Moves a waiting request to another priority, unless its payload is no longer `payload`."""
+    """Moves a waiting request to a new priority if its payload is still `payload`."""
     args: list[str | bytes | int] = [request_id, priority, payload, new_payload]
     return Call("reprioritise", args, lambda reply: PriorityStatus(text_of(reply)))
 

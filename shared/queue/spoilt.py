@@ -84,7 +84,7 @@ def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator
 
 @contextmanager
 def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
-    """Deletes `key` if the commands in the block need another type, and logs this."""
+    """Deletes `key` if it does not have the type that the commands in the block need. Logs this."""
     try:
         yield
     except ResponseError as error:

@@ -30,7 +30,7 @@ def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
 
 @dataclass(slots=True)
 class Contribution:
-    """A worker's numbers since its last call, to be added to the queue's statistics."""
+    """A worker's numbers since its last `sample` call, to be added to the queue's statistics."""
 
     generated_tokens: int = 0
     prompt_tokens: int = 0

@@ -82,8 +82,7 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """Returns `value` as ASCII JSON. Sets the items of long lists in `value` to None on the way,
-    because freeing all items together would take long."""
+    """Returns `value` as ASCII JSON. Sets its long lists' items to None, to free them in parts."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)

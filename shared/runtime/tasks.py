@@ -58,7 +58,7 @@ async def kept_up(name: str, work: Callable[[], Awaitable[None]]) -> None:
 
 
 async def heeding_cancels(awaitable: Awaitable[T]) -> T:
-    """Awaits, and raises CancelledError if the task was cancelled meanwhile.
+    """Awaits `awaitable`. Raises CancelledError if the task was cancelled while it waited.
 
     redis-py sends through `asyncio.wait_for`, which before Python 3.12 loses a cancellation that
     arrives when the send has just finished. The task would then continue to wait.

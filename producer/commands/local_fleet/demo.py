@@ -153,7 +153,7 @@ async def _wait_until_ready(console: Console, worker: ChildProcess) -> None:
 
 
 async def _watch(worker: ChildProcess, is_over: Callable[[], bool]) -> None:
-    """Waits until `is_over`. Raises WorkersFailedError if the worker ends earlier."""
+    """Waits until `is_over`. Raises WorkersFailedError if the worker ends before that."""
     while not is_over():
         if (exit_code := worker.exit_code) is not None:
             raise WorkersFailedError(
