@@ -4,7 +4,8 @@ The address sanitizer ends a run at the first read or write outside an object, t
 first operation whose result C++ leaves undefined. Each warning of the compiler is an error here.
 The tests run a second time on the code for AVX2 alone. Instructions that a processor lacks are
 emulated (emulated_avx512.h, emulated_tiles.h), but then without sanitizers, because GCC 12 makes
-code from both together that does not run. Arguments are passed to pytest and replace the tests.
+code from both together that does not run. Matrices of tests are sampled; with `--whole` all of
+them run, which takes hours. Other arguments are passed to pytest and replace the tests.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ QUICK = ["-k", "products or plain_attention or int8 or near_those or experts"]
 """Tests that take minutes and not hours with it."""
 
 
-def main(tests: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    whole = ["--whole"] if "--whole" in arguments else []
+    tests = [argument for argument in arguments if argument != "--whole"]
     compiler = shutil.which(os.environ.get("CXX") or "c++")
     if compiler is None:
         print("there is no compiler; install g++ or set CXX", file=sys.stderr)
@@ -87,12 +90,12 @@ def main(tests: list[str]) -> int:
     for name, flags in builds.items():
         print(f"native code {name}", flush=True)
         quick = QUICK if "emulated" in name else []
-        if code := run(compiler, flags, tests or [*TESTS, *quick]):
+        if code := run(compiler, flags, [*whole, *(tests or [*TESTS, *quick])]):
             return code
     return 0
 
 
-def run(compiler: str, flags: list[str], tests: list[str]) -> int:
+def run(compiler: str, flags: list[str], arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="promptq-sanitizers-") as folder:
         watching = Path(folder, "c++")
         watching.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} "$@" {shlex.join(flags)}\n')
@@ -109,7 +112,7 @@ def run(compiler: str, flags: list[str], tests: list[str]) -> int:
         # say to the terminal.
         for words in (
             ["-c", BUILD],
-            ["-m", "pytest", "-n", "0", "--whole", "--capture=sys", *tests],
+            ["-m", "pytest", "-n", "0", "--capture=sys", *arguments],
         ):
             code = subprocess.run([sys.executable, *words], env=environment, check=False).returncode
             if code:
