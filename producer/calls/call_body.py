@@ -2,7 +2,7 @@
 
 Each API describes the fields that it adds to a payload's fields, or names differently. All other
 fields of a body are fields of `promptq.shared.protocol.request.Request`, which checks them. So a
-new field of a payload works over HTTP at once, and a misspelt field is refused by name.
+new field of a payload works over HTTP without new code, and a misspelt field is refused by name.
 """
 
 from __future__ import annotations

@@ -349,7 +349,7 @@ async def _ask(
 
 
 async def _read(stream: asyncio.StreamReader, size: int) -> Payload:
-    """Reads `size` bytes in pieces, because `readexactly` would copy all bytes at once. Raises
+    """Reads `size` bytes in pieces, because `readexactly` would copy all in one go. Raises
     EOFError."""
     if size <= _SMALL_BYTES:
         return await stream.readexactly(size)

@@ -118,7 +118,7 @@ class ServedQueues:
         return [*self._opened.values()]
 
     def may_serve(self, name: str) -> bool:
-        """Returns whether the gateway serves this queue, or will serve it once a worker has joined
+        """Returns whether the gateway serves this queue, or will serve it after a worker has joined
         it."""
         return self._finds_others or name in self._names
 

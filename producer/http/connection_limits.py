@@ -235,7 +235,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def close_behind_request(self) -> None:
-        """Closes the connection once the whole request has arrived."""
+        """Closes the connection as soon as the whole request has arrived."""
         if self._in_request:
             self._closes_behind_request = True
         else:
