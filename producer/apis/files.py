@@ -101,9 +101,9 @@ async def upload(
 async def _charged(
     pieces: AsyncIterator[bytes], upload: Upload, counted: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the pieces of an upload's body, and charges their bytes to the tenant's quota.
-    `counted` bytes were charged before, so only further bytes are charged. The first `_FORM_BYTES`
-    are free. Raises FileQuotaError."""
+    """Yields the pieces of an upload's body, and charges their bytes to the tenant's quota. The
+    first `_FORM_BYTES` are free, and the next `counted` bytes were charged before. Raises
+    FileQuotaError."""
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)

@@ -29,8 +29,8 @@ class CompletionCall:
     """One call. `fields` are the fields that all its payloads share. `prompts` is `[None]` for a
     chat.
 
-    A call of /v1/responses or /v1/messages is a chat whose answer has another `form`. In the forms
-    `count` and `input_count`, the answer is the number of the chat's tokens.
+    A call of /v1/responses or /v1/messages is a chat whose answer has that API's `form`. In the
+    forms `count` and `input_count`, the answer is the number of the chat's tokens.
     """
 
     fields: dict[str, Any]

@@ -2,7 +2,7 @@
 
 Each API describes the fields that it adds to a payload's fields, or names differently. All other
 fields of a body are fields of `promptq.shared.protocol.request.Request`, which checks them. So a
-new field of a payload works over HTTP at once, and a misspelt field is refused by name.
+new field of a payload works over HTTP without new code, and a misspelt field is refused by name.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def _known_options(options: Any) -> Any:
-    """Returns `stream_options` unchanged. Raises ValueError for its first unknown name, while
-    pydantic would report all of them."""
+    """Returns `stream_options` unchanged. Raises ValueError for its first unknown name. Pydantic
+    would report all unknown names."""
     for name in options if isinstance(options, dict) else ():
         if name not in _STREAM_OPTIONS:
             raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")
@@ -124,8 +124,8 @@ def with_effort(effort: str, variables: Any) -> Any:
 def read_options(
     kind: type[T], body: bytes, headers: Mapping[str, str]
 ) -> tuple[T, dict[str, Any]]:
-    """Returns the endpoint's options in a body and its headers, and all other fields, which are
-    those of a payload. Raises InvalidRequestError."""
+    """Reads a body and its headers. Returns the endpoint's options, and all other fields, which are
+    fields of a payload. Raises InvalidRequestError."""
     body_fields = without_none(read_object(body))
     for name, value in _from_headers(headers).items():
         body_fields.setdefault(name, value)

@@ -40,8 +40,8 @@ _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""The most seconds that a process may take for a call. The machine may be too busy, so a call that
-takes longer gets the status 503, not 400."""
+"""The most seconds that a process may take for a call. A call that takes longer than this gets the
+status 503, not 400, because the cause may be a busy machine."""
 LENGTH_BYTES = 4
 """Each message between the processes begins with a number of this many bytes: the length of the
 header, which follows."""
@@ -349,7 +349,7 @@ async def _ask(
 
 
 async def _read(stream: asyncio.StreamReader, size: int) -> Payload:
-    """Reads `size` bytes in pieces, because `readexactly` would copy all bytes at once. Raises
+    """Reads `size` bytes in pieces, because `readexactly` would copy all in one go. Raises
     EOFError."""
     if size <= _SMALL_BYTES:
         return await stream.readexactly(size)

@@ -23,8 +23,8 @@ from promptq.shared.queue.scripts import Rate
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call whose payloads are ready: the requests to enqueue (`new`), and the amount that they
-    take from each of the caller's rates.
+    """A call whose payloads are ready: the requests to enqueue (`new`), and what they cost in each
+    of the caller's rate limits (`rates`).
 
     `call` has only the fields that its answer needs.
     """

@@ -120,7 +120,7 @@ def check_known_id(known: str, new_id: str) -> None:
     """Raises ApiError 409 unless two ids are of the same kind. `known` is the id in an idempotency
     key's record in the queue. `new_id` is the id of the new call.
 
-    Any program with write access may have written the record.
+    This check is needed because any program with write access may have written the record.
     """
     prefix, *_ = _PREFIX.findall(new_id)
     try:

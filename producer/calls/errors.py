@@ -63,11 +63,11 @@ NOT_AGAIN = {"x-should-retry": "false"}
 _NOT_RETRIED = (408, 409)
 
 _ABSENCE_LOGGED_SECONDS = 60.0
-"""Seconds between two log entries with the same reason why the server cannot be used."""
+"""Seconds between two log entries with the same reason why the Redis server cannot be used."""
 
 
 def _default_code(status: int) -> str:
-    """Returns the code of errors with this status that set no other code, such as `not_found`."""
+    """Returns the code, such as `not_found`, of an error that has this status and sets no code."""
     phrase = "invalid request" if status == 400 else HTTPStatus(status).phrase
     return phrase.lower().replace(" ", "_")
 

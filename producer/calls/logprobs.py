@@ -10,11 +10,11 @@ from promptq.shared.protocol.events import Result, TokenEvent, TokenLogprob, Top
 from promptq.shared.runtime.turns import Work
 
 _FREED_AT_ONCE = 16
-"""Number of tokens whose log-probabilities are freed in one slice."""
+"""Number of tokens whose log-probabilities are freed between two pauses."""
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
-    """Returns log-probabilities in the format of chats. Each slice of the work is one token."""
+    """Returns log-probabilities in the format of chats. The work may pause after each token."""
     content = []
     for chosen in logprobs:
         content.append(chat_logprob(chosen))
@@ -101,8 +101,8 @@ def _ranked(token: TokenLogprob | TopLogprob, rank: int) -> dict[str, Any]:
 
 
 def free_logprobs(source: TokenEvent | Result) -> Work[None]:
-    """Empties the lists of log-probabilities in slices, because freeing many objects at once would
-    delay other streams."""
+    """Empties the lists of log-probabilities in an event or a result, with pauses, because freeing
+    many objects in one go would delay other streams."""
     for items in (source.logprobs, source.prompt_logprobs):
         while items:
             del items[-_FREED_AT_ONCE:]

@@ -118,7 +118,7 @@ class ServedQueues:
         return [*self._opened.values()]
 
     def may_serve(self, name: str) -> bool:
-        """Returns whether the gateway serves this queue, or will serve it once a worker has joined
+        """Returns whether the gateway serves this queue, or will serve it after a worker has joined
         it."""
         return self._finds_others or name in self._names
 
@@ -177,11 +177,10 @@ class ServedQueues:
 
         If several queues serve the model, returns the one with the fewest requests for each worker.
 
-        With `known_as`, the call has an idempotency key, and must not run in two queues. From the
-        `Keys` of a queue, `known_as` returns the Redis key that exists there if the queue got the
-        call before. If several queues serve the model, returns the queue that has this key. If no
-        queue has the key, returns the queue with the highest `_rank`, if possible among those whose
-        workers claim requests.
+        With `known_as`, the call has an idempotency key, and must not run in two queues. `known_as`
+        maps the `Keys` of a queue to the Redis key that exists if the queue got the call before. If
+        several queues serve the model, returns the queue whose key exists. If no key exists,
+        returns the queue with the highest `_rank`, if possible among those with claiming workers.
         """
         own = self.own, await self.own.view()
         is_alone = len(self._names) == 1 and not self._finds_others
@@ -203,9 +202,9 @@ class ServedQueues:
     def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
         """Returns the queue for a model that no queue serves yet.
 
-        This is the gateway's only queue if it has no model, because its first worker may serve the
-        model. In any other case, raises ModelIsLoadingError, ModelNotServedError, or the error of a
-        queue whose server is away.
+        If the gateway has a single queue, and this queue has no model yet, returns this queue: its
+        first worker may serve the model. In any other case, raises ModelIsLoadingError,
+        ModelNotServedError, or the error of a queue whose server is away.
         """
         if len(views) == 1 and not views[0][1].model:
             return views[0]

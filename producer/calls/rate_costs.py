@@ -24,8 +24,8 @@ async def take_of_queues(
     """Takes a call's tokens from the rate in the queue that serves the call, and its requests from
     the rate in the gateway's own queue. Takes nothing if one of the rates does not suffice.
 
-    If these are two queues, `wait_ms` of a refusal is the wait for only one of the rates: for
-    tokens, or if they suffice, for requests.
+    If the two queues differ, `wait_ms` of a refusal is the wait for only one of the rates: the rate
+    of tokens if it does not suffice, otherwise the rate of requests.
     """
     if serving is own:
         return await own.run(take_of_rates(holder, rates))

@@ -63,8 +63,8 @@ _ANSWER_SECONDS = 5.0
 """The most seconds to wait for the server's answer to a subscription."""
 _UPLOADS_OF_TENANT = 4
 _UPLOADS = 16
-"""How many uploads of the largest size may run at once. Until an upload is complete, it uses twice
-its size on the disk."""
+"""How many uploads of the largest size may run at the same time. Until an upload is complete, it
+uses twice its size on the disk."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -155,7 +155,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 async def _look_at_server(gateway: Gateway) -> None:
-    """Logs at the start why calls will get 503, and regularly whether the server evicts keys."""
+    """Logs at the start if calls will get 503, and why. Then logs regularly if the Redis server
+    may evict keys."""
     try:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
         async with gateway.queue.redis.pubsub() as channel:

@@ -72,8 +72,8 @@ def _secret_of(request: Request) -> str:
 
 
 async def admin_of(caller: ThisCaller) -> Caller:
-    """Returns the caller if its key is an administrator's, which may read and control the whole
-    queue. Otherwise raises ApiError 403."""
+    """Returns the caller if its key is an administrator's. Such a key may read and control the
+    whole queue. For any other key, raises ApiError 403."""
     if not caller.is_admin:
         raise ApiError(
             403, f"the key {caller.name!r} may not do this: it needs one made with --admin"
@@ -105,8 +105,8 @@ def _unauthorised(message: str) -> ApiError:
 
 
 def is_of_own_page(request: Request) -> bool:
-    """Returns whether no page of another origin sent the request. Another server on this machine is
-    another origin."""
+    """Returns False if a page from another origin than this gateway sent the request, otherwise
+    True. Another server on this machine is another origin."""
     site = request.headers.get("sec-fetch-site", "none")
     own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
     origins = request.headers.getlist("origin")

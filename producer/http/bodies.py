@@ -21,15 +21,15 @@ _RETRY_AFTER = {"Retry-After": "1"}
 
 
 async def read_body(request: Request, most: int, hold: Hold) -> bytes:
-    """Returns the body, which may have `most` bytes. Raises the errors of `body_pieces`."""
+    """Returns the body, which may have at most `most` bytes. Raises the errors of `body_pieces`."""
     return b"".join([piece async for piece in body_pieces(request, most, hold)])
 
 
 async def body_pieces(
     request: Request, most: int, hold: Hold, *, most_beside: int = 0, what: str = "body"
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the decoded pieces of a body as they arrive. The body may have `most` bytes of `what`,
-    such as a file, and `most_beside` bytes of other data.
+    """Yields the decoded pieces of a body as they arrive. The body may have at most `most` bytes
+    of `what`, such as a file, and at most `most_beside` bytes of other data.
 
     Raises ApiError 413 as soon as there are more bytes, ApiError 400 or 415 for a body that cannot
     be decoded, and the errors of `hold`.

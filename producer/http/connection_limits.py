@@ -33,16 +33,16 @@ Unfinished = Callable[[], Awaitable[None]] | None
 """A function to call and await before more is written; None if more can be written now."""
 
 _SILENCE_SECONDS = 60.0
-"""The most seconds between two requests of a connection, and for the first bytes of a body."""
+"""The most seconds between two requests of a connection, and for a body's first `_WINDOW_BYTES`."""
 _HEAD_SECONDS = 20.0
 """The most seconds from a request's first byte to the end of its head."""
 _WINDOW_SECONDS = 15.0
-"""Seconds in which each further `_WINDOW_BYTES` of a body must arrive. A limit for the whole body
+"""The most seconds for each `_WINDOW_BYTES` of a body, except the first. A limit for the whole body
 would have to grow with the body's size, so a client could send much at first and then be silent for
 long."""
 _WINDOW_BYTES = 65_536
-"""The first bytes of a body, up to this number, may take `_SILENCE_SECONDS`. Most bodies have no
-more bytes."""
+"""The arrival of a body is timed in parts of this many bytes. Most bodies have a single part, which
+may take `_SILENCE_SECONDS`."""
 _MOST_DROPPED_BYTES = 1 << 28
 _DROPPED_BYTES_A_SECOND = 8 << 20
 _DROP_SECONDS = 30.0
@@ -235,7 +235,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def close_behind_request(self) -> None:
-        """Closes the connection once the whole request has arrived."""
+        """Closes the connection as soon as the whole request has arrived."""
         if self._in_request:
             self._closes_behind_request = True
         else:

@@ -93,8 +93,8 @@ def codings_of(headers: Sequence[str]) -> list[str]:
 
 
 async def decoded(pieces: AsyncIterable[bytes], coding: str) -> AsyncGenerator[bytes, None]:
-    """Yields decoded pieces, with a round of the event loop after each. Raises ApiError 400 if the
-    body is not in this coding, or ends too early."""
+    """Yields decoded pieces. Lets other tasks of the event loop run after each. Raises ApiError 400
+    if the body is not in this coding, or ends too early."""
     decoder: _Decoder | None = None
     wrong_data: type[Exception] = zlib.error
     num_members = num_bytes = 0

@@ -67,8 +67,8 @@ class Streamed(Answer, Protocol):
 class EventStream(Response):
     """Streams an answer. `begin` returns the writer of its frames.
 
-    A stream that `is_new` sends its status after its first token, or after `http_header_seconds`,
-    so that the status can report an error.
+    A stream that `is_new` sends its status with its first token, but at the latest after
+    `http_header_seconds`, so that the status can report an early error.
     """
 
     def __init__(

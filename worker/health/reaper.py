@@ -17,9 +17,9 @@ class Reaper:
     `lease_ms`.
 
     No worker can renew its leases while the server is away, so an expired lease does not prove a
-    crash. If a worker could not reach the server for half of `lease_ms`, it reaps again only after
-    another half, so that others can renew their leases. A worker that was frozen waits too. So does
-    a worker that has just started, because it does not know how long the server has been available.
+    crash. If a worker could not reach the server for half of `lease_ms`, it waits for
+    another half of `lease_ms` before it reaps, so that others can renew their leases. So does a
+    worker that was frozen, or that has just started and does not know when the server came back.
 
     Each call also searches one page of the server's keys for orphans, unless the server's access
     rules forbid workers to list keys.

@@ -31,7 +31,7 @@ from promptq.worker.leases.lease import Lease
 _RETRY_SECONDS = 0.2
 _UNSERVED_DELAY_MS = 1000
 _MOST_ATTEMPTS = 300
-"""After this number of attempts, a stream that no live worker can continue ends."""
+"""A stream that no live worker can continue ends after this number of attempts."""
 
 
 class Exchange:
@@ -164,9 +164,9 @@ class Exchange:
     async def leave_to_others(self, unserved: Sequence[tuple[Lease, str]]) -> None:
         """Give back requests, each with a field that this worker's engine cannot serve.
 
-        If no live worker can serve the field, the worker keeps the lease, so that the caller can
-        end the request. In two cases, the worker gives the request back with a delay instead: an
-        earlier attempt has generated output, so a server may serve the field again within minutes;
+        If no live worker can serve the field, this worker keeps the lease, so that the calling
+        code can end the request. In two cases, it gives the request back with a delay instead: an
+        earlier attempt has generated output, so the field was served and may be again in minutes;
         or after a start or an outage, other workers may not have sent a heartbeat yet. Raises
         RedisError, OSError.
         """

@@ -32,7 +32,7 @@ _NEXT = {
 _MAX_ASIDE = 64
 _MAX_ASIDE_BYTES = 64 * 2**20
 _TENANTS_ASIDE = 4
-"""One tenant may use a quarter of each limit on the leases that are set aside."""
+"""One tenant may use a quarter of each limit on leases that are set aside (see `set_aside`)."""
 
 
 class Exit(StrEnum):
@@ -233,8 +233,8 @@ class Leases:
         ]
 
     def by_tenant(self, preemptible: Iterable[Holding]) -> list[Holding]:
-        """Returns the sums of `preemptible` for each priority and tenant. Each tenant with a
-        request here has an entry, with zeros if none of its sequences can be preempted."""
+        """Returns `preemptible` added up for each priority and tenant. Each tenant with a held
+        request has an entry, with zeros if none of its sequences can be preempted."""
         by_level = {(0, lease.claim.tenant): (0, 0) for lease in self._by_request.values()}
         for priority, num_running, tokens, tenant in preemptible:
             numbers = by_level.get((priority, tenant), (0, 0))

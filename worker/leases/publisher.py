@@ -83,10 +83,10 @@ class Publisher:
         await self._send([(lease, self._rows.completion(lease.prepared))])
 
     async def _fetch(self) -> list[StepOutput]:
-        """Returns the steps since the last call. Returns an empty list if delayed outputs are due
-        first.
+        """Waits for steps and returns those since the last call. Returns an empty list if delayed
+        outputs become due before the next step.
 
-        If the engine has failed, raises its exception once no delayed outputs are left.
+        If the engine has failed, raises its exception as soon as no delayed outputs are left.
         """
         try:
             async with asyncio.timeout(self._coalescer.seconds_left):

@@ -113,7 +113,7 @@ class WakeUp:
         return came
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for a report of work or room. Returns False if `seconds` are over first."""
+        """Wait for a report of work or room. Returns False after `seconds` without a report."""
         try:
             async with asyncio.timeout(seconds):  # wait_for may swallow a cancellation
                 await self._rung.wait()

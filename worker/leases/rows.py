@@ -59,8 +59,8 @@ class PreparedRequest:
     texts: list[str]
     logprobs: list[TokenLogprob]
     prompt_json: str = ""
-    """The fields of the first event about the prompt's tokens, as JSON. Empty if the request does
-    not want these fields, or if they are not known yet."""
+    """The first event's fields about the prompt's tokens, as JSON. Empty if the request does not
+    want these fields, or if they are not known yet."""
     stop_tokens: Mapping[int, str] = field(default_factory=dict)
     """The stop strings that are one token, by token id."""
     reasoning: ReasoningTokens | None = None

@@ -36,8 +36,8 @@ class ClaimPolicy:
         """Returns the room for new claims: the slots and KV tokens that no held request needs.
 
         A prefix that several sequences share is counted once. `max_count` and `token_budget` are
-        negative while the worker holds urgent requests that will preempt others. A claim then lets
-        further urgent requests preempt only the remaining sequences. There is no room while the
+        negative while the worker holds urgent requests that will preempt running sequences. Further
+        urgent requests can then preempt only the sequences that remain. There is no room while the
         worker holds a request that may crash it, or while the engine accepts no requests.
         """
         leases, limits = self._leases, self._engine.limits

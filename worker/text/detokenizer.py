@@ -9,7 +9,7 @@ from promptq.worker.text.stop_strings import StopStrings
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
 _MOST_BROKEN_TOKENS = 1024
-"""The most tokens at the end of a context that are tried in search of a whole character."""
+"""The search for the last whole character of a context goes back by at most this many tokens."""
 
 _MOST_TOKENS = 16
 _MOST_BYTES = 4
@@ -74,8 +74,8 @@ class IncrementalDecoder:
         return bool(text) and not text.endswith(REPLACEMENT)
 
     def _settle(self, whole: str) -> None:
-        """Record that all text was returned. Drops old tokens if there are many, but not each time,
-        because that requires another decoding."""
+        """Record that all text was returned. Drops old tokens only if there are many, because
+        the remaining tokens must then be decoded again."""
         if len(self._tokens) <= _MOST_TOKENS:
             self._done = whole
         else:
@@ -100,8 +100,8 @@ def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
 class TextStream:
     """A request's output text, cut at its stop strings.
 
-    A stop string counts if it ends in output token `min_tokens` or later. The first token's text
-    has `prefix` before it, and stop strings are not searched in `prefix`.
+    A stop string counts if it ends in output token `min_tokens` or later. `prefix`, such as the
+    mark `<think>`, is put before the output's text, and is not searched for stop strings.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class TextStream:
         return bool(self._stop)
 
     def begin(self, token_ids: Sequence[int]) -> str:
-        """Begin the output with the tokens of its prefix. Returns the text that can no longer
-        change.
+        """Begin the output with the tokens of the output prefix. Returns the text that can no
+        longer change.
 
         A stop string may begin in that text, but not end in it.
         """

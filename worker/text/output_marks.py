@@ -61,8 +61,8 @@ class OutputMarks:
     def text_stream(
         self, prefix_tokens: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
     ) -> tuple[TextStream, str]:
-        """Returns the output's text stream after the output prefix and the events of earlier
-        attempts, and the text of the prefix. Stop strings count from token `min_tokens` on."""
+        """Returns the output's text stream, which has read the output prefix and earlier attempts'
+        events, and the text of that prefix. Stop strings count from token `min_tokens` on."""
         emitted = [token_id for event in events for token_id in event.token_ids]
         text = "".join(event.text for event in events)
         stream: TextStream

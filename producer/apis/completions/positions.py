@@ -3,7 +3,7 @@
 `chatcmpl-ID/12-57` means that the call has one choice, of which the client has read 12 tokens (57
 characters). An `e` after the numbers means that the client has read the choice's end, too. The
 positions in further choices follow, separated by dots. The number of characters is needed when the
-queue has only the request's result, because the result's text does not show where tokens begin.
+queue has no events left, only the request's result, whose text does not show where tokens begin.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.turns import Work, at_once
 
 _FEW = 16
-"""The most tokens whose log-probabilities are written at once, not in slices."""
+"""The most tokens whose log-probabilities are written without a pause for other tasks."""
 
 
 def answer(
@@ -124,7 +124,7 @@ class ChoiceWriter:
         return self._chunk(event, text, at_once(self._logprobs(logprobs)) if logprobs else None)
 
     def chunk_in_parts(self, event: TokenEvent) -> Work[str | None]:
-        """Works like `chunk`, but in slices, for an event with many log-probabilities."""
+        """Works like `chunk`, but pauses for other tasks, if there are many log-probabilities."""
         if (news := self._news(event)) is None:
             return None
         text, logprobs = news
@@ -215,7 +215,7 @@ def is_large(event: TokenEvent) -> bool:
 
 
 def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
-    """Returns the first chunks of a chat with several choices, one with the role of each choice.
+    """Returns the first chunks of a chat with several choices: one for each choice, with its role.
 
     Choices must begin in order, because OpenAI's client (`chat.completions.stream`) counts them.
     """

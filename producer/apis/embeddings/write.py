@@ -19,8 +19,8 @@ def failure_of_embedding(result: Result) -> ApiError | None:
 
 
 async def embeddings_json(completion: Completion, results: Sequence[Result]) -> bytes:
-    """Returns the body of the answer as JSON, with a round of the event loop after each vector.
-    Raises ApiError if a result has no vector."""
+    """Returns the body of the answer as JSON. Lets other tasks of the event loop run after each
+    vector. Raises ApiError if a result has no vector."""
     data = []
     for index, result in enumerate(results):
         data.append(json.dumps(_datum(completion, index, result)))

@@ -32,13 +32,13 @@ NAMES = {
 }
 """Maps names of fields in a payload to their names in the body; see `in_api_names`.
 
-`output_prefix` is made from the last message, if that message is the assistant's.
+`output_prefix` comes from the last of the `messages`, if that message is the assistant's.
 """
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
 """Fields of a payload that are refused, because a message cannot show their effect."""
 _UNSUPPORTED = ("thread", "context_management")
-"""Fields that Anthropic's tool runners send. Once a tool runner has got the error for an
-unsupported field, it no longer sends `thread`."""
+"""Fields that Anthropic's tool runners send and that are refused. After the refusal, a tool runner
+no longer sends `thread`."""
 _THINKING = ("type", "budget_tokens", "display")
 _THINKING_TYPES = ("enabled", "disabled", "adaptive")
 

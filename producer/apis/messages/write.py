@@ -30,8 +30,8 @@ _NO_DETAILS = '"stop_details":null,"container":null'
 _NO_USAGE = '"cache_creation":null,"server_tool_use":null,"service_tier":null,"inference_geo":null'
 """Members of Anthropic's objects that clients expect, and that have no meaning in promptq."""
 _NO_MARK = "\0"
-"""A character that occurs in no mark and is not white space. The parser holds back no text before
-it."""
+"""A character that occurs in no mark (such as `<think>`) and is not white space. When the parser
+reads this character, it returns all text that it held back as the possible beginning of a mark."""
 _BROKEN = "INVALID_JSON"
 """If the model has not written a JSON object, the tool's input has only a member of this name, with
 the text that the model has written."""
@@ -156,7 +156,7 @@ class _Prefill:
     def split(self, event: TokenEvent) -> tuple[str, str]:
         """Splits the text of the first event into the prefill and the rest.
 
-        If the chat template has begun the reasoning, the mark of reasoning may precede the prefill.
+        If the chat template has begun the reasoning, a mark like `<think>` may precede the prefill.
         If the prefill is not found, the tokenizer has changed its text. Then all of the event is
         the prefill, because a worker sends the prefill as one event.
         """

@@ -83,7 +83,7 @@ class EndedOutput(BaseModel):
 
 
 def _pieces_of(event: TokenEvent) -> Iterator[StoredPiece]:
-    """Splits an event into small pieces, because `to_json` writes a whole piece in one slice."""
+    """Splits an event into small pieces, because `to_json` pauses only between pieces."""
     logprobs = event.logprobs or []
     yield StoredPiece(text=event.text, logprobs=logprobs[:_FEW] or None)
     for begin in range(_FEW, len(logprobs), _FEW):

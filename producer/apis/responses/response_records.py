@@ -1,4 +1,4 @@
-"""Reads the state of stored responses, and stores their output once they have ended.
+"""Reads the state of stored responses, and stores their output after they have ended.
 
 The queue keeps a result for an hour by default. The first read of a response that has ended stores
 its output in its record. For responses that nobody reads, a task of each gateway does this.

@@ -31,7 +31,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.turns import Turns
 
 _OVERHEAD_BYTES = 500
-"""Approximate memory of a record in Redis, in bytes, without its longer fields."""
+"""Approximate memory of a record in Redis, in bytes, besides the values of its fields."""
 _FIELDS = ("tenant", "queue", "call", "echo", "result")
 _CALLS = TypeAdapter(ResponseCall)
 

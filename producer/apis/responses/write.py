@@ -131,7 +131,7 @@ class ResponseWriter:
 
     def _begin(self) -> None:
         """Writes the event `in_progress`, unless it was written. A response in the background is in
-        progress once it has output."""
+        progress as soon as it has output."""
         if not self._has_begun:
             self._has_begun = True
             self._event("response.in_progress", lambda: f'"response":{self._object("in_progress")}')

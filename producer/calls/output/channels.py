@@ -9,7 +9,7 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 _LONGEST_HEADER = 256
 _SLICE = 1024
-"""Number of characters that are read at once. With more, each search for a mark would be slower."""
+"""Number of characters that are read in one go. With more, a search for a mark would be slower."""
 _BETWEEN_MESSAGES = "\n"
 _REASONING, _CONTENT, _CALL, _REST = "reasoning", "content", "call", "rest"
 

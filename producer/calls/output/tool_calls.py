@@ -268,8 +268,8 @@ class ToolText:
         """Handles held text that is not the head of a call. A call may begin after the first
         character of this text.
 
-        The text may also begin an object with a call's members in another order. Such an object is
-        parsed when it has ended.
+        The text may also begin a JSON object that has a call's members in another order than the
+        style's. Such an object is parsed when it has ended.
         """
         held, self._held = self._held, ""
         if self._is_object and self._before and self._element > 1 and not self._forced:

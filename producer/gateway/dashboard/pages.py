@@ -216,8 +216,8 @@ async def _overview(served: ServedQueue, poller: Poller) -> AsyncGenerator[str, 
 async def _request(
     served: ServedQueue, request_id: str, timeline: Timeline
 ) -> AsyncGenerator[str, None]:
-    """Yields a request's timeline and tokens. The mailbox has a limit, so the stream waits for a
-    slow page."""
+    """Yields a request's timeline and tokens as messages. They wait in a mailbox of limited size,
+    so reading the stream waits for a slow page."""
     mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
     is_over = asyncio.Event()
 

@@ -46,7 +46,7 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
 
     async def watch(self, topic: Topic) -> AsyncGenerator[str | None, None]:
-        """Yields the topic's JSON at once, and again after each reading. Yields None after a
+        """Yields the topic's JSON immediately, and again after each reading. Yields None after a
         reading that failed."""
         watched = self._topics.setdefault(topic, _Watched())
         watched.num_watchers += 1

@@ -236,8 +236,8 @@ class CallGrammar:
         """Returns grammar terms for the strings that a schema allows, and schemas of its other
         values.
 
-        Each term includes the mark after the string. Its value in the dictionary is True if no
-        reader can mistake such a string for JSON. `depth` is the number of `anyOf` around this
+        Each term includes the mark after the string. The dictionary maps a term to True if no
+        reader can mistake its strings for JSON. `depth` is the number of `anyOf` around this
         schema. Raises _UnfitError.
         """
         self._num_branches += 1

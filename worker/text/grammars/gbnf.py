@@ -46,7 +46,7 @@ _REGEX = re.compile(
     re.DOTALL,
 )
 _WITH_OTHERS = re.compile(r"\[\^|.*\\[dwsDWSuUx]|\.|.*[^\x00-\x7F]", re.DOTALL)
-"""Matches a set of characters to which some outside of ASCII may belong."""
+"""Matches a set of characters that may contain characters outside of ASCII."""
 _CONTROLS = {"\\f": "\f", "\\n": "\n", "\\r": "\r", "\\t": "\t", "\\v": "\v"}
 _ESCAPED = frozenset([*map(chr, range(32)), '"', "\\", "\x7f"])
 """Characters that a text in JSON contains only in their escaped form."""
@@ -134,7 +134,7 @@ class _Writer:
             raise ValueError("unknown form")
 
     def _times(self, token: str, *, is_group: bool = False) -> str:
-        """Returns GBNF of a number of repetitions. A group is repeated without limits."""
+        """Returns GBNF of a repetition, such as `{2,3}`. After a group, `*` replaces `{2,3}`."""
         times = token
         if token.startswith("{"):
             least, comma, most = token[1:-1].partition(",")
@@ -146,8 +146,8 @@ class _Writer:
     # Patterns
 
     def _regex(self, pattern: str, *, is_json: bool) -> str:
-        """Returns GBNF of a pattern that begins and ends with its text. With `is_json`, the text is
-        that of a JSON string."""
+        """Returns GBNF of a pattern that must match the whole text. With `is_json`, the text is the
+        content of a JSON string."""
         parts, at = [""], 0
         while at < len(pattern):
             if (match := _REGEX.match(pattern, at)) is None:

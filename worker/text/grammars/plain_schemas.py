@@ -34,7 +34,7 @@ _APPLICATORS = frozenset(
         *("dependentSchemas", "else", "if", "not", "oneOf", "then"),
     }
 )
-"""Keywords whose schemas may also name properties or items of the value."""
+"""Keywords whose schemas may name further properties or items of the same value."""
 _MAX_REFERENCES = 8
 _HINTS = frozenset(
     {
