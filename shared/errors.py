@@ -78,7 +78,7 @@ class ModelNotFoundError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The engine cannot serve this model family correctly, so it does not serve it."""
+    """The engine refuses this model family, because it cannot serve the family correctly."""
 
 
 class ModelMismatchError(ModelError):

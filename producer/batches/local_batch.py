@@ -120,7 +120,7 @@ async def _never() -> Ending | None:
 
 
 def _check_apart(source: Path, *others: Path) -> None:
-    """Raises ConfigurationError if two of the files are one, or if a file is not a plain file."""
+    """Raises ConfigurationError if two paths name one file, or if a file is not a plain file."""
     seen = {source.resolve()}
     for file in others:
         if file.exists() and not file.is_file():

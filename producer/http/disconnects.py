@@ -37,8 +37,8 @@ async def cancelled_if_client_leaves(
     requests (unless `answer.detach` is set), and raises ClientLeftError.
 
     The requests are also cancelled if the block raises one of `errors`. A block that sends the
-    answer must set the yielded event when it has sent all of it. After that, a disconnection
-    interrupts nothing.
+    answer must set the yielded event after the last byte. After that, a disconnection interrupts
+    nothing.
     """
     is_sent, has_left = asyncio.Event(), False
     working = asyncio.current_task()

@@ -68,7 +68,7 @@ _FIELDS = (
 
 
 def _values(item: NewRequest) -> tuple[Argument, ...]:
-    """Returns the values of `_FIELDS`. The script takes empty values and 0 as its defaults."""
+    """Returns the values of `_FIELDS`. An empty value or 0 means the default."""
     request = item.request
     return (
         *(item.request_id, item.to_payload(), request.priority, request.deadline_ms or 0),

@@ -179,8 +179,8 @@ class _SlotPool:
     def others(self) -> list[Any]:
         """Returns the pools that must be closed with this one.
 
-        Closing the first slot's pool also closes those of all other slots. Closing another pool
-        closes no further one.
+        If the first slot's pool closes, the pools of all other slots close too. Any other pool
+        closes alone.
         """
         first, *others = list(self.cluster.clients.values())
         return [other.connection_pool for other in others] if first.connection_pool is self else []

@@ -107,8 +107,8 @@ async def _notify_service_manager() -> None:
 
 
 def _of_one(settings: WorkerSettings, nth: int) -> WorkerSettings:
-    """Returns the settings of the `nth` process. Each process has a separate metrics port, and no
-    port for probes, which the owner answers."""
+    """Returns the settings of the `nth` process. Each process has a separate metrics port. No
+    process has a port for probes, because the owner answers probes."""
     port = settings.metrics_port and settings.metrics_port + nth
     return settings.model_copy(update={"metrics_port": port, "health_port": None})
 

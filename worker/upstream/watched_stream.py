@@ -29,8 +29,7 @@ from promptq.worker.upstream.dialects.transport import (
 from promptq.worker.upstream.token_rules import NoTokenError, TokenRules
 
 _MOST_REJECTED = 64
-"""The most tokens that a server may choose in one place before one that may come there. Each costs
-a call."""
+"""The most forbidden tokens that a server may choose at one position. Each costs a call."""
 
 
 class WatchedStream:

@@ -189,8 +189,8 @@ class LiteralArguments:
 
 
 def _number(word: str) -> str:
-    """Returns a Python number that is not valid JSON, such as `1.`, as JSON. Returns any other word
-    unchanged."""
+    """Converts a Python number that JSON does not allow, such as `1.`, to JSON. Returns any other
+    word unchanged."""
     try:
         return repr(float(word))
     except ValueError:

@@ -118,8 +118,8 @@ class BlockManager:
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Yields each sequence of `leaving`, with the number of free blocks after it and all before
-        it left. Blocks of `prefix` do not become free: `num_needed` counts them as owned."""
+        """Yields each sequence of `leaving`, with the number of free blocks once it and all before
+        it are gone. Blocks of `prefix` do not become free: `num_needed` counts them as owned."""
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
         for sequence in leaving:

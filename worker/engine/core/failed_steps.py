@@ -114,7 +114,7 @@ def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[Sc
     """Returns the parts to try after shares failed with `error`; empty if nothing smaller is left.
 
     A list of several shares is cut into halves. A single share is tried without its draft. If
-    memory is short even then, it is tried with half of its tokens. Later steps compute the rest.
+    memory is still short, the share is tried with half of its tokens. Later steps compute the rest.
     """
     if len(shares) > 1:
         half = len(shares) // 2

@@ -54,8 +54,8 @@ class CheckedModel:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict for later loads of the model. If transformers' modules serve the model, it is
-        None: each load must record the attention modules anew."""
+        """The verdict for later loads of the model. None if transformers' modules serve the model,
+        because each load must record the attention modules anew."""
         if self.decoder is None:
             return None
         return Verdict(self.specs, self.backend.name, self.decoder.__name__)

@@ -86,7 +86,7 @@ def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> Loade
 
 
 def head_spec(specs: list[LayerSpec]) -> LayerSpec:
-    """Returns the spec of a head's attention: that of the model's last layer that has no window.
+    """Returns the spec of a head's attention, copied from the model's last layer without a window.
     Raises NoHeadError if all layers have windows."""
     for spec in reversed(specs):
         if spec.pattern == FULL:

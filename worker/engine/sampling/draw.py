@@ -47,7 +47,7 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Returns the first index at which the cumulative sum exceeds the target, [R, 1]. If rounding
-    has lifted the target to the total, returns the last index that adds to the sum."""
+    has lifted the target to the total, returns the last index at which the sum grows."""
     above = (cumulative <= target).sum(dim=1, keepdim=True)
     last = (cumulative < cumulative[:, -1:]).sum(dim=1, keepdim=True)
     return torch.minimum(above, last)

@@ -131,8 +131,8 @@ class Sampler:
         return SamplerOutput(token_ids, copies, rows.logprobs, errors)
 
     def report(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> HostCopies:
-        """Returns ChosenLogprobs' columns for the tokens `chosen` [R] from `logits` [R,
-        vocab_size]."""
+        """Returns the columns of ChosenLogprobs for the rows of `logits` [R, vocab_size]. `chosen`
+        [R] has each row's token."""
         num_top = min(num_top, self._vocab_size)
         pieces = []
         for start in range(0, len(logits), _ROWS_AT_ONCE):

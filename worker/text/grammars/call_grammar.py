@@ -360,7 +360,7 @@ class CallGrammar:
         return first
 
     def _bare(self, schema: Any) -> str:
-        """Returns the name of a rule for a value whose strings stand in the style's quotes."""
+        """Returns the name of a rule for a value. Strings in the value have the style's quotes."""
         reference = schema.get("$ref") if isinstance(schema, dict) else "#any" * (schema is True)
         if isinstance(reference, str) and reference in self._by_reference:
             return self._by_reference[reference]

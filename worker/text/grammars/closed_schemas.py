@@ -54,8 +54,8 @@ def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _described_with(schema: dict[str, Any], path: str) -> list[str]:
-    """Returns the paths of the schemas that describe the same value as the schema at `path`: its
-    branches and the target of its `$ref`."""
+    """Returns the paths of a schema's branches and of the target of its `$ref`. All of these
+    describe the same value as the schema itself, which is at `path`."""
     paths = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
     if isinstance(reference := schema.get("$ref"), str):
         paths.append(unquote(reference).rstrip("/"))

@@ -1,4 +1,4 @@
-"""Counts the patterns of a schema that one value may have to match all at once.
+"""Counts the patterns of a schema that may all apply to the same value.
 
 For n such patterns, llguidance needs time in proportion to 2^n, either when it compiles the schema
 or in a later step of the engine. So the worker checks this number first.
@@ -29,8 +29,8 @@ ANNOTATIONS = frozenset(
 
 
 def num_combined_patterns(schema: Mapping[str, Any]) -> int:
-    """Returns an upper bound of the number of different patterns that one value may have to match
-    at once; 0 if the schema combines no patterns.
+    """Returns an upper bound of the number of different patterns that may all apply to the same
+    value; 0 if the schema combines no patterns.
 
     If the schema combines any patterns, all of its patterns count, because an exact count would
     have to follow all references. A property with the name of a keyword may count as that keyword.
@@ -50,7 +50,7 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
 
 def num_patterns_of_lark(grammar: str) -> int:
     """Returns an upper bound of the number of patterns in a Lark grammar and its JSON schemas that
-    one text may have to match at once."""
+    may all apply to the same text."""
     count = 0
     for match in re.finditer(r"%json\s*", grammar):
         with suppress(ValueError):  # no JSON: llguidance refuses it, or `%json` stands in a string

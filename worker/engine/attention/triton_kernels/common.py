@@ -142,7 +142,7 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
 
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
-    """Returns the most keys in a tile, up to `most`, for `num_tiles` tiles to fit shared memory."""
+    """Returns a tile's number of keys, up to `most`. `num_tiles` tiles fit into shared memory."""
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Scoring
 
 MAX_QUERY_TILE = 128
-"""The most rows of a tile, to fit registers. Heads above 128 numbers halve it, fp32 quarters it."""
+"""The most rows of a tile that fit registers. Heads over 128 numbers halve it, fp32 quarters it."""
 
 NUM_STAGES = 3
 """The depth of the pipeline of loads: two tiles of K and V are loaded while a third is computed.

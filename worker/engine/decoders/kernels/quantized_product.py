@@ -47,7 +47,7 @@ def programs_per_processor(architecture: int) -> int:
 
 
 class QuantizedProduct:
-    """A linear layer from rows [T, inputs] to [T, outputs]. Few rows take one launch."""
+    """A linear layer, [T, inputs] to [T, outputs]. One launch computes up to FEW_ROWS rows."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
