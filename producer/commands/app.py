@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
@@ -81,6 +80,8 @@ class _ForWorker(TyperCommand):
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
         try:
             print(version("promptq"))
         except PackageNotFoundError:
@@ -129,7 +130,8 @@ def _load(name: str) -> Any:
     panel = _PANEL_OF[name]
     with quick_imports():
         command = getattr(import_module(f"{_PACKAGE}.{_PANELS[panel][name]}"), name)
-    gc.freeze()  # modules stay, so no collection, not even the last one, must search them
+    gc.freeze()  # modules stay, so no collection must search them
+    gc.enable()
     alone = typer.Typer(rich_markup_mode="rich")
     if isinstance(command, typer.Typer):
         alone.add_typer(command, rich_help_panel=panel)

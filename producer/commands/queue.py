@@ -10,9 +10,9 @@ import typer
 from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
 from promptq.producer.commands.client import names_queue, open_client, open_client_of
 from promptq.producer.commands.options import AsJson, Queue, Redis, RequestId, Target
-from promptq.producer.commands.screens.terminal import SafeConsole, console_for_list, write
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import PriorityStatus
+from promptq.shared.runtime.printable import write
 
 dead = typer.Typer(
     name="dead",
@@ -40,6 +40,7 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     from rich.text import Text
 
     from promptq.producer.commands.screens.render import queue_table, why_no_worker, workers_table
+    from promptq.producer.commands.screens.terminal import SafeConsole
 
     console = SafeConsole()
     console.print(queue_table(statistics))
@@ -59,7 +60,7 @@ def scaling(
 ) -> None:
     """Show how many workers a queue needs, and why; without --queue, for all queues.
 
-    Times are seconds of work for one worker. `promptq supervise` and
+    Times are the seconds that one worker would need. `promptq supervise` and
     `promptq up --workers 1-4` follow these numbers.
 
     Examples:
@@ -77,6 +78,7 @@ def scaling(
         write(json.dumps(dumped[0] if names_queue(queue) else dumped, indent=2))
         return
     from promptq.producer.commands.screens.render import scaling_table
+    from promptq.producer.commands.screens.terminal import console_for_list
 
     console_for_list().print(scaling_table(scalings))
 
@@ -179,6 +181,7 @@ def list_dead(
         write(json.dumps([letter.model_dump() for letter in letters], indent=2))
         return
     from promptq.producer.commands.screens.render import dead_letters_table
+    from promptq.producer.commands.screens.terminal import console_for_list
 
     if letters:
         console_for_list().print(dead_letters_table(letters))

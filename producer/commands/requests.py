@@ -20,11 +20,10 @@ from promptq.producer.commands.options import (
     Redis,
     RequestId,
 )
-from promptq.producer.commands.screens.printing import StreamPrinter
-from promptq.producer.commands.screens.terminal import write
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.queue.request_queue import new_request_id
+from promptq.shared.runtime.printable import write
 
 
 def submit(
@@ -221,6 +220,8 @@ def watch(
     promptq watch $(promptq submit --detach "Once upon a time")
     promptq watch 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --json
     """
+    from promptq.producer.commands.screens.printing import StreamPrinter
+
     with open_client_of(redis, queue, request_id) as client:
         raise typer.Exit(StreamPrinter(client, request_id, as_json).watch())
 
@@ -250,6 +251,8 @@ def _print_or_leave(client: Client, request_id: str, *, detach: bool, as_json: b
     if detach:
         write(json.dumps({"id": request_id}) if as_json else request_id)
         return
+    from promptq.producer.commands.screens.printing import StreamPrinter
+
     raise typer.Exit(StreamPrinter(client, request_id, as_json).submit())
 
 

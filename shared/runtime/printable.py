@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f"  # control characters: C0, DEL and C1
@@ -28,3 +29,8 @@ def one_line(json_text: str) -> str:
 def _escaped(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def write(text: str, end: str = "\n") -> None:
+    """Prints to standard output at once, printably to a terminal. Line breaks and tabs stay."""
+    print(printable(text, keep="\n\t") if sys.stdout.isatty() else text, end=end, flush=True)

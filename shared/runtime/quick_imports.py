@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_METRICS = "opentelemetry.sdk.metrics"
+_METRICS = "opentelemetry.metrics"
 
 
 @contextmanager

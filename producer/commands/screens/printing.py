@@ -18,12 +18,12 @@ from promptq.producer.admin.request_fields import json_object
 from promptq.producer.clients.resumable_stream import GIVE_UP_SECONDS
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.screens.render import how_to_start_a_worker, milliseconds
-from promptq.producer.commands.screens.terminal import SafeConsole, write
+from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.shared.errors import PromptqError, RedisUnavailableError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue import lookups
-from promptq.shared.runtime.printable import one_line, printable
+from promptq.shared.runtime.printable import one_line, printable, write
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

@@ -1,25 +1,17 @@
-"""Prints untrusted text safely.
+"""Prints tables and messages with untrusted text safely.
 
 A terminal obeys escape sequences, and some characters hide their neighbours. So each unsafe
-character is written as an escape like `\\x1b`. If standard output is not a terminal, a model's text
-is printed unchanged, for the program that reads it. Tables and messages are always escaped.
+character is written as an escape like `\\x1b`. Tables and messages are always escaped.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from promptq.shared.runtime.printable import printable
-
-
-def write(text: str, end: str = "\n") -> None:
-    """Prints to standard output without buffering. Line breaks and tabs stay."""
-    shown = printable(text, keep="\n\t") if sys.stdout.isatty() else text
-    print(shown, end=end, flush=True)
 
 
 def console_for_list() -> SafeConsole:

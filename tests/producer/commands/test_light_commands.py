@@ -24,7 +24,7 @@ FLEET = "promptq.producer.commands.local_fleet"
 CALL_READER = "promptq.producer.apis.call_reader_process"
 HTTP = {"fastapi", "starlette", "uvicorn", "promptq.producer.http"}
 OTHERS = {  # of other commands, or of none
-    "opentelemetry.sdk.metrics",
+    *("opentelemetry.metrics", "opentelemetry.sdk.metrics"),
     *("aiohttp", "fastapi", "httpx", "jinja2", "numpy", "prometheus_client", "rq"),
     *("structlog", "tokenizers", "torch", "transformers", "uvicorn"),
     *("promptq.producer.gateway.server", "promptq.producer.commands.local_fleet.autoscaler"),
@@ -38,7 +38,8 @@ BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
     ("module", "arguments", "needed", "unneeded"),
     [
         (CLI, ["--version"], {"typer"}, {*OTHERS, "pydantic_settings", "redis"}),
-        (CLI, ["stats", "--redis", "unix:///nowhere"], {"redis"}, {*OTHERS, "rich.markdown"}),
+        (CLI, ["stats", "--redis", "unix:///nowhere"], {"redis"}, {*OTHERS, "rich"}),
+        (CLI, ["cancel", "x", "--redis", "unix:///nowhere"], {"redis"}, {*OTHERS, "rich"}),
         (CLI, ["keys", "list", "--redis", "unix:///nowhere"], {"redis"}, OTHERS),
         (
             CLI,
@@ -65,15 +66,27 @@ BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
 def test_what_a_command_loads(
     module: str, arguments: list[str], needed: set[str], unneeded: set[str]
 ) -> None:
-    command = [sys.executable, "-P", "-c", RUN, module, *arguments]
+    loaded = loaded_by(module, *arguments)
+    assert needed <= loaded
+    assert not unneeded & loaded
+
+
+def test_statistics_in_json_need_no_tables(redis_url: str) -> None:
+    as_json = loaded_by(CLI, "stats", "--json", "--redis", redis_url)
+    assert not {*OTHERS, "rich"} & as_json
+    shown = loaded_by(CLI, "stats", "--redis", redis_url)
+    assert not {*OTHERS, "rich.markdown"} & shown
+    assert "rich.table" in shown
+
+
+def loaded_by(module: str, *arguments: str) -> set[str]:
+    """The modules that are loaded once the module has run with these arguments."""
     said = subprocess.run(
-        command,
+        [sys.executable, "-P", "-c", RUN, module, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,  # the reader of calls prints nothing else to its output
         text=True,
         check=True,
     ).stdout
-    loaded = set(json.loads(said.splitlines()[-1]))
-    assert needed <= loaded
-    assert not unneeded & loaded
+    return set(json.loads(said.splitlines()[-1]))
