@@ -287,6 +287,7 @@ class ForwardingEngine:
             self.limits.vocab_size,
             takes_grammars=self._takes_grammars,
             resumes_grammars=self._resumes_grammars,
+            keeps_seeds="temperature" not in self.abilities.inexact_with,
         )
         if sequence.request.wants_prompt_logprobs and not sequence.emitted:
             sequence.prompt_logprobs = [await stream.prompt_logprobs()]

@@ -23,7 +23,6 @@ from promptq.worker.upstream.dialects.dialect import (
     Chunk,
     Mask,
     ServerDescription,
-    seed_after,
     server_abilities,
 )
 from promptq.worker.upstream.dialects.transport import (
@@ -38,6 +37,9 @@ from promptq.worker.upstream.dialects.transport import (
 _GENERATE = "/inference/v1/generate"
 _MOST_LOGPROBS = 20
 """vLLM's default of `--max-logprobs`."""
+_MOST_STOPS = 64
+"""With `min_tokens` and more than 128 tokens, the model's own ends among them, vLLM's server dies
+on a GPU. The worker ends the stream at the others."""
 _BANNED = -1e4
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -55,8 +57,8 @@ class VllmDialect:
             unheeded=frozenset({"bad_words", "speculative_tokens"}),
             lowest_temperature=0.01,
             exact_resume=is_exact,
-            # Its random numbers depend on the step, and these penalties count outputs only.
-            inexact_with=frozenset({"temperature", "presence_penalty", "frequency_penalty"}),
+            inexact_with=frozenset({"temperature"}),  # its random numbers depend on the step
+            most_biases=MOST_LISTED,
         )
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
@@ -147,7 +149,6 @@ class VllmDialect:
         grammar: str | None = None,
     ) -> AsyncGenerator[Chunk]:
         body = self._body(request, emitted, model)
-        body["sampling_params"]["seed"] = seed_after(request, len(emitted), mask)
         if mask is not None:
             _put_mask(body["sampling_params"], mask)
         if grammar is not None:
@@ -171,8 +172,9 @@ class VllmDialect:
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "logit_bias": params.logit_bias,
+            "seed": request.seed,
             # The model's end tokens are among these, if the request heeds them.
-            "stop_token_ids": sorted(request.end_token_ids),
+            "stop_token_ids": sorted(request.end_token_ids)[:_MOST_STOPS],
             "ignore_eos": True,
             # One more, as the chosen token may be another one than the likeliest.
             "logprobs": params.logprobs and min(params.logprobs + 1, _MOST_LOGPROBS),
