@@ -222,6 +222,8 @@ class Preparation:
         for name in sorted(unheeded & request.model_fields_set):
             if getattr(request, name) != Request.model_fields[name].default:
                 raise UnservedFieldError(name)
+        if not (self.abilities.generates or request.embed or request.tokenize):
+            raise _unsupported("embed", "computes only vectors, so a request must have this field")
         lowest = self.abilities.lowest_temperature
         if 0.0 < request.temperature < lowest:
             # The engine can correct its draws by log-probabilities, which know no such field.
@@ -259,6 +261,8 @@ class Preparation:
                 "pooling: the model's files name a pooling that this worker does not support;"
                 " choose `last` or `mean`",
             )
+        if not self.abilities.generates and pooling != self.pooling:
+            raise _unsupported("embed", f"pools by {self.pooling!r}, not by {pooling!r}")
         return pooling
 
     def _cannot_resume(self, request: Request, emitted: list[int]) -> InvalidRequestError:

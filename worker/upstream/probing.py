@@ -39,6 +39,8 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
     """Returns a server's description, with its probed abilities. Raises the errors of
     `Dialect.describe`."""
     description, is_invariant = await dialect.describe(server), False
+    if description.embedding_size:
+        return description
 
     async def choice(*emitted: int, **rules: Any) -> int:
         request = replace(_REQUEST, max_tokens=1 + len(emitted))

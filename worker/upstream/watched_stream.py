@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import numpy as np
+import numpy.typing as npt
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
@@ -100,6 +101,15 @@ class WatchedStream:
         if not ((found.top_ids >= 0) & (found.top_ids < self._vocab_size)).all():
             raise UnusableAnswerError("its report on the prompt has a number that is no token id")
         return found
+
+    async def embedding(self, size: int) -> npt.NDArray[np.float32]:
+        """Returns the server's vector of the prompt, [size], checked. Raises
+        UnusableAnswerError."""
+        with malformed_as_fault():
+            vector = await self._dialect.embedding(self._server, self._request, self._model)
+        if len(vector) != size or not np.isfinite(vector).all():
+            raise UnusableAnswerError(f"no vector of {size} finite numbers")
+        return vector
 
     async def _free_chunks(self) -> AsyncGenerator[Chunk]:
         """Yields what the server generates freely, up to a token that breaks a rule."""

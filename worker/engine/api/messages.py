@@ -259,6 +259,8 @@ class EngineAbilities:
 
     logprobs: bool = True
     """Whether the engine reports log-probabilities, with ranks as in the protocol."""
+    generates: bool = True
+    """Whether the engine generates tokens. Otherwise it computes vectors, by one pooling alone."""
     grammars: bool = True
     """Whether the engine can make the output match a schema."""
     preemption: bool = True

@@ -65,6 +65,8 @@ class ServerDescription:
     is_invariant: bool = False
     """Whether VLLM_BATCH_INVARIANT states that a batch does not change logits, and no probe has
     contradicted that."""
+    embedding_size: int = 0
+    """Length of its vectors, if it computes vectors and generates nothing."""
 
     def __post_init__(self) -> None:
         """Checks the values. Raises ValueError for one that cannot be used."""
@@ -172,6 +174,13 @@ class Dialect(Protocol):
         has no such report."""
         ...
 
+    async def embedding(
+        self, server: Server, request: EngineRequest, model: str
+    ) -> npt.NDArray[np.float32]:
+        """Returns the prompt's vector, [embedding_size], not normalised. Only for a server whose
+        description has an `embedding_size`."""
+        ...
+
     def generate(
         self,
         server: Server,
@@ -197,6 +206,8 @@ def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbil
     """Returns the abilities of a server. Where it heeds masks, a WatchedStream applies rules that
     the server does not know."""
     known = dialect.abilities
+    if description.embedding_size:
+        return replace(known, generates=False, unheeded=known.unheeded - {"embed"})
     if description.is_invariant:
         known = replace(known, exact_resume=True)
     if description.keeps_seeds:

@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Never
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
@@ -120,6 +120,9 @@ class LlamaCppDialect:
 
     async def prompt_logprobs(self, server: Server, request: EngineRequest, model: str) -> None:
         return None
+
+    async def embedding(self, server: Server, request: EngineRequest, model: str) -> Never:
+        raise NotImplementedError  # no description has an `embedding_size`
 
     async def generate(
         self,

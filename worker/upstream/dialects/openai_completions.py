@@ -6,7 +6,7 @@ The proof is `return_token_ids`, as vLLM has it. Tried with vLLM 0.32.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, Never
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
@@ -101,6 +101,9 @@ class OpenAIDialect:
 
     async def prompt_logprobs(self, server: Server, request: EngineRequest, model: str) -> None:
         return None
+
+    async def embedding(self, server: Server, request: EngineRequest, model: str) -> Never:
+        raise NotImplementedError  # no description has an `embedding_size`
 
     async def generate(
         self,
