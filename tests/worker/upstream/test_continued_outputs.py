@@ -278,3 +278,8 @@ async def test_invariance_is_a_promise_where_it_is_stated_and_not_contradicted(
     abilities = abilities_of(model, await describe(model, NOWHERE))
     assert abilities.resumes_exactly(SamplingParams(temperature=1.0)) is is_exact
     assert abilities.resumes_exactly(SamplingParams(temperature=0.0)) is is_exact
+
+
+async def test_a_model_that_leaves_no_choice_shows_nothing_about_seeds() -> None:
+    model = Model([90.0] + [0.0] * (_VOCABULARY - 1), is_exact=True)
+    assert not (await describe(model, NOWHERE)).keeps_seeds
