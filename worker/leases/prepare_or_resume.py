@@ -35,6 +35,12 @@ _MAX_VALUES = 100_000
 """The most JSON values in a payload, not counting the token ids of its prompt. The parser creates
 an object for each value, all in one call during which no other thread runs."""
 
+_CHANGES_LOGITS = (
+    *("bad_words", "frequency_penalty", "logit_bias", "min_p", "min_tokens", "presence_penalty"),
+    *("repetition_penalty", "top_p"),
+)
+"""Fields that change the odds of tokens, which log-probabilities do not show."""
+
 _SEPARATORS = (b",", b"[", b"{")
 """One of these characters stands before each JSON value and each key."""
 
@@ -107,9 +113,14 @@ class Preparation:
         prefix = self._prefix(request, ends, len(prompt))
         if only_quick and len(prefix) > _QUICK_TOKENS:
             raise TakesLongError
-        is_inexact = bool(claim.events) and not self.abilities.resumes_exactly(request)
+        emitted = prefix  # published already if there are events
+        if claim.events:
+            emitted = [token_id for event in claim.events for token_id in event.token_ids]
+        is_inexact = bool(claim.events) and not self.abilities.resumes_exactly(request, emitted)
         if is_inexact and request.resume == "exact_only":
-            raise self._cannot_resume(request)
+            raise self._cannot_resume(request, emitted)
+        if not claim.events:
+            self._check_counted(request, prefix)
         room = self.limits.max_model_len - len(prompt)
         pooling = self._pooling(request.embed)
         if pooling is not None:
@@ -126,7 +137,6 @@ class Preparation:
         if prefix and not claim.events:  # otherwise the prefix is already published
             unsent = [TokenEvent(index=0, token_ids=prefix, text=begun, attempt=claim.attempt)]
         events = [*unsent, *claim.events]
-        emitted = [token_id for event in events for token_id in event.token_ids]
         return PreparedRequest(
             claim=claim,
             engine_request=EngineRequest(
@@ -137,7 +147,7 @@ class Preparation:
                 max_tokens=max_tokens,
                 end_token_ids=ends,
                 bad_token_sequences=self._bad_token_sequences(request, max_tokens),
-                output_token_ids=emitted,
+                output_token_ids=[*emitted],
                 priority=request.priority,
                 order=claim.order,
                 cache_salt=request.cache_salt or "",
@@ -212,18 +222,26 @@ class Preparation:
         for name in sorted(unheeded & request.model_fields_set):
             if getattr(request, name) != Request.model_fields[name].default:
                 raise UnservedFieldError(name)
+        if not (self.abilities.generates or request.embed or request.tokenize):
+            raise _unsupported("embed", "computes only vectors, so a request must have this field")
         lowest = self.abilities.lowest_temperature
         if 0.0 < request.temperature < lowest:
-            raise _unsupported("temperature", f"takes 0, or {lowest} and more")
-        # With a temperature, only new random numbers make a continuation inexact. Here they do not
-        # matter, because no token was drawn at random before.
-        uncounted = [
-            name for name in self.abilities.inexact_fields(request) if name != "temperature"
-        ]
-        if uncounted and request.output_prefix is not None:
-            raise _unsupported(uncounted[0], "would not count the tokens of output_prefix")
-        if uncounted and (request.wanted_output is not None or request.bad_words):
-            raise _unsupported(uncounted[0], "would not count all tokens of a watched stream")
+            # The engine can correct its draws by log-probabilities, which know no such field.
+            others = [] if self.abilities.logprobs else ["this engine"]
+            others += filter(request.is_set, _CHANGES_LOGITS)
+            others += [request.wanted_output.field] if request.wanted_output else []
+            if others:
+                why = f"takes 0, or {lowest} and more, with {others[0]}"
+                raise _unsupported("temperature", why)
+
+    def _check_counted(self, request: Request, prefix: list[int]) -> None:
+        """Raise InvalidRequestError if a call of the engine would not count a penalty for tokens of
+        earlier calls."""
+        uncounted = {*self.abilities.inexact_fields(request, prefix)} - {"temperature"}
+        if uncounted and (prefix or request.bad_words or request.wanted_output is not None):
+            other = "output_prefix" if prefix else request.field_that_bounds
+            why = f"would not count the tokens of all its calls, as it must with {other}"
+            raise _unsupported(min(uncounted), why)
 
     def _pooling(self, embed: Embed | None) -> Pooling | None:
         """Returns how to pool the prompt into a vector; None if the request wants no vector."""
@@ -243,10 +261,12 @@ class Preparation:
                 "pooling: the model's files name a pooling that this worker does not support;"
                 " choose `last` or `mean`",
             )
+        if not self.abilities.generates and pooling != self.pooling:
+            raise _unsupported("embed", f"pools by {self.pooling!r}, not by {pooling!r}")
         return pooling
 
-    def _cannot_resume(self, request: Request) -> InvalidRequestError:
-        fields = self.abilities.inexact_fields(request)
+    def _cannot_resume(self, request: Request, emitted: list[int]) -> InvalidRequestError:
+        fields = self.abilities.inexact_fields(request, emitted)
         why = "with it," if fields else "in its number format,"
         return _invalid(
             fields[0] if fields else "resume",

@@ -212,6 +212,7 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     require("an engine behind HTTP", "upstream")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "torch is missing"
     from promptq.worker.upstream.connecting import DIALECTS, find_server, key_of, start_server
+    from promptq.worker.upstream.dialects.adapter import adapter_of
     from promptq.worker.upstream.forwarding_engine import ForwardingEngine
     from promptq.worker.upstream.model_files import read_model_facts, require_for_gguf
 
@@ -224,19 +225,23 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     take_over_logs("transformers", "huggingface_hub")
     if is_gguf(settings.model or ""):
         require_for_gguf()
+    adapter = adapter_of(settings)
     dialect = DIALECTS[settings.engine](
-        is_exact=settings.dtype == "float32", shares_prefixes=settings.share_prefix_cache
+        is_exact=settings.dtype == "float32",
+        shares_prefixes=settings.share_prefix_cache,
+        **({"adapter": adapter} if adapter else {}),
     )
     progress("server")
     process = None if settings.upstream else start_server(dialect, settings)
     server = find_server(dialect, settings, process)
-    name = settings.model or server.description.model_dir
-    if name is None or (settings.trust_remote_code and settings.model is None):
+    named = settings.model or server.description.model_dir
+    if named is None or (settings.trust_remote_code and (adapter or settings.model is None)):
         raise ConfigurationError(
             "--model: name the directory, GGUF file or hub name of the model that the server"
             " serves; the server does not name the model, or its answer is not trusted with"
             " --trust-remote-code"
         )
+    name = adapter.base if adapter else named
     progress("tokenizer")
     facts = read_model_facts(name, trust_remote_code=settings.trust_remote_code)
     limits = server.limits(settings, facts.vocab_size)
@@ -265,7 +270,7 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
         server.description,
     )
     ends = _end_token_ids(facts.end_token_ids, tokenizer, facts.vocab_size)
-    identity = identity_of(settings.model_copy(update={"model": name}), tokenizer)
+    identity = identity_of(settings.model_copy(update={"model": named}), tokenizer)
     style = identity.output_style
     return Served(
         engine=engine,
@@ -276,6 +281,8 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
         dtype="" if settings.dtype == "auto" else settings.dtype,
         method=server.description.software,
         grammars=Grammars(tokenizer, facts.vocab_size, ends, vets=True, style=style),
+        pooling=settings.pooling
+        or (pooling_of(folder_of(name)) if limits.embedding_size else None),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from promptq.shared.protocol.claims import ModelIdentity
@@ -16,6 +17,7 @@ from promptq.worker.engine.checkpoints.location import (
 from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
 from promptq.worker.text.output_styles import style_of
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+from promptq.worker.upstream.dialects.adapter import adapter_of
 
 MODEL_FREE = "model-free"
 """The value of `--model` for the engine that has no model."""
@@ -29,7 +31,8 @@ def identify(settings: WorkerSettings) -> ModelIdentity:
     ModelError."""
     if settings.model == MODEL_FREE and settings.engine == NATIVE:
         return ModelIdentity(MODEL_FREE, MODEL_FREE)
-    name = settings.model or str(MODEL_DIR)
+    adapter = adapter_of(settings)
+    name = adapter.base if adapter else settings.model or str(MODEL_DIR)
     if settings.engine == NATIVE:
         check_weights(check_source(name))
     tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
@@ -41,7 +44,12 @@ def identity_of(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> Mo
     inference server."""
     is_native = settings.engine == NATIVE
     name = settings.model or str(MODEL_DIR)
-    fingerprint = _fingerprint(name, with_weights=is_native)
+    adapter = adapter_of(settings)
+    fingerprint = _fingerprint(
+        adapter.base if adapter else name,
+        adapter.files if adapter else [],
+        with_weights=is_native,
+    )
     if is_native:
         fingerprint += "".join(f"-{part}" for part in _formats(settings))
     return ModelIdentity(
@@ -78,8 +86,8 @@ def shown_name(settings: WorkerSettings) -> str:
     return path.resolve().name if path.is_dir() else settings.model
 
 
-def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
-    """Returns a hash of the names, sizes and first MiB of a model's files.
+def _fingerprint(name_or_dir: str, others: Sequence[Path], *, with_weights: bool) -> str:
+    """Returns a hash of the names, sizes and first MiB of a model's files, and of `others`.
 
     A safetensors file begins with the names and shapes of all its tensors, a GGUF file with its
     name and vocabulary. Without `with_weights`, the hash leaves out the weights. A worker that
@@ -93,7 +101,7 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
         files += sorted(folder.glob("*.safetensors"))
     if is_gguf(name_or_dir):  # a single file contains all of these
         files = [Path(name_or_dir).expanduser()]
-    for file in files:
+    for file in (*files, *others):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as content:
             digest.update(content.read(_HASHED_BYTES))

@@ -31,8 +31,8 @@ DIALECTS: dict[str, Callable[..., Dialect]] = {
     "llama.cpp": LlamaCppDialect,
     "openai": OpenAIDialect,
 }
-"""Dialects by the engine's name. Parameters: `is_exact`, whether the server computes in fp32, and
-`shares_prefixes`, whether tenants share cached prefixes."""
+"""Dialects by the engine's name. Parameters: `is_exact`, whether the server computes in fp32;
+`shares_prefixes`, whether tenants share cached prefixes; for vLLM, the `adapter` of all calls."""
 
 _PROBE = "Grüße, 世界! 12345\n\tdef f(x): return x # 🙂"
 """Tokenizers that differ at all are likely to differ here."""
@@ -63,6 +63,7 @@ class FoundServer:
             block_size=server.block_size,
             bytes_per_token=0,  # not known
             vocab_size=vocab_size,
+            embedding_size=server.embedding_size,
         )
 
     def check_tokenizer(self, tokenizer: HuggingFaceTokenizer) -> None:

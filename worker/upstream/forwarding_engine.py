@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
@@ -45,6 +45,10 @@ from promptq.worker.upstream.server_process import ServerProcess
 from promptq.worker.upstream.server_recovery import ServerRecovery
 from promptq.worker.upstream.token_rules import NoTokenError
 from promptq.worker.upstream.watched_stream import WatchedStream
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _AWAY = "the inference server is away"
 _DOUBT_SECONDS = 3.0
@@ -287,7 +291,12 @@ class ForwardingEngine:
             self.limits.vocab_size,
             takes_grammars=self._takes_grammars,
             resumes_grammars=self._resumes_grammars,
+            keeps_seeds="temperature" not in self.abilities.inexact_with,
         )
+        if sequence.request.pooling is not None:
+            vector = await stream.embedding(self.limits.embedding_size)
+            self._put_end(sequence, FinishReason.STOP, embedding=vector)
+            return
         if sequence.request.wants_prompt_logprobs and not sequence.emitted:
             sequence.prompt_logprobs = [await stream.prompt_logprobs()]
         is_over = False
@@ -334,6 +343,7 @@ class ForwardingEngine:
         error: str | None = None,
         *,
         is_refused: bool = False,
+        embedding: npt.NDArray[np.float32] | None = None,
     ) -> None:
         self._sequences.pop(sequence.sequence_id, None)
         self._faults.pop(sequence.request.order[1], None)
@@ -347,6 +357,7 @@ class ForwardingEngine:
             error=error,
             is_refused=is_refused,
             timing=sequence.timing.copy(),
+            embedding=embedding,
         )
         self._outbox.put(output)
 

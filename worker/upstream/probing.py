@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import replace
@@ -27,20 +28,27 @@ more: %json {{"type": "integer", "x-guidance": {{"whitespace_pattern": "[ ]"}}}}
 """A grammar whose outputs begin with two tokens. The rest shows whether the server reads schemas in
 our form."""
 _SECOND = 67
+_HALF = 4
 _LEAST_VOCABULARY = 256
 _LARGEST_TOKEN_ID = 2**24
+
+_Tokens = tuple[list[int], list[float]]
 
 
 async def describe(dialect: Dialect, server: Server) -> ServerDescription:
     """Returns a server's description, with its probed abilities. Raises the errors of
     `Dialect.describe`."""
-    description = await dialect.describe(server)
+    description, is_invariant = await dialect.describe(server), False
+    if description.embedding_size:
+        return description
 
     async def choice(*emitted: int, **rules: Any) -> int:
         request = replace(_REQUEST, max_tokens=1 + len(emitted))
-        return await _token(
-            server, dialect.generate(server, request, emitted, description.model, **rules)
-        )
+        return (await output(request, *emitted, **rules))[0][0]
+
+    async def output(request: EngineRequest, *emitted: int, **rules: Any) -> _Tokens:
+        stream = dialect.generate(server, request, emitted, description.model, **rules)
+        return await _tokens(server, stream, request.max_tokens - len(emitted))
 
     async def heeds_grammar(*output: int) -> bool:
         *emitted, expected = output
@@ -58,14 +66,31 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
         allowed[other] = True
         return await choice(mask=Mask(allowed, (preferred,))) != preferred
 
+    async def keeps_seeds() -> bool:
+        """Whether the second half of a sampled output comes again, beside another sequence."""
+        nonlocal is_invariant
+        logprobs = 0 if dialect.abilities.logprobs else None
+        params = SamplingParams(temperature=2.0, logprobs=logprobs)
+        request = replace(_REQUEST, params=params, seed=1, max_tokens=2 * _HALF)
+        ids, reported = await output(request)
+        emitted, requests = ids[:_HALF], (request, replace(request, seed=2))
+        again, other = await asyncio.gather(*(output(each, *emitted) for each in requests))
+        is_shown = again[0] == ids[_HALF:] != other[0]
+        is_stated = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+        is_invariant = is_stated and is_shown and bool(reported) and again[1] == reported[_HALF:]
+        return is_shown
+
     preferred = await choice()
     other = 65 if preferred != 65 else 66
     grammar = _GRAMMAR.format(first=other, second=_SECOND)
     takes_grammars = await _is_shown(heeds_grammar(other))
+    keeps = await _is_shown(keeps_seeds())
     return replace(
         description,
         takes_grammars=takes_grammars,
         resumes_grammars=takes_grammars and await _is_shown(heeds_grammar(other, _SECOND)),
+        keeps_seeds=keeps,
+        is_invariant=is_invariant,
         reports_prompts=await _is_shown(reports_prompts()),
         # The last one, because it notices if another one has ended the server.
         heeds_masks=await _is_shown(heeds_masks(), may_break_off=False),
@@ -83,15 +108,21 @@ async def _is_shown(probe: Awaitable[bool], *, may_break_off: bool = True) -> bo
         return False
 
 
-async def _token(server: Server, generated: AsyncGenerator[Chunk]) -> int:
-    """Returns the first token of a stream, which this ends."""
+async def _tokens(server: Server, generated: AsyncGenerator[Chunk], number: int) -> _Tokens:
+    """Returns the first tokens of a stream, which this ends, and their log-probabilities."""
+    ids, logprobs = list[int](), list[float]()
     try:
         async with asyncio.timeout(server.idle_seconds), aclosing(generated) as chunks:
             async for chunk in chunks:
-                for token_id in chunk.token_ids:
-                    if not 0 <= token_id <= _LARGEST_TOKEN_ID:
-                        raise ServerFaultError(f"{token_id!r:.40} is no token id")
-                    return token_id
+                ids += chunk.token_ids
+                logprobs += [entry.logprob for entry in chunk.logprobs or ()]
+                if len(ids) >= number or chunk.finish_reason is not None:
+                    break
     except TimeoutError:
         pass
-    raise ServerFaultError("generated nothing when it was tried")
+    if not ids:
+        raise ServerFaultError("generated nothing when it was tried")
+    for token_id in ids:
+        if not 0 <= token_id <= _LARGEST_TOKEN_ID:
+            raise ServerFaultError(f"{token_id!r:.40} is no token id")
+    return ids[:number], logprobs[:number]

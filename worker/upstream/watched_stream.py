@@ -14,9 +14,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import numpy as np
+import numpy.typing as npt
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
+from promptq.worker.upstream.call_request import CallRequest
 from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, Mask
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
@@ -46,6 +48,7 @@ class WatchedStream:
         *,
         takes_grammars: bool = False,
         resumes_grammars: bool = False,
+        keeps_seeds: bool = False,
     ) -> None:
         """Prepares a stream after the tokens `emitted`, which the grammar has accepted. A server
         that takes grammars gets the request's, if it resumes them or there is no output yet."""
@@ -54,9 +57,10 @@ class WatchedStream:
         self._output = [*emitted]
         self._vocab_size = vocab_size
         self._rules = TokenRules(request, emitted, vocab_size)
+        self._call = CallRequest(dialect.abilities, request, keeps_seeds=keeps_seeds)
         self._rejected: list[int] = []
         """The token that broke a rule, until another one has its place."""
-        self._breaks_rule = self._is_refused = self._is_over = False
+        self._breaks_rule = self._is_refused = self._is_over = self._needs_call = False
         self._takes_grammars, self._resumes_grammars = takes_grammars, resumes_grammars
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
@@ -73,7 +77,7 @@ class WatchedStream:
                 async with aclosing(self._free_chunks()) as free:
                     async for chunk in free:
                         yield chunk
-                if self._is_refused:
+                if self._is_refused or self._needs_call:
                     continue
                 if not self._breaks_rule:
                     return
@@ -97,9 +101,18 @@ class WatchedStream:
             raise UnusableAnswerError("its report on the prompt has a number that is no token id")
         return found
 
+    async def embedding(self, size: int) -> npt.NDArray[np.float32]:
+        """Returns the server's vector of the prompt, [size], checked. Raises
+        UnusableAnswerError."""
+        with malformed_as_fault():
+            vector = await self._dialect.embedding(self._server, self._request, self._model)
+        if len(vector) != size or not np.isfinite(vector).all():
+            raise UnusableAnswerError(f"no vector of {size} finite numbers")
+        return vector
+
     async def _free_chunks(self) -> AsyncGenerator[Chunk]:
         """Yields what the server generates freely, up to a token that breaks a rule."""
-        self._breaks_rule = self._is_refused = False
+        self._breaks_rule = self._is_refused = self._needs_call = False
         async with aclosing(self._without_refusal()) as chunks:
             async for chunk in chunks:
                 if self._is_over and chunk.token_ids:
@@ -110,7 +123,7 @@ class WatchedStream:
                 self._breaks_rule = not self._take(chunk)
                 if chunk.token_ids or not self._breaks_rule:
                     yield chunk
-                if self._breaks_rule:
+                if self._breaks_rule or self._needs_call:
                     return
                 if not is_servers and chunk.finish_reason is FinishReason.STOP:
                     return  # the server does not know this end
@@ -140,6 +153,7 @@ class WatchedStream:
 
         Returns whether all obey the rules.
         """
+        self._needs_call = self._call.cut_rejected(chunk)
         reason, chunk.finish_reason = chunk.finish_reason, None
         for number, token_id in enumerate(chunk.token_ids):
             if not self._rules.allow(token_id):
@@ -152,6 +166,10 @@ class WatchedStream:
             if is_end or len(self._output) >= self._request.max_tokens:
                 chunk.cut(number + 1)
                 reason = FinishReason.STOP if is_end else FinishReason.LENGTH
+                break
+            if self._call.is_miscounted_after(token_id):
+                self._needs_call, reason = True, None
+                chunk.cut(number + 1)
                 break
         else:
             if reason is FinishReason.STOP and not self._rules.may_end:
@@ -171,7 +189,8 @@ class WatchedStream:
             try:
                 chunk = await self._first_chunk(rules)
             except (RefusedError, ServerFaultError) as error:
-                is_grammar = rules.is_grammar_beside(self._request.params.logit_bias)
+                biases = self._call.after(self._output).params.logit_bias
+                is_grammar = rules.is_grammar_beside(biases)
                 if not is_grammar or isinstance(error, SilentServerError):
                     raise
                 self._takes_grammars = False
@@ -202,8 +221,9 @@ class WatchedStream:
         self, mask: Mask | None, grammar: str | None = None
     ) -> AsyncGenerator[Chunk]:
         """Yields the server's chunks, checked: nothing else may reach a log."""
+        request = self._call.after(self._output, mask)
         chunks = self._dialect.generate(
-            self._server, self._request, tuple(self._output), self._model, mask, grammar
+            self._server, request, tuple(self._output), self._model, mask, grammar
         )
         with malformed_as_fault():
             async with aclosing(chunks):

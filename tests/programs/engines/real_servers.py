@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -48,6 +48,7 @@ class RealServer:
     model: Path = MODEL_DIR
     slots: int = SLOTS
     length: int = LENGTH
+    arguments: Sequence[str] = ()
     port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = None
     _log: IO[bytes] | None = None
@@ -113,6 +114,7 @@ class RealServer:
                 *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
                 *("--max-model-len", str(self.length), "--max-num-seqs", str(self.slots)),
                 *("--structured-outputs-config", '{"backend": "guidance"}'),
+                *self.arguments,
             ]
             environment = {
                 "HOME": str(self.folder),

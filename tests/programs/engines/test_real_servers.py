@@ -120,6 +120,44 @@ def test_log_probabilities_of_a_prompt_are_the_models(
                 )
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"frequency_penalty": 0.6}, {"presence_penalty": 0.9, "frequency_penalty": 0.2}],
+    ids=lambda fields: "-".join(fields),
+)
+def test_penalties_count_the_tokens_of_a_prefix(
+    redis_url: str, tmp_path: Path, server: RealServer, fields: dict[str, float]
+) -> None:
+    if server.name != "vllm":
+        pytest.skip("llama.cpp would count the prompt")
+    with Client(as_role("operator", redis_url)) as client, worker(server, tmp_path, redis_url):
+        for prompt in PROMPTS[:2]:
+            request = {"prompt": prompt, **GREEDY, **fields, "max_tokens": 40, "ignore_eos": True}
+            whole = client.result(client.enqueue(**request)).token_ids
+            assert whole != undisturbed(prompt, 40)
+            for length in (1, 15, 35):
+                more = {"max_tokens": 40 - length}
+                prefix = {"output_prefix": {"token_ids": whole[:length]}}
+                result = client.result(client.enqueue(**{**request, **prefix, **more}))
+                assert result.token_ids == whole
+
+
+def test_temperatures_and_stop_tokens_beyond_a_servers_limits_are_served(
+    redis_url: str, tmp_path: Path, server: RealServer
+) -> None:
+    """At this temperature all draws are the likeliest token."""
+    with Client(as_role("operator", redis_url)) as client, worker(server, tmp_path, redis_url):
+        for prompt in PROMPTS[:2]:
+            wanted = undisturbed(prompt, 40)
+            cold = {"max_tokens": 40, "temperature": 1e-6}
+            assert client.result(client.enqueue(prompt, **cold)).token_ids == wanted
+            others = [token_id for token_id in range(300) if token_id not in wanted[:20]]
+            stops = {"stop_token_ids": [*others[:255], wanted[20]]}
+            number = wanted.index(wanted[20])
+            result = client.result(client.enqueue(prompt, **GREEDY, **stops, min_tokens=5))
+            assert number < 5 or result.token_ids == wanted[: number + 1]
+
+
 def test_characters_of_several_tokens_arrive_whole(
     redis_url: str, tmp_path: Path, server: RealServer
 ) -> None:

@@ -16,6 +16,7 @@ from llguidance import LLTokenizer
 from promptq.worker.text.grammars.llguidance_calls import Vocabulary
 from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch
 from tests.programs.stand_in_server.llama_cpp import llama_cpp_routes
+from tests.programs.stand_in_server.pooling import pooling_routes
 from tests.programs.stand_in_server.vllm import vllm_routes
 
 ROUTES: dict[str, Callable[..., list[web.RouteDef]]] = {
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument(
         "--grammars", metavar="DIR", help="mask by grammars, with the tokenizer in this folder"
     )
+    parser.add_argument("--pooling", action="store_true", help="compute vectors, and no tokens")
     options = parser.parse_args()
     batch = Batch(options.max_num_seqs, options.max_model_len, options.token_seconds)
 
@@ -61,6 +63,8 @@ def main() -> None:
     app = web.Application(middlewares=[check_key])
     more = [_vocabulary(Path(options.grammars))] if options.grammars else []
     routes = ROUTES[options.dialect](batch, options.model, not options.without_ids, *more)
+    if options.pooling:
+        routes = [*pooling_routes(batch, options.model), *routes]
     app.add_routes(routes)
     app.add_routes([web.get("/stand-in", tell), web.post("/stand-in", fail)])
     web.run_app(app, host="127.0.0.1", port=options.port, print=None, handler_cancellation=True)

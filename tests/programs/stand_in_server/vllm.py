@@ -18,11 +18,15 @@ vllm:num_requests_running{{engine="0",model_name="{model}"}} {running}
 vllm:cache_config_info{{block_size="16",cache_dtype="auto",kv_cache_size_tokens="{kv_tokens}"}} 1.0
 """
 
+OF_ADAPTER = 1000
+"""Adapters add this to the prompt's first token, so that their outputs are others."""
+
 
 def vllm_routes(
     batch: Batch, model: str, takes_ids: bool, vocabulary: LLTokenizer | None = None
 ) -> list[web.RouteDef]:
     """Returns the routes. Without a vocabulary, grammars are ignored."""
+    adapters: dict[str, str] = {}  # from names to folders
 
     def error(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
         return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -41,7 +45,25 @@ def vllm_routes(
             "max_model_len": batch.max_model_len,
             "permission": [],
         }
-        return web.json_response({"object": "list", "data": [entry]})
+        cards = [
+            {**entry, "id": name, "root": root, "parent": model, "max_model_len": None}
+            for name, root in adapters.items()
+        ]
+        return web.json_response({"object": "list", "data": [entry, *cards]})
+
+    async def load(request: web.Request) -> web.Response:
+        body = await request.json()
+        if batch.fault == "forbid_adapters":
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if body["lora_name"] in (*adapters, model):
+            said = f"The lora adapter '{body['lora_name']}' has already been loaded."
+            return web.json_response(error(said, "InvalidUserInput", 400), status=400)
+        adapters[body["lora_name"]] = body["lora_path"]
+        return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+
+    async def unload(request: web.Request) -> web.Response:
+        del adapters[(await request.json())["lora_name"]]
+        return web.Response(text="Success")
 
     async def metrics(_: web.Request) -> web.Response:
         text = _METRICS.format(
@@ -64,7 +86,7 @@ def vllm_routes(
         if not takes_ids:
             said = "Multimodal token-in token-out is not enabled; use --enable-scale-out"
             return web.json_response(error(said, "Forbidden", 403), status=403)
-        if body.get("model") not in (None, model) or batch.fault == "refuse":
+        if body.get("model") not in (None, model, *adapters) or batch.fault == "refuse":
             said = f"The model `{body.get('model')}` does not exist. Valid aliases: {model}."
             return web.json_response(error(said, "NotFoundError", 404, "model"), status=404)
         if batch.fault == "overload":
@@ -99,6 +121,8 @@ def vllm_routes(
             return response
         temperature = params.get("temperature", 1.0)
         bias = {int(key): by for key, by in (params.get("logit_bias") or {}).items()}
+        if body.get("model") in adapters:
+            prompt = [prompt[0] + OF_ADAPTER, *prompt[1:]]
         tokens = batch.generate(
             prompt,
             params.get("max_tokens") or batch.max_model_len,
@@ -149,6 +173,8 @@ def vllm_routes(
         web.get("/metrics", metrics),
         web.get("/health", health),
         web.post("/tokenize", tokenize),
+        web.post("/v1/load_lora_adapter", load),
+        web.post("/v1/unload_lora_adapter", unload),
         web.post("/inference/v1/generate", generate),
     ]
 

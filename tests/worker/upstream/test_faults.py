@@ -216,14 +216,16 @@ async def test_a_refusal_of_one_request_ends_that_request_alone(
         await assert_whole_texts(queue, wanted)
 
 
-async def test_a_temperature_that_the_server_would_raise_is_refused(
+async def test_a_temperature_that_the_server_would_raise_is_refused_or_corrected(
     redis_url: str, queue: AsyncRequestQueue, stand_in: StandIn
 ) -> None:
     async with running_worker(redis_url, served_upstream(stand_in.url)):
-        low = await async_put(queue, prompt="a", max_tokens=5, temperature=0.005)
-        error = (await finished(queue, low))["error"]
+        fields: dict[str, Any] = {"prompt": "a", "max_tokens": 5, "temperature": 0.005}
+        error = (await finished(queue, await async_put(queue, **fields, top_p=0.9)))["error"]
         assert error["type"] == "unsupported"
-        assert error["message"] == "temperature: this worker's engine takes 0, or 0.01 and more"
+        assert error["message"].startswith("temperature: this worker's engine takes 0, or 0.01")
+        result = await finished(queue, await async_put(queue, **fields))
+        assert len(result["token_ids"]) == 5, "the worker corrects the draws"
 
 
 @pytest.mark.parametrize(

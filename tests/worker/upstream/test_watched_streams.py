@@ -259,11 +259,15 @@ async def test_a_server_that_chooses_outside_of_a_mask_is_to_blame(
 async def test_penalties_that_would_not_count_all_tokens_are_refused(
     name: str, stand_in: StandIn, model: Path
 ) -> None:
-    """Each call of a watched stream has the earlier tokens in its prompt."""
+    """Each call of a watched stream has the earlier tokens in its prompt, and their penalties as
+    biases, which another penalty would scale."""
     here = await served(name, stand_in.url, model)
     for fields in ({"response_format": json_schema(LONG_SCHEMA)}, {"bad_words": ["a"]}):
         with pytest.raises(InvalidRequestError, match=r"^presence_penalty: .* worker's engine"):
+            prepare(here, presence_penalty=1.0, repetition_penalty=1.1, **fields)
+        if name == "vllm":
             prepare(here, presence_penalty=1.0, **fields)
+    close(here)
 
 
 async def test_rules_that_leave_no_token_are_the_requests_fault(

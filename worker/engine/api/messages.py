@@ -8,6 +8,7 @@ an engine could also run in a separate process.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -258,6 +259,8 @@ class EngineAbilities:
 
     logprobs: bool = True
     """Whether the engine reports log-probabilities, with ranks as in the protocol."""
+    generates: bool = True
+    """Whether the engine generates tokens. Otherwise it computes vectors, by one pooling alone."""
     grammars: bool = True
     """Whether the engine can make the output match a schema."""
     preemption: bool = True
@@ -273,6 +276,9 @@ class EngineAbilities:
     emit. Even if not, a stream has no gap and no repeated token."""
     inexact_with: frozenset[str] = frozenset()
     """Fields that prevent a request from resuming exactly. A `temperature` of 0 does not."""
+    most_biases: int | None = None
+    """The most tokens whose logits the engine can bias. It carries the penalties of an earlier
+    output over by biases, which no `repetition_penalty` may scale. None: it needs no biases."""
 
     head_cost: float | None = None
     """Time to draft a token with the model's drafting head, as a fraction of a step's time. None:
@@ -294,10 +300,18 @@ class EngineAbilities:
         """Whether the engine may preempt a sequence with these parameters for a more urgent one."""
         return self.preemption and (self.preempts_inexact or self.resumes_exactly(params))
 
-    def resumes_exactly(self, params: SamplingParams) -> bool:
-        """Whether another attempt at a request with these parameters continues exactly."""
-        return self.exact_resume and not self.inexact_fields(params)
+    def resumes_exactly(self, params: SamplingParams, output: Sequence[int] = ()) -> bool:
+        """Whether another attempt at a request with these parameters continues `output` exactly."""
+        return self.exact_resume and not self.inexact_fields(params, output)
 
-    def inexact_fields(self, params: SamplingParams) -> list[str]:
-        """Returns the fields that prevent a request with these parameters from resuming exactly."""
-        return sorted(filter(params.is_set, self.inexact_with))
+    def inexact_fields(self, params: SamplingParams, output: Sequence[int] = ()) -> list[str]:
+        """Returns the fields that prevent a request with these parameters from continuing `output`
+        exactly."""
+        inexact = {*filter(params.is_set, self.inexact_with)}
+        if 0.0 < params.temperature < self.lowest_temperature:
+            inexact.add("temperature")  # a choice among draws, which another attempt cannot repeat
+        if self.most_biases is not None:
+            num_biases = len({*map(str, output)} | (params.logit_bias or {}).keys())
+            if params.is_set("repetition_penalty") or num_biases > self.most_biases:
+                inexact |= {*filter(params.is_set, ("frequency_penalty", "presence_penalty"))}
+        return sorted(inexact)

@@ -60,6 +60,13 @@ class ServerDescription:
     """Whether it was seen to do so behind the beginning of an output."""
     reports_prompts: bool = False
     """Whether it was seen to report the log-probabilities of a prompt."""
+    keeps_seeds: bool = False
+    """Whether its random numbers were seen to depend on seed and position alone."""
+    is_invariant: bool = False
+    """Whether VLLM_BATCH_INVARIANT states that a batch does not change logits, and no probe has
+    contradicted that."""
+    embedding_size: int = 0
+    """Length of its vectors, if it computes vectors and generates nothing."""
 
     def __post_init__(self) -> None:
         """Checks the values. Raises ValueError for one that cannot be used."""
@@ -136,15 +143,6 @@ class Mask:
         return f"%llguidance {{}}\nstart: <[{ranges}]>"
 
 
-def seed_after(request: EngineRequest, num_emitted: int, mask: Mask | None = None) -> int:
-    """Returns the seed of a call. Each attempt draws other numbers, and so does a choice under a
-    mask: the numbers of the call before it have chosen a token that the mask excludes."""
-    num_choices = 0 if mask is None else 1 + len(mask.rejected)
-    return (
-        request.seed + num_emitted * 0x9E3779B97F4A7C15 + num_choices * 0xBF58476D1CE4E5B9
-    ) % 2**63
-
-
 class Dialect(Protocol):
     """A protocol for one kind of server: token ids in, token ids out.
 
@@ -176,6 +174,13 @@ class Dialect(Protocol):
         has no such report."""
         ...
 
+    async def embedding(
+        self, server: Server, request: EngineRequest, model: str
+    ) -> npt.NDArray[np.float32]:
+        """Returns the prompt's vector, [embedding_size], not normalised. Only for a server whose
+        description has an `embedding_size`."""
+        ...
+
     def generate(
         self,
         server: Server,
@@ -186,6 +191,7 @@ class Dialect(Protocol):
         grammar: str | None = None,
     ) -> AsyncGenerator[Chunk]:
         """Yields the tokens after `emitted`, the output so far, until the server ends the sequence.
+        `request.seed` is the seed of this call.
 
         With a mask, yields one token, which may be outside of a large mask. With a `grammar` (see
         `Grammar.source`), a server that can do so masks each token by the grammar. The grammar is
@@ -200,6 +206,12 @@ def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbil
     """Returns the abilities of a server. Where it heeds masks, a WatchedStream applies rules that
     the server does not know."""
     known = dialect.abilities
+    if description.embedding_size:
+        return replace(known, generates=False, unheeded=known.unheeded - {"embed"})
+    if description.is_invariant:
+        known = replace(known, exact_resume=True)
+    if description.keeps_seeds:
+        known = replace(known, inexact_with=known.inexact_with - {"temperature"})
     if description.reports_prompts:
         known = replace(known, unheeded=known.unheeded - {"prompt_logprobs"})
     if description.heeds_masks:

@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Never
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
@@ -21,7 +21,6 @@ from promptq.worker.upstream.dialects.dialect import (
     Chunk,
     Mask,
     ServerDescription,
-    seed_after,
     server_abilities,
 )
 from promptq.worker.upstream.dialects.transport import (
@@ -122,6 +121,9 @@ class LlamaCppDialect:
     async def prompt_logprobs(self, server: Server, request: EngineRequest, model: str) -> None:
         return None
 
+    async def embedding(self, server: Server, request: EngineRequest, model: str) -> Never:
+        raise NotImplementedError  # no description has an `embedding_size`
+
     async def generate(
         self,
         server: Server,
@@ -190,7 +192,6 @@ class LlamaCppDialect:
         body |= await _grammar_fields(server, request, output, grammar)
         if mask is not None:
             body["n_predict"] = 1
-            body["seed"] = seed_after(request, len(output), mask) % _RANDOM_SEED
             body["logit_bias"] += [[token_id, False] for token_id in mask.forbidden_ids]
         is_rest = body["n_predict"] <= _TOKENS_AT_ONCE
         body["n_predict"] = min(body["n_predict"], _TOKENS_AT_ONCE)
@@ -218,7 +219,7 @@ def _body(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "samplers": ["penalties", "temperature", "min_p", "top_k", "top_p"],
-        "seed": seed_after(request, len(output)) % _RANDOM_SEED,
+        "seed": (request.seed + len(output)) % _RANDOM_SEED,  # an output may take several calls
         "logit_bias": [[int(key), by] for key, by in (params.logit_bias or {}).items()],
         "return_tokens": True,
         "response_fields": ["tokens", "tokens_predicted", "stop", "stop_type"],

@@ -6,7 +6,7 @@ The proof is `return_token_ids`, as vLLM has it. Tried with vLLM 0.32.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, Never
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
@@ -16,7 +16,6 @@ from promptq.worker.upstream.dialects.dialect import (
     Chunk,
     Mask,
     ServerDescription,
-    seed_after,
     server_abilities,
 )
 from promptq.worker.upstream.dialects.transport import (
@@ -59,7 +58,8 @@ class OpenAIDialect:
             ),
             lowest_temperature=0.01,  # as vLLM has it
             exact_resume=is_exact,
-            inexact_with=frozenset({"temperature", "presence_penalty", "frequency_penalty"}),
+            inexact_with=frozenset({"temperature"}),
+            most_biases=_MOST_BIASES,
         )
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
@@ -102,6 +102,9 @@ class OpenAIDialect:
     async def prompt_logprobs(self, server: Server, request: EngineRequest, model: str) -> None:
         return None
 
+    async def embedding(self, server: Server, request: EngineRequest, model: str) -> Never:
+        raise NotImplementedError  # no description has an `embedding_size`
+
     async def generate(
         self,
         server: Server,
@@ -120,7 +123,7 @@ class OpenAIDialect:
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "logit_bias": params.logit_bias if mask is None else _bias(params.logit_bias, mask),
-            "seed": seed_after(request, len(emitted), mask),
+            "seed": request.seed,
             "stream": True,
         }
         body = _body([*request.prompt_token_ids, *emitted], sampling, model)

@@ -5,12 +5,16 @@ Tried with vLLM 0.32.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from base64 import b64decode
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from promptq.shared.errors import ConfigurationError
@@ -18,12 +22,12 @@ from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import LEAST, EngineRequest, PromptLogprobs
+from promptq.worker.upstream.dialects.adapter import Adapter
 from promptq.worker.upstream.dialects.dialect import (
     MOST_LISTED,
     Chunk,
     Mask,
     ServerDescription,
-    seed_after,
     server_abilities,
 )
 from promptq.worker.upstream.dialects.transport import (
@@ -36,8 +40,12 @@ from promptq.worker.upstream.dialects.transport import (
 )
 
 _GENERATE = "/inference/v1/generate"
+_EMBEDDINGS = "/v1/embeddings"
 _MOST_LOGPROBS = 20
 """vLLM's default of `--max-logprobs`."""
+_MOST_STOPS = 64
+"""With `min_tokens` and more than 128 tokens, the model's own ends among them, vLLM's server dies
+on a GPU. The worker ends the stream at the others."""
 _BANNED = -1e4
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -48,38 +56,49 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 class VllmDialect:
     """vLLM's dialect. `is_exact`: the server computes in fp32, so greedy streams resume exactly."""
 
-    def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
-        self._shares_prefixes = shares_prefixes
+    def __init__(
+        self,
+        *,
+        is_exact: bool = False,
+        shares_prefixes: bool = False,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self._shares_prefixes, self._adapter = shares_prefixes, adapter
         self.abilities = server_abilities(
             # The server's tokenising of `bad_words` misses some; drafts are the server's setting.
             unheeded=frozenset({"bad_words", "speculative_tokens"}),
             lowest_temperature=0.01,
             exact_resume=is_exact,
-            # Its random numbers depend on the step, and these penalties count outputs only.
-            inexact_with=frozenset({"temperature", "presence_penalty", "frequency_penalty"}),
+            inexact_with=frozenset({"temperature"}),  # its random numbers depend on the step
+            most_biases=MOST_LISTED,
         )
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
+        adapter = self._adapter
         command = [
-            *(settings.engine_command or "vllm", "serve", str(settings.model)),
+            *(settings.engine_command or "vllm", "serve"),
+            str(adapter.base if adapter else settings.model),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),
             *("--dtype", settings.dtype, "--max-num-seqs", str(settings.max_num_seqs)),
             *("--structured-outputs-config", '{"backend": "guidance"}'),
         ]
         if settings.max_model_len is not None:
             command += ["--max-model-len", str(settings.max_model_len)]
+        if adapter is not None:
+            module = json.dumps({"name": adapter.name, "path": str(adapter.folder)})
+            command += ["--enable-lora", "--lora-modules", module]
         return [*command, *settings.engine_arguments]
 
     async def describe(self, server: Server) -> ServerDescription:
         try:
             version = (await server.get("/version"))["version"]
-            (model, *_) = (await server.get("/v1/models"))["data"]
+            (model, *others) = (await server.get("/v1/models"))["data"]
             metrics = str(await server.get("/metrics"))
             match = _CACHE_CONFIG.search(metrics)
             cache = dict(_LABEL.findall(match[1] if match else ""))
             description = ServerDescription(
                 software=f"vLLM {version!s:.80}",
-                model=model["id"],
+                model=self._adapter.name if self._adapter else model["id"],
                 max_model_len=int(model["max_model_len"]),
                 kv_tokens=_number(cache.get("kv_cache_size_tokens")) or None,
                 block_size=_number(cache.get("block_size")) or 1,
@@ -89,27 +108,73 @@ class VllmDialect:
             raise ConfigurationError(
                 f"--upstream: {server.url} does not answer as vLLM's server does ({error!s:.500})"
             ) from error
-        await self._try(server, description.model)
-        return description
+        if self._adapter is not None:
+            await self._load(server, self._adapter, others)
+        return await self._try(server, description)
 
-    async def _try(self, server: Server, model: str) -> None:
-        """Generate one token, which also shows that the engine behind the server lives."""
+    async def _load(self, server: Server, adapter: Adapter, there: list[dict[str, Any]]) -> None:
+        """Load an adapter into the server, if it is not `there`. Raises ConfigurationError."""
+        roots = {entry["id"]: entry.get("root") for entry in there}
+        if adapter.name not in roots:
+            body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+            try:
+                await server.post("/v1/load_lora_adapter", body, server.idle_seconds)
+            except RefusedError as error:
+                (_, *there) = (await server.get("/v1/models"))["data"]
+                if adapter.name not in [entry["id"] for entry in there]:  # by another worker
+                    raise ConfigurationError(
+                        f"--model: vLLM at {server.url} does not load the adapter"
+                        f" {adapter.name!r} ({error}); start it with --enable-lora, and with"
+                        f" --lora-modules {adapter.name}={adapter.folder} or"
+                        " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                    ) from error
+        elif adapter.differs_from(roots[adapter.name]):
+            raise ConfigurationError(
+                f"--model: vLLM at {server.url} has another adapter {adapter.name!r}, from"
+                f" {roots[adapter.name]!r:.200}; choose another name with --served-model-name"
+            )
+
+    async def _try(self, server: Server, description: ServerDescription) -> ServerDescription:
+        """Generate one token, which also shows that the engine behind the server lives. A server
+        that was started for pooling computes a vector instead."""
         body = {
-            "model": model,
+            "model": description.model,
             "token_ids": [0],
             "sampling_params": {"temperature": 0.0, "max_tokens": 1, "detokenize": False},
         }
         try:
             answer = await server.post(_GENERATE, body)
         except RefusedError as error:
-            if error.status in (403, 404):
+            if error.status not in (403, 404):
+                raise
+            try:
+                size = len(await self._vector(server, [0], description.model))
+            except RefusedError:
                 raise ConfigurationError(
                     f"--upstream: vLLM at {server.url} takes no token ids; start it with"
                     " --enable-scale-out (0.32 or newer)"
                 ) from error
-            raise
+            return replace(description, embedding_size=size)
         if not answer["choices"][0]["token_ids"]:
             raise ServerFaultError("generated nothing when it was tried")
+        return description
+
+    async def embedding(
+        self, server: Server, request: EngineRequest, model: str
+    ) -> npt.NDArray[np.float32]:
+        return await self._vector(server, request.prompt_token_ids, model)
+
+    async def _vector(
+        self, server: Server, token_ids: list[int], model: str
+    ) -> npt.NDArray[np.float32]:
+        body = {
+            "model": model,
+            "input": [token_ids],
+            "encoding_format": "base64",
+            "use_activation": False,  # the worker normalises
+        }
+        (answer,) = (await server.post(_EMBEDDINGS, body, server.idle_seconds))["data"]
+        return np.frombuffer(b64decode(answer["embedding"], validate=True), "<f4")
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         body = {"prompt": text, "add_special_tokens": False}
@@ -147,7 +212,6 @@ class VllmDialect:
         grammar: str | None = None,
     ) -> AsyncGenerator[Chunk]:
         body = self._body(request, emitted, model)
-        body["sampling_params"]["seed"] = seed_after(request, len(emitted), mask)
         if mask is not None:
             _put_mask(body["sampling_params"], mask)
         if grammar is not None:
@@ -171,8 +235,9 @@ class VllmDialect:
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "logit_bias": params.logit_bias,
+            "seed": request.seed,
             # The model's end tokens are among these, if the request heeds them.
-            "stop_token_ids": sorted(request.end_token_ids),
+            "stop_token_ids": sorted(request.end_token_ids)[:_MOST_STOPS],
             "ignore_eos": True,
             # One more, as the chosen token may be another one than the likeliest.
             "logprobs": params.logprobs and min(params.logprobs + 1, _MOST_LOGPROBS),

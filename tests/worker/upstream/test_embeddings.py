@@ -1,0 +1,87 @@
+"""Vectors of an inference server that was started for pooling, as a queue of its own."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from tests.programs.stand_in_server.pooling import vector_of
+from tests.programs.stand_in_server.starting import StandIn, stand_in_server
+from tests.support.model_free import finished, running_worker
+from tests.support.requests import async_put
+from tests.support.waiting import async_until
+from tests.worker.upstream.test_watched_streams import served
+
+PROMPT = "a fox"
+VECTOR = np.array(vector_of(PROMPT.encode()))
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    with stand_in_server("vllm", "--pooling") as server:
+        yield server
+
+
+async def embedded(queue: AsyncRequestQueue, **embed: Any) -> Any:
+    return await finished(queue, await async_put(queue, prompt=PROMPT, embed=embed))
+
+
+def numbers(result: Any) -> Any:
+    return np.frombuffer(b64decode(result["embedding"]), "<f4")
+
+
+async def test_vectors_come_through_the_queue(
+    redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn
+) -> None:
+    here = await served("vllm", stand_in.url, model)
+    assert here.engine.limits.embedding_size == len(VECTOR)
+    async with running_worker(redis_url, here):
+        plain = await embedded(queue, normalize=False)
+        assert numbers(plain).tolist() == VECTOR.tolist()
+        assert plain["finish_reason"] == "stop"
+        assert plain["usage"]["prompt_tokens"] == len(PROMPT)
+        whole = numbers(await embedded(queue, pooling="last"))
+        assert whole == pytest.approx(VECTOR / np.linalg.norm(VECTOR), rel=1e-6)
+        short = numbers(await embedded(queue, dimensions=2))
+        assert short == pytest.approx(VECTOR[:2] / np.linalg.norm(VECTOR[:2]), rel=1e-6)
+
+
+async def test_what_such_a_server_does_not_do_is_refused_by_name(
+    redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn
+) -> None:
+    async with running_worker(redis_url, await served("vllm", stand_in.url, model)):
+        text = await finished(queue, await async_put(queue, prompt=PROMPT, max_tokens=3))
+        for error in (text["error"], (await embedded(queue, pooling="mean"))["error"]):
+            assert error["type"] == "unsupported"
+            assert error["message"].startswith("embed: ")
+        tokens = await finished(queue, await async_put(queue, prompt=PROMPT, tokenize=True))
+        assert tokens["prompt_token_ids"] == [*PROMPT.encode()]
+
+
+async def test_a_vector_that_is_no_number_ends_its_request_alone(
+    redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn
+) -> None:
+    async with running_worker(redis_url, await served("vllm", stand_in.url, model)):
+        stand_in.fail("spoil")
+        error = (await embedded(queue))["error"]
+        assert "no vector of 4 finite numbers" in error["message"]
+        stand_in.fail("")
+        assert numbers(await embedded(queue, normalize=False)).tolist() == VECTOR.tolist()
+
+
+@pytest.mark.parametrize("fault", ["break", "refuse"])
+async def test_a_server_that_fails_gets_the_request_again(
+    redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn, fault: str
+) -> None:
+    async with running_worker(redis_url, await served("vllm", stand_in.url, model)) as worker:
+        stand_in.fail(fault)
+        request_id = await async_put(queue, prompt=PROMPT, embed={"normalize": False})
+        await async_until(lambda: not worker.engine.is_accepting)
+        stand_in.fail("")
+        assert numbers(await finished(queue, request_id)).tolist() == VECTOR.tolist()

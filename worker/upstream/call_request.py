@@ -1,0 +1,103 @@
+"""One server's call as a part of a longer output, which the server takes for a part of the prompt.
+
+The calls together give the output that one call of an unlimited server would give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
+from promptq.worker.upstream.dialects.dialect import Chunk, Mask
+from promptq.worker.upstream.dialects.transport import UnusableAnswerError
+
+_MOST_REDRAWN = 1000
+"""The most redraws of one token. Near 0, the odds of one redraw are below 1/2 without a tie."""
+_SEED_STEPS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0xD1342543DE82EF95)
+
+
+class CallRequest:
+    """A request as its calls send it.
+
+    Penalties: a server counts only the call's own tokens. Biases have the penalties of the earlier
+    ones. `presence_penalty` counts a token once, so a token that the biases lack ends the call.
+
+    Low temperatures: the server draws at its lowest temperature. Each drawn token is kept with the
+    odds that give the right distribution (rejection sampling), else a call draws it again.
+    """
+
+    def __init__(
+        self, abilities: EngineAbilities, request: EngineRequest, *, keeps_seeds: bool = False
+    ) -> None:
+        self._request, params = request, request.params
+        self._has_penalties = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        self._most_biases = abilities.most_biases
+        self._counted: Collection[int] | None = None
+        """Tokens with a presence penalty in the biases of the call; None: the server counts."""
+        lowest = abilities.lowest_temperature
+        self._sharpness = 0.0
+        if 0.0 < params.temperature < lowest:
+            self._sharpness = 1.0 / params.temperature - 1.0 / lowest
+        self._random = Random(request.seed)  # noqa: S311 # samples tokens
+        self._num_redraws = self._num_here = 0
+        self._keeps_seeds = keeps_seeds
+
+    def after(self, output: Sequence[int], mask: Mask | None = None) -> EngineRequest:
+        """Returns the request for a call that continues `output`, or chooses under a mask."""
+        params = self._request.params
+        update: dict[str, Any] = {}
+        if self._sharpness:
+            update["logprobs"] = max(1, params.logprobs or 0)
+        if self._has_penalties and output:
+            biases = dict(params.logit_bias or {})
+            for token_id, times in Counter(output).items():
+                by = params.presence_penalty + params.frequency_penalty * times
+                biases[str(token_id)] = biases.get(str(token_id), 0.0) - by
+            largest = sorted(biases.items(), key=lambda item: -abs(item[1]))[: self._most_biases]
+            update |= {"logit_bias": dict(largest), "presence_penalty": 0.0}
+            self._counted = frozenset(output) if params.presence_penalty else None
+        params = params.model_copy(update=update) if update else params
+        return replace(self._request, params=params, seed=self._seed(len(output), mask))
+
+    def _seed(self, num_emitted: int, mask: Mask | None) -> int:
+        """Returns the seed of a call. On most servers, random numbers begin anew with each call, so
+        each attempt draws others, and so does a choice under a mask: the numbers of the call before
+        it have chosen a token that the mask excludes."""
+        num_choices = 0 if mask is None else 1 + len(mask.rejected)
+        counts = (0, 0) if self._keeps_seeds else (num_emitted, num_choices)
+        steps = zip((*counts, self._num_redraws), _SEED_STEPS, strict=True)
+        return (self._request.seed + sum(count * step for count, step in steps)) % 2**63
+
+    def is_miscounted_after(self, token_id: int) -> bool:
+        """Whether the call would miss the presence penalty of its token."""
+        return self._counted is not None and token_id not in self._counted
+
+    def cut_rejected(self, chunk: Chunk) -> bool:
+        """Drop the first token that another call must draw again, and all after it. Returns whether
+        there is one. Leaves no log-probabilities that only this choice needs.
+
+        Raises UnusableAnswerError.
+        """
+        if not self._sharpness:
+            return False
+        entries, num_top = chunk.logprobs or [], self._request.params.logprobs
+        for number, entry in enumerate(entries):
+            if not entry.top or self._num_here > _MOST_REDRAWN:
+                raise UnusableAnswerError("log-probabilities that its own tokens contradict")
+            odds = math.exp(min(0.0, (entry.logprob - entry.top[0].logprob) * self._sharpness))
+            if self._random.random() >= odds:
+                self._num_here += 1
+                chunk.cut(number)
+                chunk.finish_reason = None
+                break
+            self._num_here = 0
+            entry.top = entry.top[:num_top] or None
+        self._num_redraws += (is_cut := self._num_here > 0)
+        if num_top is None:
+            chunk.logprobs = None
+        return is_cut

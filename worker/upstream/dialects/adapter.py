@@ -1,0 +1,59 @@
+"""A LoRA adapter, which an inference server applies to its base model.
+
+Each adapter has a queue. `--model` names the folder with the adapter's files.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from promptq.shared.errors import ConfigurationError, ModelNotFoundError
+from promptq.shared.settings.worker import WorkerSettings
+from promptq.worker.engine.checkpoints.safe_files import check_files
+
+_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter's folder in the format of the library PEFT."""
+
+    name: str
+    """The server's name of the adapter, which is also its name for clients."""
+    folder: Path
+    base: str
+    """Directory or hub name of the base model."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that make up the adapter."""
+        return [self.folder / _CONFIG, *sorted(self.folder.glob("*.safetensors"))]
+
+    def differs_from(self, root: object) -> bool:
+        """Whether `root`, the server's name of the place of an adapter, is another folder here."""
+        there = Path(str(root))
+        return there.is_dir() and not there.samefile(self.folder)
+
+
+def adapter_of(settings: WorkerSettings) -> Adapter | None:
+    """Returns the adapter that `--model` names; None if that is another model.
+
+    Raises ConfigurationError, and ModelError for a folder that cannot be used.
+    """
+    folder = Path(settings.model or "").expanduser().absolute()
+    if settings.model is None or not (folder / _CONFIG).is_file():
+        return None
+    if settings.engine != "vllm":
+        raise ConfigurationError(
+            f"--model: {folder} is a LoRA adapter, and only --engine vllm serves adapters"
+        )
+    check_files(folder)
+    try:
+        base = json.loads((folder / _CONFIG).read_bytes())["base_model_name_or_path"]
+    except (RecursionError, ValueError, KeyError, TypeError) as error:
+        raise ModelNotFoundError(f"{folder}: {_CONFIG} names no base model: {error!r}") from error
+    if not isinstance(base, str) or not base:
+        raise ModelNotFoundError(f"{folder}: {_CONFIG} names no base model")
+    return Adapter(settings.served_model_name or folder.resolve().name, folder, base)
