@@ -17,12 +17,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import openai
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.children import child
 from benchmarks.lib.memory import peak_bytes
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES, MAX_LINES
+from promptq.producer.commands.screens.terminal import console_for_list
 from promptq.shared.server.embedded import EmbeddedServer
 
 LOADS = ((MAX_LINES, MAX_FILE_BYTES // MAX_LINES - 250), (40, 5_000_000))
@@ -122,7 +122,7 @@ def main() -> None:
         cells = [f"{count:,}", f"{size / 1e6:.0f}", f"{upload:.1f}", f"{run:.1f}"]
         cells.append(f"{before / 2**20:.0f}, then {after / 2**20:.0f}")
         table.add_row(*cells, f"{jobs / 2**20:.0f}")
-    Console().print(table)
+    console_for_list().print(table)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import redis.asyncio
-from rich.console import Console
 from rich.table import Table
 
+from promptq.producer.commands.screens.terminal import console_for_list
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.shared.server.embedded import EmbeddedServer
@@ -127,7 +127,7 @@ def main() -> None:
     }
     for name, values in rows.items():
         table.add_row(name, *(f"{percentile(values, at):.1f}" for at in (0.5, 0.95, 0.99, 1.0)))
-    Console().print(table)
+    console_for_list().print(table)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
+from promptq.producer.commands.screens.terminal import console_for_list
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.engine.api.messages import EngineRequest
@@ -166,7 +166,7 @@ def main() -> None:
                 pairs[case.title].append(pair)
     for case in CASES:
         table.add_row(case.title, *_figures(case, pairs[case.title]))
-    Console().print(table)
+    console_for_list().print(table)
 
 
 def _figures(case: Case, pairs: list[tuple[Measured, Measured]]) -> list[str]:

@@ -20,12 +20,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from benchmarks.table.jobs import Request
 from benchmarks.table.rows.engine import engine_request
+from promptq.producer.commands.screens.terminal import console_for_list
 from promptq.shared.protocol.events import token_event_json
 from promptq.shared.settings.worker import read_worker_settings
 from promptq.worker.engine.api.port import Engine
@@ -125,7 +125,7 @@ def main() -> None:
         shares = [one / alone for one, alone in zip(found_rates, rates["nobody"], strict=True)]
         median = statistics.median(found_rates)
         table.add_row(name, f"{median:,.0f}", f"{statistics.median(shares):.3f}")
-    Console().print(table)
+    console_for_list().print(table)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.models import MODELS, random_model
+from promptq.producer.commands.screens.terminal import console_for_list
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -141,7 +141,7 @@ def main() -> None:
             f"{sampling / step:.1%}",
             f"{limit:.0%}",
         )
-    Console().print(table)
+    console_for_list().print(table)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ from urllib.parse import urlsplit
 import hiredis
 import redis.asyncio
 import uvloop
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.children import child
@@ -41,6 +40,7 @@ from benchmarks.lib.memory import peak_bytes
 from benchmarks.table.statistics import percentile
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.commands.screens.terminal import console_for_list
 from promptq.producer.gateway.server import allow_many_connections
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
@@ -314,8 +314,10 @@ def compare_attacks(load: Load, num_rounds: int) -> None:
         added = [[percentile(it.added, at) * 1000 for it in found] for at in _PLACES.values()]
         used = [it.cpu_per_token * 1e6 for it in found]
         table.add_row(name, *map(_median, added), _median(used, digits=0))
-    Console().print(f"Medians of {num_rounds} rounds of {load.num_streams} streams, and spans, ms:")
-    Console().print(table)
+    console_for_list().print(
+        f"Medians of {num_rounds} rounds of {load.num_streams} streams, and spans, ms:"
+    )
+    console_for_list().print(table)
     for name, other in (
         ("60 calls a minute", "60 calls a minute, elsewhere"),
         ("60 calls a minute", "alone"),
@@ -326,7 +328,7 @@ def compare_attacks(load: Load, num_rounds: int) -> None:
             percentile(each[name].added, 0.99) / percentile(each[other].added, 0.99)
             for each in rounds
         ]
-        Console().print(f"p99, {name} over {other}: {_median(ratios)}")
+        console_for_list().print(f"p99, {name} over {other}: {_median(ratios)}")
 
 
 def _median(values: Sequence[float], digits: int = 2) -> str:
@@ -371,10 +373,12 @@ def main() -> None:
         added = [f"{percentile(measured.added, at) * 1000:.2f}" for at in _PLACES.values()]
         used = [f"{measured.cpu_per_token * 1e6:.0f}", f"{measured.peak_bytes / 2**20:.0f}"]
         table.add_row(name, f"{load.num_streams:,}", *added, *used)
-    Console().print("From the event's publication in Redis to its bytes at an HTTP client, ms;")
+    console_for_list().print(
+        "From the event's publication in Redis to its bytes at an HTTP client, ms;"
+    )
     rate = LOADS[0].num_streams * LOADS[0].tokens_per_second  # that of all loads
-    Console().print(f"{rate:,.0f} tokens a second in all, shared by the streams:")
-    Console().print(table)
+    console_for_list().print(f"{rate:,.0f} tokens a second in all, shared by the streams:")
+    console_for_list().print(table)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.lib import peers
 from benchmarks.lib.models import CACHE, MODELS
 from benchmarks.table import plot, targets
@@ -21,6 +19,7 @@ from benchmarks.table.floor import torch_dtype
 from benchmarks.table.measuring import Plan, Run, carry_out
 from benchmarks.table.registry import ROWS
 from benchmarks.table.workloads import WORKLOADS
+from promptq.producer.commands.screens.terminal import console_for_list
 
 _WORKLOADS = [*WORKLOADS, "poisson", "queue"]
 
@@ -29,7 +28,7 @@ def main() -> None:
     plan, options = _read_options()
     # Ending it ends the row that runs, too: an engine left over would spoil the next measurement.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    console = Console(width=None if os.isatty(1) else 160)
+    console = console_for_list()
     plan.cache.mkdir(parents=True, exist_ok=True)
     run = carry_out(plan, lambda line: console.print(line, style="dim", highlight=False))
     measured = run.measured

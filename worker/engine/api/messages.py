@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason, Pooling, SamplingParams
@@ -252,6 +252,22 @@ class EngineLimits:
     """Bytes of all states of recurrent layers, including the states kept after shared prefixes."""
 
 
+class WeightCounts(NamedTuple):
+    """Numbers of weights that a step multiplies by its rows, with those of the output layer."""
+
+    dense: float
+    experts: float = 0.0
+    used: float = 0.0
+    """The fraction of the experts that a row needs."""
+
+
+class HeadWeights(NamedTuple):
+    """The weights of a model and of its drafting head."""
+
+    model: WeightCounts
+    head: WeightCounts
+
+
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
     """Features of an engine. A worker refuses a request that needs a missing feature, and names the
@@ -280,9 +296,9 @@ class EngineAbilities:
     """The most tokens whose logits the engine can bias. It carries the penalties of an earlier
     output over by biases, which no `repetition_penalty` may scale. None: it needs no biases."""
 
-    head_cost: float | None = None
-    """Time to draft a token with the model's drafting head, as a fraction of a step's time. None:
-    the model has no such head."""
+    head: HeadWeights | None = None
+    """The weights of the model's drafting head, from which the engine estimates its cost. None: the
+    model has no such head."""
 
     is_at_risk: bool = True
     """Whether a request that was running may be the cause when the engine fails."""

@@ -32,6 +32,7 @@ class Committer:
         for share, reported in zip(batch.reporting, collected.prompt_logprobs, strict=True):
             share.sequence.num_reported_rows = share.reported_rows.stop
             share.sequence.prompt_logprobs.append(reported)
+        num_drafting = sum(1 for share in batch.scheduled if share.draft)
         tokens = iter(collected.sampled)
         for share in batch.scheduled:
             rows = next(tokens) if share.samples else []
@@ -43,7 +44,14 @@ class Committer:
                     yield from self._pool(share)
                 continue
             output = self._append(share, _accepted(share, rows))
-            self._settle_draft(share, output, batch)
+            num_drafted, num_accepted = len(share.draft), max(0, len(output.token_ids) - 1)
+            self._totals.drafted_tokens += num_drafted
+            self._totals.accepted_tokens += num_accepted
+            if (drafter := share.sequence.drafter) is not None:
+                drafter.settle(
+                    *(num_drafted, num_accepted, len(batch.scheduled), num_drafting),
+                    by_head=share.drafts_by_head,
+                )
             yield share.sequence, output
 
     def _advance(self, share: ScheduledSequence, num_tokens: int) -> None:
@@ -127,15 +135,6 @@ class Committer:
                 " again), or they overflow in the model's dtype (try bfloat16 or float32)",
             )
         yield sequence, output
-
-    def _settle_draft(self, share: ScheduledSequence, output: SequenceOutput, batch: Batch) -> None:
-        num_drafted, num_accepted = len(share.draft), max(0, len(output.token_ids) - 1)
-        self._totals.drafted_tokens += num_drafted
-        self._totals.accepted_tokens += num_accepted
-        if share.sequence.drafter is not None:
-            share.sequence.drafter.settle(
-                num_drafted, num_accepted, len(batch.scheduled), by_head=share.drafts_by_head
-            )
 
 
 def _finish_reason(sequence: Sequence) -> FinishReason | None:

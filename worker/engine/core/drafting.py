@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from promptq.worker.engine.api.messages import HeadWeights, WeightCounts
+
 MAX_ROWS = 16
 """The most rows of a step with drafts, including the drafted rows."""
 
@@ -21,28 +23,43 @@ _ROW_COST = 1 / 32
 """The cost of a drafted row, as a fraction of a step. The first drafted row costs more, because
 some libraries multiply a single row differently. Most machines and dtypes have lower costs."""
 
-_ALLOWANCE = 0.01
+_ALLOWANCE = 0.005
 """The cost that failing drafts may have, as a fraction of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
 """The most credit, in tokens. More would waste drafts after a text stops repeating itself."""
-_LARGEST_DEBT = 1.0
+_LARGEST_DEBT = 4.0
 _FIRST_LENGTH = 3
-_LONGEST, _SHORTEST = 4, 2
-"""The most and the least tokens that have to match. A match of a single token means too little."""
+_LONGEST = 4
+"""The most tokens that have to match, and the least are 2. A match of one token means too little.
+"""
 
 UNKNOWN = -1
 """Stands for a drafted token that the model's head has not chosen yet."""
+_PRODUCT = 1 / 4
+"""The work of multiplying a weight by a row. The work of reading a weight is 1."""
+_STEP, _ROW = 5.5e6, 0.5e6
+"""The work of a step, and of each of its rows, beside the products: scheduling, sampling, etc."""
+_DRAFT, _DRAFT_OF_SEQUENCE, _DRAFTED_ROW = 2.5e6, 0.7e6, 0.1e6
+"""The work beside the products of a step in which the head drafts, for each sequence in it, and for
+each drafted token."""
 _MOST_BY_HEAD = 8
 """The most tokens that the head drafts in a step, one after the other."""
-_FIRST_RATE = 0.7
+_LEAST_GAIN = 1.05
+"""The head drafts if this is the least expected speed, as a multiple of the speed without."""
+_FIRST_RATE = 0.8
 """The expected rate at which a token of the head is accepted if all tokens before it are right."""
 _FIRST_FOUND = 3.0
 """The expected number of accepted tokens of a prompt lookup, if the model also has a head."""
-_WEIGHT = 1 / 16
+_WEIGHT = 1 / 64
 _WEIGHT_OF_LOOKUP = 1 / 4
 """The weights of a new draft in two running means, which begin with the two expectations above: the
 acceptance rates of the head, and the number of accepted tokens of a lookup."""
+_FIRST_COUNT = 16
+"""At first, the expected rates of the head weigh as much as this many drafts."""
+_RESTS = 32
+"""After this many decodes without a draft by the head, rates below the first one rise, by half of
+what a failed draft takes at most. So the head is tried again, after at least 64 decodes."""
 _FORGETTING = 1 / 256
 """Weight by which each step without a lookup moves the expectation of lookups back to its first
 value. So a text that begins to repeat itself is noticed."""
@@ -61,64 +78,96 @@ class PromptLookup:
         `token_ids` may only grow between calls. The longest match wins, and the latest of equally
         long ones. If fewer than `count` tokens follow the match, they are repeated.
         """
-        end = len(token_ids)
-        for place in range(max(self._num_indexed, _SHORTEST), end):
-            for size in range(_SHORTEST, min(_LONGEST, place) + 1):
-                self._next_of[tuple(token_ids[place - size : place])] = place
+        end, next_of = len(token_ids), self._next_of
+        for place in range(max(self._num_indexed, 2), end):
+            last = tuple(token_ids[max(0, place - _LONGEST) : place])
+            next_of[last] = next_of[last[-3:]] = next_of[last[-2:]] = place
         self._num_indexed = end
-        for size in range(_LONGEST, _SHORTEST - 1, -1):
-            start = self._next_of.get(tuple(token_ids[end - size :])) if size < end else None
-            if start is not None:
-                draft = token_ids[start : start + count]
-                while len(draft) < count:
-                    draft += draft[: count - len(draft)]
-                return draft
-        return []
+        last = tuple(token_ids[-_LONGEST:])
+        start = next_of.get(last) or next_of.get(last[-3:]) or next_of.get(last[-2:])
+        if start is None:
+            return []
+        draft = token_ids[start : start + count]
+        while len(draft) < count:
+            draft += draft[: count - len(draft)]
+        return draft
 
 
 @dataclass(slots=True)
 class Head:
-    """The costs and acceptance rates of the model's drafting head, over all sequences."""
+    """Decides for all sequences of a step whether the model's head drafts, and how many tokens."""
 
-    cost: float
-    """See `EngineAbilities.head_cost`."""
+    weights: HeadWeights
+    recomputes: bool = False
+    """Whether the next step computes accepted tokens again (see `KVLayout.states_skip_drafts`)."""
     rates: list[float] = field(default_factory=lambda: [_FIRST_RATE] * _MOST_BY_HEAD)
     """For each place in a draft: the rate of acceptance if all tokens before it are right."""
+    _num_settled: int = 0
+    _num_rests: int = 0
+    _costs: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
-    def settle(self, num_drafted: int, num_accepted: int) -> None:
-        for place in range(min(num_accepted + 1, num_drafted)):
-            self.rates[place] += _WEIGHT * ((place < num_accepted) - self.rates[place])
-
-    def best_length(self, most: int, num_sequences: int, credit: float) -> tuple[int, float]:
-        """Returns the best number of tokens for the head to draft, and the speed with this draft.
-        The speed is the expected number of tokens in the time of a step without a draft.
-
-        If no draft pays off, but the credit covers a draft of one token, the head drafts one token.
-        This keeps the rates of acceptance up to date.
-
-        The cost grows with the number of sequences: when 4 sequences of the shipped model ran, one
-        token that the head drafted for each of them took 0.7 of a step.
-        """
-        of_token = (_ROW_COST + self.cost) * num_sequences
-        expected, right, cost = 0.0, 1.0, _DRAFT_COST
-        best = (0, 1.0)
-        for length, rate in enumerate(self.rates[:most], start=1):
+    def best_length(self, num_drafting: int, num_others: int = 0) -> tuple[int, float]:
+        """Returns the best number of tokens to draft for each of `num_drafting` sequences, and the
+        expected number of accepted ones. Both are 0 if drafts do not pay. `num_others` further
+        sequences of the step get no drafts."""
+        kind = num_drafting, num_others
+        if kind not in self._costs:
+            self._costs[kind] = self._costs_of(num_drafting, num_others)
+        best, best_speed = (0, 0.0), _LEAST_GAIN
+        share = num_drafting / (num_drafting + num_others)
+        expected, right, rate = 0.0, 1.0, 1.0
+        for length, cost in enumerate(self._costs[kind], start=1):
+            rate = min(rate, self.rates[length - 1])  # later tokens are harder to predict
             right *= rate
             expected += right
-            cost += of_token
-            if (tokens := (1 + expected) / (1 + cost)) > best[1]:
-                best = (length, tokens)
-        if best[0] == 0 and _DRAFT_COST + of_token <= credit:
-            return 1, 1.0
+            if (speed := (1 + expected * share) / cost) > best_speed:
+                best, best_speed = (length, expected), speed
         return best
+
+    def _costs_of(self, num_drafting: int, num_others: int) -> list[float]:
+        """Returns for 1, 2, ... drafted tokens the work of a step with drafts, as a multiple of the
+        work without. The list ends where a step would have too many rows."""
+        plain, model, costs = num_drafting + num_others, self.weights.model, list[float]()
+        without = _STEP + _ROW * plain + _products(model, plain)
+        of_token = _DRAFTED_ROW * num_drafting + _products(self.weights.head, num_drafting)
+        for length in range(1, _MOST_BY_HEAD + 1):
+            num_rows = plain + num_drafting * length * (1 + self.recomputes)
+            if num_rows > MAX_ROWS:
+                break
+            work = _STEP + _ROW * num_rows + _products(model, num_rows)
+            work += _DRAFT + _DRAFT_OF_SEQUENCE * num_drafting + length * of_token
+            costs.append(work / without)
+        return costs
+
+    def settle(self, num_drafted: int, num_accepted: int) -> None:
+        self._num_settled += 1
+        weight = max(_WEIGHT, 1 / (_FIRST_COUNT + self._num_settled))
+        for place in range(min(num_accepted + 1, num_drafted)):
+            self.rates[place] += weight * ((place < num_accepted) - self.rates[place])
+
+    def rest(self) -> None:
+        """Record a decode for which the head has drafted nothing."""
+        self._num_rests = (self._num_rests + 1) % _RESTS
+        if self._num_rests == 0:
+            self.rates = [
+                rate + _WEIGHT * max(0.0, min(rate / 2, _FIRST_RATE - rate)) for rate in self.rates
+            ]
+
+
+def _products(weights: WeightCounts, num_rows: int) -> float:
+    """Returns the work of reading weights and multiplying them by rows. The more rows a step has,
+    the more experts it reads."""
+    read = weights.dense + weights.experts * (1.0 - float((1.0 - weights.used) ** num_rows))
+    return read + _PRODUCT * num_rows * (weights.dense + weights.experts * weights.used)
 
 
 @dataclass(slots=True)
 class Drafter:
     """Drafts tokens for one sequence, as many as pay off.
 
-    Drafts are paid from a credit. Each accepted token adds to the credit, and each step adds a
-    little. So failing drafts cost at most the small addition, and right drafts become longer.
+    Prompt lookups are paid from a credit, in tokens: a longer step delays all of its sequences.
+    Each accepted token adds to the credit, and each step adds a little. So failing drafts cost at
+    most the small addition, and right drafts become longer. `Head` decides about its drafts.
     """
 
     max_drafted: int
@@ -132,9 +181,15 @@ class Drafter:
     _credit: float = _FIRST_CREDIT
     _found: float = _FIRST_FOUND
 
-    def draft(self, token_ids: list[int], num_rows: int, num_sequences: int) -> list[int]:
+    def draft(
+        self,
+        token_ids: list[int],
+        num_rows: int,
+        num_sequences: int,
+        by_head: tuple[int, float] = (0, 0.0),
+    ) -> list[int]:
         """Returns at most `num_rows` drafted tokens, for a step of `num_sequences` sequences. All
-        of them are UNKNOWN if the model's head will draft."""
+        of them are UNKNOWN if the model's head will draft. See `Head.best_length` for `by_head`."""
         affordable = int((self._credit - _DRAFT_COST) / (_ROW_COST * num_sequences))
         useful = self.end - len(token_ids) - 1  # the last token is sampled, not drafted
         most = min(self.max_drafted, num_rows, useful)
@@ -142,30 +197,33 @@ class Drafter:
             return []
         count = min(most, self._length, affordable)
         found = self._lookup.find(token_ids, count) if count > 0 else []
-        if self.head is None:
+        length, expected = by_head
+        if length == 0 or (found and self._found > expected):
             return found
-        length, tokens_per_step = self.head.best_length(most, num_sequences, self._credit)
-        if found and length == 0:
-            return found
-        if found:
-            cost = _DRAFT_COST + _ROW_COST * len(found) * num_sequences
-            if (1 + self._found) / (1 + cost) > tokens_per_step:
-                return found
-        return [UNKNOWN] * length
+        return [UNKNOWN] * min(most, length)
 
     def settle(
-        self, num_drafted: int, num_accepted: int, num_sequences: int, *, by_head: bool = False
+        self,
+        num_drafted: int,
+        num_accepted: int,
+        num_sequences: int,
+        num_drafting: int = 1,
+        *,
+        by_head: bool = False,
     ) -> None:
-        """Update the credit after a decode of the sequence, with or without a draft."""
-        credit = self._credit + _ALLOWANCE + num_accepted
-        if by_head or not num_drafted:
+        """Record a decode of the sequence, with or without a draft, in a step that had drafts for
+        `num_drafting` of its `num_sequences` sequences."""
+        credit = self._credit + _ALLOWANCE
+        if num_drafted and not by_head:
+            cost = _DRAFT_COST / num_drafting + _ROW_COST * num_drafted
+            credit += num_accepted - cost * num_sequences
+            self._length = 2 * num_accepted + 1
+            self._found += _WEIGHT_OF_LOOKUP * (num_accepted - self._found)
+        else:
             self._found += _FORGETTING * (_FIRST_FOUND - self._found)
-        if num_drafted:
-            credit -= _DRAFT_COST + _ROW_COST * num_drafted * num_sequences
-            if by_head and self.head is not None:
-                credit -= self.head.cost * num_drafted * num_sequences
+        self._credit = max(-_LARGEST_DEBT, min(credit, _MAX_CREDIT))
+        if self.head is not None:
+            if num_drafted and by_head:
                 self.head.settle(num_drafted, num_accepted)
             else:
-                self._length = 2 * num_accepted + 1
-                self._found += _WEIGHT_OF_LOOKUP * (num_accepted - self._found)
-        self._credit = max(-_LARGEST_DEBT, min(credit, _MAX_CREDIT))
+                self.head.rest()

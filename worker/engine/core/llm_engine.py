@@ -106,8 +106,8 @@ class LLMEngine:
         # No state can be restored after a rejected draft, or after a step behind a failed step.
         self._speculative_tokens = speculative_tokens
         self._may_draft = not has_states or layout.states_skip_drafts
-        cost = self.abilities.head_cost
-        self._head = None if cost is None else Head(cost)
+        weights = self.abilities.head
+        self._head = None if weights is None else Head(weights, recomputes=has_states)
         self._async_scheduling = async_scheduling and not has_states
         self._under_way: _Step | None = None
         self._uncommitted: Batch | None = None  # the work of a failed step

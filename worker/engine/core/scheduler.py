@@ -258,15 +258,25 @@ class Scheduler:
 
     def _draft(self, plan: StepPlan) -> None:
         """Draft tokens for decodes, with rows and blocks that no other sequence needs."""
+        num_sequences = len(plan.shares)
         num_tokens = sum(share.num_tokens for share in plan.shares.values())
         num_rows = min(MAX_ROWS - num_tokens, plan.num_tokens_left)
-        for share in list(plan.shares.values()):
-            if num_rows < 1:
-                return
+        drafting = [
+            (share, drafter)
+            for share in plan.shares.values()
+            if (drafter := share.sequence.drafter) is not None
+        ]
+        if not drafting or num_sequences >= MAX_ROWS:
+            return
+        by_head = 0, 0.0
+        if (head := drafting[0][1].head) is not None:
+            by_head = head.best_length(len(drafting), num_sequences - len(drafting))
+        for share, drafter in drafting:
+            share.feeds_head = by_head[0] > 0
             sequence = share.sequence
-            if sequence.drafter is None or not (sequence.decodes and share.samples):
+            if num_rows < 1 or not (sequence.decodes and share.samples):
                 continue
-            draft = sequence.drafter.draft(sequence.token_ids, num_rows, len(plan.shares))
+            draft = drafter.draft(sequence.token_ids, num_rows, num_sequences, by_head)
             if not draft or self.block_manager.num_free <= self._watermark:
                 continue
             if self.block_manager.extend(sequence, len(draft)):

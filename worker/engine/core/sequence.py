@@ -125,6 +125,8 @@ class ScheduledSequence:
     launch by the model's head."""
     drafts_by_head: bool = False
     """Whether the model's head drafts these tokens, or has drafted them."""
+    feeds_head: bool = False
+    """Whether the head may draft in the next steps, and so needs the hidden states of this one."""
     states: npt.NDArray[np.float32] | None = None
     """[num_pooled, hidden size]. The runner sets this when it collects the step."""
 

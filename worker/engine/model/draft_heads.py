@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
+from promptq.worker.engine.api.messages import HeadWeights, WeightCounts
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.types import FULL, LayerCache, LayerSpec, StepLayout
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
@@ -27,9 +28,6 @@ from promptq.worker.engine.model.packed_model import SEAM, join_seam
 
 FULL_ATTENTION = "full_attention"
 """transformers' name for layers that attend without a window."""
-_WORK_BESIDE = 4_000_000
-"""The work of a step outside of the model (scheduling, sampling and the like), as the number of
-weights that can be read in the same time."""
 
 
 class NoHeadError(Exception):
@@ -38,12 +36,11 @@ class NoHeadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """A head of a model, and its cost."""
+    """A head of a model, and its weights."""
 
     module: nn.Module
     """An `MtpLayer` of transformers."""
-    cost: float
-    """See `EngineAbilities.head_cost`."""
+    weights: HeadWeights
 
 
 def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> LoadedHead:
@@ -82,7 +79,7 @@ def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> Loade
         raise NoHeadError(
             f"{len(wrong)} of its weights are missing or misshaped, such as {wrong[0]}"
         )
-    return LoadedHead(head.requires_grad_(False).eval(), _cost(model, head))
+    return LoadedHead(head.requires_grad_(False).eval(), _weights(model, head))
 
 
 def head_spec(specs: list[LayerSpec]) -> LayerSpec:
@@ -100,17 +97,20 @@ def rotary_of(model: PreTrainedModel) -> nn.Module | None:
     return getattr(whole.get_decoder(), "rotary_emb", None)
 
 
-def _cost(model: PreTrainedModel, head: nn.Module) -> float:
-    """Returns the time that the head takes for a drafted token, as a fraction of a step's time.
-
-    The times are estimated from the numbers of weights that are read. Head and step both read the
-    output layer. A step also has work other than reading weights.
-    """
+def _weights(model: PreTrainedModel, head: nn.Module) -> HeadWeights:
     whole: Any = model
-    output = whole.get_output_embeddings().weight
-    body = sum(each.numel() for each in whole.get_decoder().layers.parameters())
-    of_head = sum(each.numel() for each in head.parameters())
-    return float((of_head + output.numel()) / (body + output.numel() + _WORK_BESIDE))
+    config: Any = model.config.get_text_config(decoder=True)
+    output = whole.get_output_embeddings().weight.numel()
+    num_used = getattr(config, "num_experts_per_tok", None) or 0
+
+    def count(modules: nn.Module) -> WeightCounts:
+        parameters = list(modules.parameters())
+        experts = [each for each in parameters if each.dim() == 3 and num_used]
+        of_experts = sum(each.numel() for each in experts)
+        dense = sum(each.numel() for each in parameters) - of_experts + output
+        return WeightCounts(dense, of_experts, num_used / len(experts[0]) if experts else 0.0)
+
+    return HeadWeights(count(whole.get_decoder().layers), count(head))
 
 
 class HeadOfModules:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.types import LayerSpec
 from promptq.worker.engine.core.block_manager import num_blocks_for
-from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN
+from promptq.worker.engine.core.drafting import UNKNOWN
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence
 from promptq.worker.engine.decoders.base import Decoder
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
@@ -101,8 +101,9 @@ class HeadDrafts:
         self._block_size = cache.block_size
         self._sampler = sampler
         self._device = device
-        self._num_filled = [0] * cache.num_blocks
-        """For each block, how many of its first rows the head has computed since the model did."""
+        self._num_filled: dict[int, int] = {}
+        """By block: how many of its first rows the head has computed since the model did, if any.
+        """
         self._held: dict[int, _Held] = {}
 
     def draft(self, batch: Batch) -> None:
@@ -126,23 +127,25 @@ class HeadDrafts:
 
     def needs_states(self, items: list[ScheduledSequence]) -> bool:
         """Whether the head needs hidden states of a step with these items."""
-        return any(_num_kept(item, len(items)) for item in items)
+        return any(item.feeds_head for item in items)
 
     def rows_to_keep(self, items: list[ScheduledSequence], query_starts: list[int]) -> list[int]:
         """Returns those rows of a packed step whose hidden states the head needs."""
         return [
             row
             for item, end in zip(items, query_starts[1:], strict=True)
-            for row in range(end - _num_kept(item, len(items)), end)
+            for row in range(end - _num_kept(item), end)
         ]
 
     def keep(self, items: list[ScheduledSequence], states: torch.Tensor | None) -> None:
         """Record that the model computes these items, and store the states of `rows_to_keep`.
         `states` is None if there are no such rows."""
+        if self._num_filled:
+            for item in items:
+                self._forget(item)
         held, end = {}, 0
         for item in items:
-            self._forget(item)
-            if (num_kept := _num_kept(item, len(items))) == 0:
+            if (num_kept := _num_kept(item)) == 0:
                 continue
             begin, end = end, end + num_kept
             start = item.start + item.num_rows - num_kept
@@ -161,11 +164,12 @@ class HeadDrafts:
 
     def _forget(self, item: ScheduledSequence) -> None:
         """Record that the model overwrites an item's rows, so the head must compute them again."""
-        table, size = item.sequence.block_table, self._block_size
-        for index in range(item.start // size, num_blocks_for(item.start + item.num_rows, size)):
-            first = max(item.start - index * size, 0)
-            if self._num_filled[table[index]] > first:
-                self._num_filled[table[index]] = first
+        start, size = item.start, self._block_size
+        end = num_blocks_for(start + item.num_rows, size)
+        for block in item.sequence.block_table[start // size : end]:
+            if self._num_filled.get(block, 0) > (first := start % size):
+                self._num_filled[block] = first
+            start = 0  # in the blocks after the first one
 
     def _rows(self, share: ScheduledSequence) -> _Rows | None:
         """Returns the rows that the head must compute before a draft; None if it lacks states."""
@@ -178,13 +182,13 @@ class HeadDrafts:
             return None
         table, size, start = share.sequence.block_table, self._block_size, held.start
         block = start // size
-        if self._num_filled[table[block]] < start - block * size:
+        if self._num_filled.get(table[block], 0) < start - block * size:
             block += 1
             start = block * size
         if start >= end:
             return None
         states = held.states(start)
-        while block > 0 and self._num_filled[table[block - 1]] == size:
+        while block > 0 and self._num_filled.get(table[block - 1]) == size:
             block -= 1
         return _Rows(share, start, end, block, states)
 
@@ -247,13 +251,9 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _num_kept(item: ScheduledSequence, num_items: int) -> int:
-    """Returns the number of an item's last rows whose states are stored. Returns 0 in a step of
-    many sequences, which leaves no rows for drafts."""
-    drafter = item.sequence.drafter
-    if drafter is None or drafter.head is None or num_items >= MAX_ROWS:
-        return 0
-    return min(item.num_rows, MOST_HELD)
+def _num_kept(item: ScheduledSequence) -> int:
+    """Returns the number of an item's last rows whose hidden states are stored."""
+    return min(item.num_rows, MOST_HELD) if item.feeds_head else 0
 
 
 def attention_of_head(

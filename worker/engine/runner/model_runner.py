@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from promptq.worker.engine.api.messages import LEAST, EngineAbilities, PromptLogprobs
+from promptq.worker.engine.api.messages import LEAST, EngineAbilities, HeadWeights, PromptLogprobs
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import (
     NO_DRAWS,
@@ -152,11 +152,11 @@ class ModelRunner:
         """Whether a row's logits have the same bits beside any other rows. Set by `warm_up`."""
         self.why_no_head = loaded.why_no_head
         """Why the head in the files does not draft; empty if it drafts, or if there is none."""
-        self._head_cost: float | None = None
+        self._head_weights: HeadWeights | None = None
         self._drafts: HeadDrafts | None = None
         if loaded.head is not None and head_cache is not None:
             head = code_of_head(loaded, checked, model, head_cache)
-            self._head_cost = loaded.head.cost
+            self._head_weights = loaded.head.weights
             sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
             self._drafts = HeadDrafts(head, head_cache, sampler, self.device)
 
@@ -276,7 +276,7 @@ class ModelRunner:
         """See `Runner.abilities`. Known only after the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
-        return EngineAbilities(exact_resume=is_exact, unheeded=unheeded, head_cost=self._head_cost)
+        return EngineAbilities(exact_resume=is_exact, unheeded=unheeded, head=self._head_weights)
 
     @property
     def own_code(self) -> str:

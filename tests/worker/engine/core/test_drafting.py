@@ -8,7 +8,7 @@ import pytest
 
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason, SamplingParams
-from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.messages import EngineRequest, HeadWeights, WeightCounts
 from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN, Drafter, Head, PromptLookup
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
@@ -105,8 +105,19 @@ def test_a_draft_stays_within_its_bounds() -> None:
     assert drafter.draft([*text, 1, 2], 15, 1) == [], "the last token is sampled"
 
 
-def head_drafter(cost: float = 0.05) -> Drafter:
-    return Drafter(7, begin=0, end=NO_END, head=Head(cost))
+def head_of(model: float = 1e9, head: float = 5e7) -> Head:
+    """A head and a model with so many weights."""
+    return Head(HeadWeights(WeightCounts(model), WeightCounts(head)))
+
+
+def head_drafter(**weights: float) -> Drafter:
+    return Drafter(7, begin=0, end=NO_END, head=head_of(**weights))
+
+
+def draft_of(drafter: Drafter, text: list[int]) -> list[int]:
+    """The draft of a sequence that runs alone."""
+    assert drafter.head is not None
+    return drafter.draft(text, 15, 1, drafter.head.best_length(1))
 
 
 def lengths_of_drafts(
@@ -115,7 +126,7 @@ def lengths_of_drafts(
     """Returns whether the head drafts, and how many tokens, by the number that was right."""
     lengths = []
     for _ in range(num_steps):
-        draft = drafter.draft(text, 15, 1)
+        draft = draft_of(drafter, text)
         by_head = UNKNOWN in draft
         assert not by_head or {*draft} == {UNKNOWN}
         lengths.append((by_head, len(draft)))
@@ -127,9 +138,9 @@ def lengths_of_drafts(
 def test_a_head_drafts_as_many_tokens_as_are_right() -> None:
     new = [*range(100)]
     for num_right in (1, 2, 4, 7):
-        lengths = lengths_of_drafts(head_drafter(), new, 200, num_right)
+        lengths = lengths_of_drafts(head_drafter(), new, 400, num_right)
         assert all(by_head for by_head, _ in lengths)
-        assert {length for _, length in lengths[100:]} == {num_right}
+        assert {length for _, length in lengths[300:]} == {num_right}
 
 
 def test_a_head_that_is_wrong_drafts_seldom() -> None:
@@ -140,24 +151,44 @@ def test_a_head_that_is_wrong_drafts_seldom() -> None:
 
 
 def test_a_head_drafts_less_for_several_sequences() -> None:
-    """Each of them has a row, and is computed by the head too."""
-    head = Head(cost=0.135)
-    lengths = [head.best_length(7, number, credit=0.0)[0] for number in (1, 2, 4, 8)]
+    """Each of them has a row, and is computed by the head too. The weights are those of the shipped
+    model."""
+    head = head_of(2.36e6, 0.86e6)
+    lengths = [head.best_length(number)[0] for number in (1, 2, 4, 8)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > 2
     assert lengths[2:] == [0, 0]
+
+
+def test_a_head_drafts_less_beside_others() -> None:
+    """They wait for its drafts, and have none."""
+    head = head_of(2.36e6, 0.86e6)
+    assert head.best_length(1, 0)[0] > head.best_length(1, 3)[0] == 0
+
+
+def test_each_row_of_experts_reads_further_weights() -> None:
+    dense = WeightCounts(1e8)
+    assert Head(HeadWeights(WeightCounts(3e9), dense)).best_length(1)[0] > 1
+    experts = WeightCounts(1e8, experts=2.9e9, used=1 / 16)
+    assert Head(HeadWeights(experts, dense)).best_length(1)[0] == 0
+    assert Head(HeadWeights(WeightCounts(1e8, 2.9e9, used=1.0), dense)).best_length(1)[0] > 1
+
+
+def test_a_draft_that_recurrent_layers_compute_again_is_shorter() -> None:
+    weights = head_of().weights
+    assert Head(weights, recomputes=True).best_length(2) < Head(weights).best_length(2)
 
 
 def test_a_request_begins_with_what_is_known_of_the_head() -> None:
     new, drafter = [*range(100)], head_drafter()
     lengths_of_drafts(drafter, new, 200, 0)
     later = Drafter(7, begin=0, end=NO_END, head=drafter.head)
-    assert len(later.draft(new, 15, 1)) <= 1
+    assert len(draft_of(later, new)) <= 1
 
 
 def test_a_head_that_costs_more_than_it_saves_drafts_seldom() -> None:
     new = [*range(100)]
-    lengths = [length for _, length in lengths_of_drafts(head_drafter(2.0), new, 1000, 7)]
+    lengths = [length for _, length in lengths_of_drafts(head_drafter(head=2e9), new, 1000, 7)]
     assert sum(lengths) < 20
 
 
@@ -167,10 +198,25 @@ def test_the_drafter_whose_tokens_are_accepted_drafts() -> None:
     assert lengths[-1] == (False, 7), "a lookup costs less"
     drafter = head_drafter()
     for _ in range(100):
-        draft = drafter.draft(repeats, 15, 1)
+        draft = draft_of(drafter, repeats)
         by_head = UNKNOWN in draft
         drafter.settle(len(draft), min(len(draft), 3 * by_head), 1, by_head=by_head)
-    assert drafter.draft(repeats, 15, 1)[0] == UNKNOWN, "lookups were wrong"
+    assert draft_of(drafter, repeats)[0] == UNKNOWN, "lookups were wrong"
+
+
+def test_one_failed_lookup_is_paid_by_all_sequences_that_waited() -> None:
+    """Of 8 sequences, one drafts. If all draft in the same step, they share the cost."""
+    text = [1, 2, 3] * 10
+    num_drafts = []
+    for num_drafting in (1, 8):
+        drafter, count = Drafter(7, begin=0, end=NO_END), 0
+        for _ in range(1000):
+            draft = drafter.draft(text, 15, 8)
+            count += bool(draft)
+            drafter.settle(len(draft), 0, 8, num_drafting)
+        num_drafts.append(count)
+    assert 2 < num_drafts[0] < 8
+    assert num_drafts[1] > 2 * num_drafts[0]
 
 
 def drafting(sequence: Sequence) -> Sequence:

@@ -16,6 +16,7 @@ from transformers.modeling_layers import MtpLayer
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, EngineStats
 from promptq.worker.engine.checkpoints.model_folder import ModelFolder
+from promptq.worker.engine.core import drafting
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.decoders.head_parts import DraftStep
 from promptq.worker.engine.model.draft_heads import load_head
@@ -27,6 +28,7 @@ from promptq.worker.shipped import MODEL_DIR
 from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model
 
 SEED = 5
+GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 4
 IN_A_LAYER = {
     "enorm": "enorm",
@@ -93,6 +95,12 @@ def make_agree(model: Any, head: MtpLayer) -> None:
     head.hnorm.weight.zero_()
     assert head.post_norm is not None
     head.post_norm.weight.copy_(model.model.norm.weight)
+
+
+@pytest.fixture
+def costless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts pay for any number of sequences."""
+    monkeypatch.setattr(drafting, "_STEP", 1e12)
 
 
 def load(directory: Path, *, drafts: bool, num_blocks: int = 200, **options: Any) -> ModelRunner:
@@ -177,6 +185,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("method", "period"), [("draft", 2), ("draft", 1), ("logits_and_states", 7)]
 )
+@pytest.mark.usefixtures("costless")
 def test_steps_that_fail_change_no_token(method: str, period: int, tmp_path: Path) -> None:
     """Whether the head raises or the model does. A head that always raises ends no request."""
     directory = save_with_head(tmp_path, "llama")
@@ -191,6 +200,7 @@ def test_steps_that_fail_change_no_token(method: str, period: int, tmp_path: Pat
     assert period == 1 or stats.drafted_tokens > 0
 
 
+@pytest.mark.usefixtures("costless")
 def test_held_states_are_few_and_end_with_their_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +239,7 @@ def test_held_states_are_few_and_end_with_their_sequences(
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+@pytest.mark.usefixtures("costless")
 def test_drafts_change_no_token_in_bf16(family: str, tmp_path: Path) -> None:
     directory = save_with_head(tmp_path, family)
     requests = requests_of(prompts_of(1, 13, 30, 6))
@@ -252,6 +263,7 @@ def test_drafts_change_no_token_in_bf16(family: str, tmp_path: Path) -> None:
         ("qwen3_next", True),
     ],
 )
+@pytest.mark.usefixtures("costless")
 def test_a_head_of_any_quality_changes_no_token(family: str, native: bool, tmp_path: Path) -> None:
     """Alone, in company, in chunks, and preempted. The drafts of a random head are wrong."""
     directory = save_with_head(tmp_path, family)
@@ -331,6 +343,7 @@ def drafts_of_library(directory: Path, token_ids: list[int], count: int) -> list
         *(("llama", False), ("deepseek_v3", False)),
     ],
 )
+@pytest.mark.usefixtures("costless")
 def test_drafts_are_those_of_the_library(family: str, native: bool, tmp_path: Path) -> None:
     """Prompts come in chunks, and requests beside each other. One prefix is cached."""
     directory = save_with_head(tmp_path, family)
@@ -352,6 +365,7 @@ def test_drafts_are_those_of_the_library(family: str, native: bool, tmp_path: Pa
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.usefixtures("costless")
 def test_drafts_of_recurrent_models(family: str, tmp_path: Path) -> None:
     """Drafts are those of the library, also after accepted ones, whose states the next step
     computes again. They change no token."""
@@ -361,9 +375,8 @@ def test_drafts_of_recurrent_models(family: str, tmp_path: Path) -> None:
         torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
         for length in (5, 21, 9, 34, 3, 12, 27, 8)
     ]
-    greedy = SamplingParams(temperature=0.0)
     requests = [
-        EngineRequest(index, prompt, greedy, seed=0, max_tokens=16, order=(index, ""))
+        EngineRequest(index, prompt, GREEDY, seed=0, max_tokens=16, order=(index, ""))
         for index, prompt in enumerate(prompts)
     ]
     expected, _ = run(load(directory, drafts=False), requests, speculative_tokens=0)
@@ -381,7 +394,7 @@ def test_drafts_of_recurrent_models(family: str, tmp_path: Path) -> None:
 def test_the_librarys_recurrent_modules_have_no_head(tmp_path: Path) -> None:
     runner = load(save_with_head(tmp_path, "qwen3_5_text"), drafts=True, native=False)
     assert "recurrent" in runner.why_no_head
-    assert runner.abilities.head_cost is None
+    assert runner.abilities.head is None
 
 
 def test_the_head_of_the_shipped_model_drafts_most_of_a_story() -> None:
@@ -403,6 +416,24 @@ def test_the_head_of_the_shipped_model_drafts_most_of_a_story() -> None:
     assert outputs[0] == outputs[1]
     assert stats.accepted_tokens > stats.generation_tokens / 2
     assert stats.accepted_tokens > stats.drafted_tokens / 2
+
+
+def test_four_stories_draft_less_than_one() -> None:
+    """With greedy choices. No token changes."""
+    options = LoadOptions(device="cpu", max_num_seqs=4, kv_cache_memory=2**24)
+    runner = load_runner(str(MODEL_DIR), options)
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL_DIR)
+    openings = ("Once upon a time", "A little fox", "In the forest", "One day, the old baker")
+    requests = [
+        EngineRequest(index, tokenizer(text)["input_ids"], GREEDY, seed=0, max_tokens=100)
+        for index, text in enumerate(openings)
+    ]
+    expected, _ = run(runner, requests, speculative_tokens=0)
+    alone, of_one = run(runner, requests, max_num_seqs=1)
+    together, of_four = run(runner, requests, max_num_batched_tokens=512)
+    assert alone == together == expected
+    assert of_one.drafted_tokens > of_one.generation_tokens / 2
+    assert of_four.drafted_tokens < of_one.drafted_tokens / 4
 
 
 def test_kv_of_the_head_is_counted(tmp_path: Path) -> None:
@@ -433,7 +464,7 @@ def test_a_head_that_is_not_whole_is_left_out_with_the_reason(
     change(weights)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     runner = load(directory, drafts=True)
-    assert runner.abilities.head_cost is None
+    assert runner.abilities.head is None
     assert reason in runner.why_no_head
     assert bool(reason) == bool(runner.why_no_head)
 
@@ -447,7 +478,7 @@ def test_a_head_that_is_refused_reserves_nothing(tmp_path: Path) -> None:
     memory = 200_000
     runner = load(directory, drafts=True, kv_cache_memory=memory)
     assert "hidden states come first" in runner.why_no_head
-    assert runner.abilities.head_cost is None
+    assert runner.abilities.head is None
     without = load(directory, drafts=False, kv_cache_memory=memory)
     assert runner.kv_layout == without.kv_layout
 
@@ -481,5 +512,5 @@ def test_a_damaged_file_of_a_head_stops_no_start(tmp_path: Path) -> None:
     (directory / "mtp").mkdir()
     (directory / "mtp" / "head.safetensors").write_bytes(b"\x08" + bytes(7) + b"no json!")
     runner = load(directory, drafts=True)
-    assert runner.abilities.head_cost is None
+    assert runner.abilities.head is None
     assert runner.why_no_head
