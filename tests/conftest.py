@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from tests.support.roles import (
     AsyncQueueClient,
     QueueClient,
     as_role,
-    refusals,
+    refused,
 )
 from tests.support.servers import Server, embedded_server, in_database, redis_server
 
@@ -207,11 +208,18 @@ def pytest_collection_finish() -> None:
 
 @contextmanager
 def _emptied(url: str) -> Iterator[None]:
-    with redis.Redis.from_url(url) as client:
-        client.flushall()
-        client.acl_log_reset()
+    client = _default_user(url)
+    client.flushall()
+    client.acl_log_reset()
     yield
-    assert refusals(url) == []
+    assert refused(client) == []
+
+
+@cache
+def _default_user(url: str) -> redis.Redis:
+    """Returns a client for all tests on the server. Two connections for each took four times as
+    long as its commands."""
+    return redis.Redis.from_url(url)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import helm_python
 import kubernetes_validate
 import pytest
 import redis
 import yaml
 from cloudcoil.models.keda.v1alpha1 import ScaledObject
-from helm_python import Chart
 
 from promptq.shared.server.acl import ROLES, user_rules
 from promptq.shared.settings.worker import WorkerSettings
@@ -152,8 +150,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def helm() -> Any:
+    """Returns Helm's library. It is written in Go, whose runtime does not survive a fork, and the
+    processes that run the tests are forks of one that has imported the tests."""
+    import helm_python
+
+    return helm_python
+
+
 def rendered_files(values: dict[str, Any], **options: Any) -> dict[str, str]:
-    with Chart.load(CHART) as chart:
+    with helm().Chart.load(CHART) as chart:
         chart.validate_schema(values)
         return dict(chart.render(values, name="it", namespace="models", **options))
 
@@ -173,7 +179,7 @@ def pods(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_helm_and_kubernetes_have_nothing_to_say_of_it(values: dict[str, Any]) -> None:
-    told = helm_python.lint(str(CHART), values, strict=True)
+    told = helm().lint(str(CHART), values, strict=True)
     assert told["errors"] == []
     assert [it for it in told["messages"] if it["error"] != "icon is recommended"] == []
     for it in rendered(values):
@@ -184,7 +190,7 @@ def test_helm_and_kubernetes_have_nothing_to_say_of_it(values: dict[str, Any]) -
 
 @pytest.mark.parametrize(("values", "named"), BAD, ids=[named for _, named in BAD])
 def test_a_wrong_value_is_named(values: dict[str, Any], named: str) -> None:
-    with pytest.raises(helm_python.HelmError, match=named):
+    with pytest.raises(helm().HelmError, match=named):
         rendered(values)
 
 
@@ -315,7 +321,7 @@ def test_each_queue_has_jobs() -> None:
 
 def test_jobs_on_a_cluster_need_a_separate_server() -> None:
     values = {"redis": {"external": {"url": "redis+cluster://a:7000"}}}
-    with pytest.raises(helm_python.HelmError, match="RQ needs a server without Cluster"):
+    with pytest.raises(helm().HelmError, match="RQ needs a server without Cluster"):
         rendered(values)
     assert rendered({**values, "jobs": {"enabled": False}})
     assert rendered({"redis": {"external": {"url": "redis+sentinel://a:26379/promptq/0"}}})

@@ -63,6 +63,7 @@ def has_data(found: list[float]) -> bool:
     return any(value == value for value in found)  # one that is no NaN
 
 
+@pytest.mark.long
 def test_prometheus_scrapes_what_the_board_shows(
     start: Start, redis_url: str, tmp_path: Path
 ) -> None:

@@ -51,8 +51,9 @@ TESTS = (
     "sympy",
     "torch._dynamo",
     "triton.runtime.interpreter",
+    "tests.support.collected",
 )
-"""Libraries of all tests whose import takes long."""
+"""Libraries of all tests whose import takes long, and the tests."""
 
 _SHARED = "TESTS_FORK_SERVERS"
 """The environment variable with the folder of the fork servers that a run's processes share."""
@@ -217,8 +218,9 @@ class _Forking:
         wake, woken = os.pipe2(os.O_NONBLOCK)
         signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGINT, signal.SIGTERM):  # they are meant for the owner
-            signal.signal(number, signal.SIG_IGN)
+        # These are meant for the owner. An ignored one would be heard once the tests are imported.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
         while True:
             sockets = [self.owner, *self.listening, *self.clients]
             ready, _, _ = select.select([wake, *sockets], [], [])

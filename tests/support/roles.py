@@ -83,13 +83,18 @@ def drop_password(url: str) -> None:
 
 
 def refusals(url: str) -> list[str]:
+    """Returns what `refused` returns for the server's default user."""
+    with redis.Redis.from_url(as_role("", url)) as client:
+        return refused(client)
+
+
+def refused(client: redis.Redis) -> list[str]:
     """Returns the commands, also those of scripts, that the server refused to any role since
     `forget_refusals`.
 
     Leaves out reads of a request's hash by subscribers, which streams try once.
     """
-    with redis.Redis.from_url(as_role("", url)) as client:
-        entries: Any = client.acl_log()
+    entries: Any = client.acl_log()
     return [
         f"{entry['username']} may not {entry['object']} ({entry['context']})"
         for entry in entries

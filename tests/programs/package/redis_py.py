@@ -37,7 +37,7 @@ def check(wheel: Path, version: str) -> str:
         for command in (
             [sys.executable, "-m", "venv", "--without-pip", f"{folder}/venv"],
             [sys.executable, *install, "--constraint", constraints, f"{wheel}[server]", *TOOLS],
-            [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *TESTS],
+            [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *TESTS],
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
             said = done.stdout + done.stderr

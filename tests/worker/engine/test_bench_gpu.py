@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,21 +29,7 @@ FORMATS = ("int8", "int4", "fp8", "K and V in fp8", "int4, K and V in fp8")
 DECODES = ("2 of length 24", "1 of length 24", "one of length 40 among 1 of 24")
 
 
-def run(folder: Path, option: str) -> tuple[dict[str, Any], str]:
-    """The figures, and what was printed."""
-    written = folder / "figures.json"
-    options = ["--tiny", "--device", "cpu", option, "--json", str(written)]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_BARE, *options], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(written.read_text()), done.stdout
-
-
-@pytest.mark.long
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
-def test_checks_and_measures(tmp_path: Path) -> None:
-    figures, said = run(tmp_path, "--without-peers")
+def check_engine(figures: dict[str, Any], said: str) -> None:
     assert "as `generate`" in figures["whole models"]
     assert "against fp64" in figures["experts"]
     assert figures["engine"] > 0
@@ -81,10 +68,7 @@ def test_checks_and_measures(tmp_path: Path) -> None:
     assert "torch's varlen_attn: not here: it needs CUDA" in said
 
 
-@pytest.mark.long
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
-def test_checks_and_measures_fewer_bits(tmp_path: Path) -> None:
-    figures, _ = run(tmp_path, "--fewer-bits")
+def check_fewer_bits(figures: dict[str, Any], _: str) -> None:
     assert "against fp64" in figures["products"]
     for name in FORMATS:
         assert {it.removeprefix(f"{name}: ") for it in figures if it.startswith(f"{name}: ")} == {
@@ -93,3 +77,21 @@ def test_checks_and_measures_fewer_bits(tmp_path: Path) -> None:
         }
     assert figures["int4: prefill, 2 of length 9"]["share"] > 0
     assert figures["fp8: prefill, 2 of length 9"]["share"] is None
+
+
+@pytest.mark.long
+@pytest.mark.matrix(1)
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
+@pytest.mark.parametrize(
+    ("option", "check"), [("--without-peers", check_engine), ("--fewer-bits", check_fewer_bits)]
+)
+def test_checks_and_measures(
+    tmp_path: Path, option: str, check: Callable[[dict[str, Any], str], None]
+) -> None:
+    written = tmp_path / "figures.json"
+    options = ["--tiny", "--device", "cpu", option, "--json", str(written)]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_BARE, *options], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check(json.loads(written.read_text()), done.stdout)

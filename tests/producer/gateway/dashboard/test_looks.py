@@ -30,6 +30,7 @@ async def keep_both(page: Page, name: str, viewport: str, full_page: bool = True
         await keep_screenshot(page, f"{name}-{viewport}-{scheme}", full_page=full_page)
 
 
+@pytest.mark.long
 async def test_every_page_fits_its_window_and_is_kept_as_a_picture(
     redis_url: str, client: AsyncClient, connection: Any, open_page: Open
 ) -> None:
