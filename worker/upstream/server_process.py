@@ -34,6 +34,7 @@ class ServerProcess:
             [sys.executable, str(Path(process_guard.__file__)), program, *command[1:]],
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
+            env=server_environment(),
             start_new_session=True,  # a Ctrl-C is for the worker, which drains first
         )
 
@@ -59,6 +60,12 @@ class ServerProcess:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._guard.wait()
+
+
+def server_environment() -> dict[str, str]:
+    """Returns the variables of a started server, with which vLLM finds our plugin."""
+    folders = [str(Path(__file__).parent / "vllm_plugin"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def free_port() -> int:
