@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from promptq.shared.errors import ConfigurationError
-from promptq.worker.upstream import process_guard
+from promptq.worker.upstream import process_guard, vllm_plugin
 
 _HOST = "127.0.0.1"
 """A server that only its worker uses listens here."""
@@ -63,9 +64,13 @@ class ServerProcess:
 
 
 def server_environment() -> dict[str, str]:
-    """Returns the variables of a started server, with which vLLM finds our plugin."""
-    folders = [str(Path(__file__).parent / "vllm_plugin"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    """Returns the variables of a started server, with which vLLM finds our plugin and our
+    llguidance."""
+    folders = [str(Path(vllm_plugin.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    library = find_spec("llguidance")
+    folder = Path(library.origin).parents[1] if library and library.origin else ""
+    path = os.pathsep.join(filter(None, folders))
+    return {**os.environ, "PYTHONPATH": path, "PROMPTQ_LLGUIDANCE": str(folder)}
 
 
 def free_port() -> int:

@@ -140,7 +140,8 @@ async def test_a_server_applies_a_grammar_from_its_beginning_and_inside(
     for at in (0, 9, 40):
         output, calls = await forwarded(server, tokens[:at], **fields)
         assert output == tokens[at:], at
-        assert len(calls) < 8, "a watched stream takes 34 calls"
+        most = 1 if server.name == "vllm" else 7
+        assert len(calls) <= most, "a watched stream takes 34 calls"
         assert not any(calls), "no token had to be chosen under a mask"
 
 

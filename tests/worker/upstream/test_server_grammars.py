@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -141,6 +142,26 @@ assert not [name for name in sys.modules if name.partition(".")[0] in ("promptq"
     environment = server_environment()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "No module named 'vllm'" in done.stderr
+
+
+@pytest.mark.parametrize(("theirs", "is_replaced"), [("1.7.6", True), ("1.10.0", False)])
+def test_a_started_server_has_a_library_that_masks_as_the_worker_does(
+    tmp_path: Path, theirs: str, is_replaced: bool
+) -> None:
+    """An old llguidance of the server is replaced, and a new one stays."""
+    package, info = tmp_path / "llguidance", tmp_path / f"llguidance-{theirs}.dist-info"
+    for folder, file, text in (
+        (package, "__init__.py", "name = 'theirs'"),
+        (info, "METADATA", f"Metadata-Version: 2.1\nName: llguidance\nVersion: {theirs}\n"),
+    ):
+        folder.mkdir()
+        (folder / file).write_text(text)
+    environment = server_environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    program = "import llguidance; print(llguidance.__file__)"
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (Path(done.stdout.strip()).parent != package) == is_replaced
 
 
 @pytest.mark.parametrize("fault", ["refuse_grammars", "unmask"])

@@ -25,8 +25,8 @@ def register() -> None:
         )
 
         create = Manager._create_grammar
-    except (ImportError, AttributeError) as error:  # the start of vLLM must not fail
-        logging.getLogger("vllm.promptq").warning("grammars of resumed outputs: %s", error)
+    except (AttributeError, ImportError) as error:  # vLLM must start all the same
+        logging.getLogger("vllm.promptq").warning("this vLLM is not supported: %s", error)
         return
     if hasattr(create, NUM_EMITTED):
         return  # another copy of this module was here first

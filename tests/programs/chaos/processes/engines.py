@@ -74,8 +74,9 @@ class Engines:
     def options(self, number: int) -> list[str]:
         """Returns the options of the worker with this number."""
         url = self._servers[number % len(self._servers)].url
-        where = ["--engine", self._engine, "--upstream", url, "--stuck-seconds", "3"]
-        wait = ["--redis-wait", _REAL_START_SECONDS] if self._is_real else []
+        where = ["--engine", self._engine, "--upstream", url]
+        # A real server may be silent for long on a small machine, and is never frozen.
+        wait = ["--redis-wait", _REAL_START_SECONDS] if self._is_real else ["--stuck-seconds", "3"]
         return [*where, *wait, "--model", str(self._model), "--dtype", "float32"]
 
     def references(self) -> dict[str, Expected]:
