@@ -3,7 +3,8 @@
 Bursts of the batch's size go to the same server in turns, in alternating order. All bursts have the
 same lengths and different tokens, so the prefix cache has no prompt of an earlier burst. Other load
 of the machine affects both, and differences between two starts of a server affect neither. Each
-ratio is the worker's figure divided by the figure of HTTP alone.
+ratio is the worker's figure divided by the figure of HTTP alone. With `--schema`, the server masks
+all tokens, and HTTP sends the schema as vLLM's own field.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.lib.models import MODELS, Shape, model_dir
 from benchmarks.lib.streaming import Stream, drive
@@ -28,6 +30,13 @@ from promptq import AsyncClient
 from promptq.shared.server.embedded import EmbeddedServer
 
 _ROOT = Path(__file__).parents[1]
+
+_SCHEMA = {
+    "type": "array",
+    "items": {"type": "string", "minLength": 10, "maxLength": 60},
+    "minItems": 100,
+}
+"""Longer than each output."""
 
 _FIGURES = ("tokens_per_second", "first_token_p50", "first_token_p95")
 
@@ -69,6 +78,7 @@ def main() -> None:
     parser.add_argument(
         "--shorten", type=int, default=4, help="divide the length of outputs by this"
     )
+    parser.add_argument("--schema", action="store_true", help="measure answers that obey a schema")
     options = parser.parse_args()
     shape = MODELS[options.model]
     job = Job(
@@ -83,18 +93,24 @@ def main() -> None:
     with EmbeddedServer() as redis, server_for_workers(job) as port:
         worker = start_worker(redis.url, *worker_flags(job, port))
         try:
-            tell(asyncio.run(_in_turns(redis.url, port, shape, options.pairs, options.shorten)))
+            tell(asyncio.run(_in_turns(redis.url, port, shape, options)))
         finally:
             worker.terminate()
             worker.wait()
 
 
 async def _in_turns(
-    url: str, port: int, shape: Shape, pairs: int, shorten: int
+    url: str, port: int, shape: Shape, options: argparse.Namespace
 ) -> dict[str, list[Figures]]:
+    direct: dict[str, Any] = {"structured_outputs": {"json": _SCHEMA}} if options.schema else {}
+    form = {"type": "json_schema", "json_schema": {"name": "texts", "schema": _SCHEMA}}
+    behind: dict[str, Any] = {"response_format": form} if options.schema else {}
     async with AsyncClient(url) as client:
-        streams = {"HTTP": vllm_server.streams_of(port), "worker": whole_path.streams_of(client)}
-        return await measure(streams, shape, pairs, shorten)
+        streams = {
+            "HTTP": vllm_server.streams_of(port, **direct),
+            "worker": whole_path.streams_of(client, **behind),
+        }
+        return await measure(streams, shape, options.pairs, options.shorten)
 
 
 if __name__ == "__main__":

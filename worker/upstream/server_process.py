@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from promptq.shared.errors import ConfigurationError
-from promptq.worker.upstream import process_guard
+from promptq.worker.upstream import process_guard, vllm_plugin
 
 _HOST = "127.0.0.1"
 """A server that only its worker uses listens here."""
@@ -34,6 +35,7 @@ class ServerProcess:
             [sys.executable, str(Path(process_guard.__file__)), program, *command[1:]],
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
+            env=server_environment(),
             start_new_session=True,  # a Ctrl-C is for the worker, which drains first
         )
 
@@ -59,6 +61,16 @@ class ServerProcess:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._guard.wait()
+
+
+def server_environment() -> dict[str, str]:
+    """Returns the variables of a started server, with which vLLM finds our plugin and our
+    llguidance."""
+    folders = [str(Path(vllm_plugin.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    library = find_spec("llguidance")
+    folder = Path(library.origin).parents[1] if library and library.origin else ""
+    path = os.pathsep.join(filter(None, folders))
+    return {**os.environ, "PYTHONPATH": path, "PROMPTQ_LLGUIDANCE": str(folder)}
 
 
 def free_port() -> int:

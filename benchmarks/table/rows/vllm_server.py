@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from benchmarks.lib.serving import free_port, serve
 from benchmarks.lib.streaming import Stream, http_events
@@ -16,8 +17,8 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
     serve(job, done, vllm_command(sys.executable, job, port), port, streams_of(port))
 
 
-def streams_of(port: int) -> Stream:
-    """Sends requests to the server at a port."""
+def streams_of(port: int, **fields: Any) -> Stream:
+    """Sends requests to the server at a port, with further fields."""
 
     async def stream(request: Request) -> AsyncIterator[int]:
         body = {
@@ -28,6 +29,7 @@ def streams_of(port: int) -> Stream:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **fields,
         }
         told = 0
         async for event in http_events(port, "/v1/completions", body):

@@ -14,6 +14,7 @@ from benchmarks.lib.vllm_command import vllm_command
 from benchmarks.table.jobs import Job, Outcome, main
 from benchmarks.table.registry import vllm_python, vllm_variables
 from benchmarks.table.rows.whole_path import run_worker
+from promptq.worker.upstream.server_process import server_environment
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
@@ -26,9 +27,10 @@ def server_for_workers(job: Job) -> Iterator[int]:
     """Runs vLLM's server with the options that a worker needs. Yields its port."""
     peers, port = Path(job.peers), free_port()
     python = vllm_python(peers)
-    command = vllm_command(str(python), job, port, "--enable-scale-out")
+    grammars = ("--structured-outputs-config", '{"backend": "guidance"}')
+    command = vllm_command(str(python), job, port, "--enable-scale-out", *grammars)
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **vllm_variables(peers), "PATH": path}
+    environment = {**server_environment(), **vllm_variables(peers), "PATH": path}
     with running_server(command, environment) as server:
         asyncio.run(wait_until_healthy(port, lambda: server.poll() is None))
         yield port

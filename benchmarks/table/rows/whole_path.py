@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from typing import Any
 
 import redis.asyncio
 
@@ -71,11 +72,11 @@ async def _drive_all(
             done(workload.name, outcome)
 
 
-def streams_of(client: AsyncClient) -> Stream:
-    """Sends requests to the client's queue."""
+def streams_of(client: AsyncClient, **fields: Any) -> Stream:
+    """Sends requests to the client's queue, with further fields."""
 
     async def stream(request: Request) -> AsyncIterator[int]:
-        request_id = await client.enqueue(request.prompt, **_fields(request))
+        request_id = await client.enqueue(request.prompt, **_fields(request), **fields)
         async with aclosing(client.stream(request_id)) as events:
             async for event in events:
                 if event.error is not None:

@@ -16,10 +16,41 @@ _KINDS = {
     Kind.DELAY: 5,
     Kind.TWICE: 5,
 }
-UPSTREAM_PROMPTS = [f"prompt {number}" for number in range(50)]
 MOST_UPSTREAM_TOKENS = 300
 _MOST_TOKENS = {Queue.VOLUME: 120, Queue.POISON: 40, Queue.FIRST: 6000, Queue.SECOND: 6000}
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+_TEXT = {"type": "string", "minLength": 20, "maxLength": 60}
+HERO = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["fox", "hare", "owl"]},
+        "story": _TEXT,
+        "friends": {"type": "array", "items": _TEXT, "minItems": 2, "maxItems": 2},
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["name", "story", "friends", "age"],
+    "additionalProperties": False,
+}
+_TOOLS = [{"type": "function", "function": {"name": "add_hero", "parameters": HERO}}]
+
+
+def _in_each_form(prompt: str) -> dict[str, dict[str, Any]]:
+    form = {"type": "json_schema", "json_schema": {"name": "hero", "schema": HERO}}
+    messages = [{"role": "user", "content": prompt}]
+    return {
+        prompt: {"prompt": prompt},
+        f"{prompt}, by a schema": {"prompt": prompt, "response_format": form},
+        f"{prompt}, as a call": {"messages": messages, "tools": _TOOLS, "tool_choice": "required"},
+    }
+
+
+UPSTREAM_REQUESTS = {
+    name: fields
+    for number in range(50)
+    for name, fields in _in_each_form(f"Once upon a time, there were {number} foxes").items()
+}
+"""Requests to inference servers by name, without their number of tokens."""
 
 TEMPLATES: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": "Once upon a time", "temperature": 0.0, "max_tokens": 400},
@@ -81,9 +112,10 @@ def make_request(queue: Queue, rng: random.Random, poison_share: float = 0.04) -
         template = rng.choice(list(TEMPLATES))
         fields = dict(TEMPLATES[template])
     elif queue is Queue.UPSTREAM:
-        prompt, count = rng.choice(UPSTREAM_PROMPTS), rng.randint(1, MOST_UPSTREAM_TOKENS)
-        template = f"{prompt}, {count} tokens"
-        fields = {"prompt": prompt, "max_tokens": count, "temperature": 0.0, "resume": "exact_only"}
+        name, count = rng.choice(list(UPSTREAM_REQUESTS)), rng.randint(1, MOST_UPSTREAM_TOKENS)
+        template = f"{name}, {count} tokens"
+        fields = {**UPSTREAM_REQUESTS[name], "max_tokens": count, "temperature": 0.0}
+        fields["resume"] = "exact_only"
     else:
         template = ""
         fields = _model_free_fields(queue, kind, rng)

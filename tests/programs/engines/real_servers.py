@@ -18,6 +18,7 @@ import httpx2
 from benchmarks.lib.gguf_file import gguf_file
 from benchmarks.lib.peers import DEFAULT as PEERS
 from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.upstream.server_process import server_environment
 from tests.support.processes import start
 from tests.support.servers import free_port
 from tests.support.waiting import until
@@ -70,7 +71,7 @@ class RealServer:
             *command,
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, **environment},
+            env={**server_environment(), **environment},
             cwd=self.folder,
             start_new_session=True,
         )
@@ -113,6 +114,7 @@ class RealServer:
                 *(str(self.model), "--served-model-name", "m", "--enable-scale-out"),
                 *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
                 *("--max-model-len", str(self.length), "--max-num-seqs", str(self.slots)),
+                "--enforce-eager",  # its compiler would take minutes of a small machine
                 *("--structured-outputs-config", '{"backend": "guidance"}'),
                 *self.arguments,
             ]

@@ -31,7 +31,8 @@ def check_contents(wheel: Path) -> None:
     expected = {f"promptq/{path}" for path in tracked} | {"promptq/__init__.py", "promptq/py.typed"}
     expected |= {f"promptq/worker/engine/native/built/{name_for(kind)}" for kind in KINDS}
     with zipfile.ZipFile(wheel) as file:
-        held = {name for name in file.namelist() if ".dist-info/" not in name and name[-1] != "/"}
+        files = [name for name in file.namelist() if name[-1] != "/"]
+        held = {name for name in files if not name.partition("/")[0].endswith(".dist-info")}
     assert held == expected, f"missing: {expected - held}, too much: {held - expected}"
     print(f"{wheel.name}: {len(held)} files, as in the checkout")
 

@@ -43,6 +43,9 @@ def main() -> None:
         "--grammars", metavar="DIR", help="mask by grammars, with the tokenizer in this folder"
     )
     parser.add_argument("--pooling", action="store_true", help="compute vectors, and no tokens")
+    parser.add_argument(
+        "--plugin", action="store_true", help="with --grammars: behave as vLLM with our plugin does"
+    )
     options = parser.parse_args()
     batch = Batch(options.max_num_seqs, options.max_model_len, options.token_seconds)
 
@@ -61,7 +64,7 @@ def main() -> None:
         return web.json_response({})
 
     app = web.Application(middlewares=[check_key])
-    more = [_vocabulary(Path(options.grammars))] if options.grammars else []
+    more = [_vocabulary(Path(options.grammars)), options.plugin] if options.grammars else []
     routes = ROUTES[options.dialect](batch, options.model, not options.without_ids, *more)
     if options.pooling:
         routes = [*pooling_routes(batch, options.model), *routes]

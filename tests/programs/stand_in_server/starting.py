@@ -33,13 +33,15 @@ END = "<end>"
 
 
 def save_byte_model(directory: Path) -> Path:
-    """Saves a configuration and a tokenizer, without weights. The end token is 256."""
+    """Saves a configuration and a tokenizer with a chat template, without weights. The end token is
+    256."""
     vocabulary = {character: byte for byte, character in _characters().items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
     whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    whole.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     whole.save_pretrained(directory)
     config = {"model_type": "llama", "vocab_size": 257, "eos_token_id": 256, "dtype": "float32"}
     (directory / "config.json").write_text(json.dumps(config))

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 from llguidance import LLMatcher, LLTokenizer
 
+from promptq.worker.upstream.vllm_plugin.promptq_vllm_plugin import NUM_EMITTED
 from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch, BrokenError
 
 _METRICS = """\
@@ -23,9 +24,14 @@ OF_ADAPTER = 1000
 
 
 def vllm_routes(
-    batch: Batch, model: str, takes_ids: bool, vocabulary: LLTokenizer | None = None
+    batch: Batch,
+    model: str,
+    takes_ids: bool,
+    vocabulary: LLTokenizer | None = None,
+    has_plugin: bool = False,
 ) -> list[web.RouteDef]:
-    """Returns the routes. Without a vocabulary, grammars are ignored."""
+    """Returns the routes. Without a vocabulary, grammars are ignored. With our plugin, grammars
+    begin inside of an output."""
     adapters: dict[str, str] = {}  # from names to folders
 
     def error(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
@@ -110,6 +116,8 @@ def vllm_routes(
             if why:
                 refusal = error(f"Grammar error: {why}", "BadRequestError", 400)
                 return web.json_response(refusal, status=400)
+            if has_plugin and (num_emitted := params["extra_args"][NUM_EMITTED]):
+                grammar.consume_tokens(prompt[-num_emitted:])
         if is_stream:
             await response.prepare(request)
         if (worst := max(prompt)) >= VOCAB_SIZE:

@@ -12,7 +12,4 @@ from tests.programs.stand_in_server.starting import save_byte_model
 @pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer of bytes, and a chat template."""
-    folder = save_byte_model(tmp_path_factory.mktemp("model"))
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
+    return save_byte_model(tmp_path_factory.mktemp("model"))

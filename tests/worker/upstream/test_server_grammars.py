@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,10 @@ from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.dialect import Mask
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import _bias
-from promptq.worker.upstream.dialects.transport import ServerFaultError
+from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
 from promptq.worker.upstream.dialects.vllm import _BANNED, VllmDialect, _put_mask
+from promptq.worker.upstream.probing import describe
+from promptq.worker.upstream.server_process import server_environment
 from promptq.worker.upstream.watched_stream import WatchedStream
 from tests.programs.stand_in_server.batch import VOCAB_SIZE
 from tests.programs.stand_in_server.starting import (
@@ -87,6 +92,76 @@ async def test_one_call_gives_the_tokens_of_an_engine_that_masks_each_of_them(
             prepared = prepare(here, emitted=whole[:at], **fields)
             if not prepared.is_at_end:
                 assert (await last_of(engine, prepared)).token_ids == whole[at:], (at, fields)
+
+
+@pytest.mark.parametrize("plugin", [[], ["--plugin"]])
+async def test_a_probe_finds_whether_grammars_begin_inside_of_an_output(
+    model: Path, plugin: list[str]
+) -> None:
+    """vLLM takes the field without our plugin too, and ignores it."""
+    with stand_in_server("vllm", "--grammars", str(model), *plugin) as server:
+        client = Server(server.url)
+        found = await describe(VllmDialect(), client)
+        await client.close()
+    assert found.takes_grammars
+    assert found.resumes_grammars == bool(plugin)
+
+
+async def test_with_the_plugin_one_call_continues_inside_of_a_grammar(model: Path) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    options = ("--token-seconds", "0", "--grammars", str(model), "--plugin")
+    with stand_in_server("vllm", *options) as server:
+        here = await served("vllm", server.url, model)
+        async with started_engine(here) as engine:
+            for fields in some_requests(rng):
+                whole, reason = masked(prepare(here, **fields))
+                at = rng.randrange(1, len(whole))
+                before = server.told()["started"]
+                output = await last_of(engine, prepare(here, emitted=whole[:at], **fields))
+                assert (output.token_ids, output.finish_reason) == (whole[at:], reason), fields
+                assert server.told()["started"] <= before + 1, fields
+            fields = some_requests(rng)[-2]
+            server.fail("unmask")
+            whole, _ = masked(prepare(here, **fields))
+            output = await last_of(engine, prepare(here, emitted=whole[:1], **fields))
+            assert output.given_back is not None, "no token outside of the grammar is sent"
+
+
+def test_vllm_finds_the_plugin_on_its_path() -> None:
+    """Where there is no vLLM, or one with other insides, the plugin only writes a warning."""
+    program = """
+from importlib.metadata import entry_points
+import sys
+(found,) = entry_points(group="vllm.general_plugins", name="promptq")
+found.load()()
+assert not [name for name in sys.modules if name.partition(".")[0] in ("promptq", "torch")]
+"""
+    command = [sys.executable, "-S", "-c", program]
+    environment = server_environment()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "No module named 'vllm'" in done.stderr
+
+
+@pytest.mark.parametrize(("theirs", "is_replaced"), [("1.7.6", True), ("1.10.0", False)])
+def test_a_started_server_has_a_library_that_masks_as_the_worker_does(
+    tmp_path: Path, theirs: str, is_replaced: bool
+) -> None:
+    """An old llguidance of the server is replaced, and a new one stays."""
+    package, info = tmp_path / "llguidance", tmp_path / f"llguidance-{theirs}.dist-info"
+    for folder, file, text in (
+        (package, "__init__.py", "name = 'theirs'"),
+        (info, "METADATA", f"Metadata-Version: 2.1\nName: llguidance\nVersion: {theirs}\n"),
+    ):
+        folder.mkdir()
+        (folder / file).write_text(text)
+    environment = server_environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    program = "import llguidance; print(llguidance.__file__)"
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (Path(done.stdout.strip()).parent != package) == is_replaced
 
 
 @pytest.mark.parametrize("fault", ["refuse_grammars", "unmask"])

@@ -38,6 +38,7 @@ from promptq.worker.upstream.dialects.transport import (
     message_of,
     read_json,
 )
+from promptq.worker.upstream.vllm_plugin.promptq_vllm_plugin import NUM_EMITTED
 
 _GENERATE = "/inference/v1/generate"
 _EMBEDDINGS = "/v1/embeddings"
@@ -215,7 +216,10 @@ class VllmDialect:
         if mask is not None:
             _put_mask(body["sampling_params"], mask)
         if grammar is not None:
-            body["sampling_params"]["structured_outputs"] = {"grammar": grammar}
+            body["sampling_params"] |= {
+                "structured_outputs": {"grammar": grammar},
+                "extra_args": {NUM_EMITTED: len(emitted)},
+            }
         async with server.stream(_GENERATE, body) as events:
             async for data in events:
                 if (chunk := _read(data, request.params.logprobs or 0)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -13,12 +14,13 @@ from pathlib import Path
 from promptq.worker.shipped import MODEL_DIR
 from tests.programs.chaos.audit.auditor import Violation
 from tests.programs.chaos.audit.records import Expected
-from tests.programs.chaos.requests import MOST_UPSTREAM_TOKENS, UPSTREAM_PROMPTS
+from tests.programs.chaos.requests import HERO, MOST_UPSTREAM_TOKENS, UPSTREAM_REQUESTS
 from tests.programs.chaos.schedule import Fault
-from tests.programs.engines.real_servers import RealServer, text_of, undisturbed
-from tests.programs.stand_in_server.batch import continuation
+from tests.programs.engines.real_servers import RealServer
 from tests.programs.stand_in_server.starting import StandIn, save_byte_model, stand_in_server
 from tests.support.servers import free_port
+from tests.worker.text.grammars.structured import assert_valid, prepare, run, served
+from tests.worker.upstream.test_watched_streams import built, close, masked
 
 _IDLE_SECONDS = 30.0
 _REAL_START_SECONDS = "300"
@@ -28,7 +30,8 @@ _REAL_START_SECONDS = "300"
 class KillableStandIn:
     """The stand-in as a server that can be killed and started again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
+        self._options = options
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._context = ExitStack()
@@ -37,7 +40,8 @@ class KillableStandIn:
 
     def start(self) -> None:
         with self._lock:  # a run that ends meanwhile kills it afterwards
-            self._running = self._context.enter_context(stand_in_server("vllm", port=self._port))
+            context = stand_in_server("vllm", *self._options, port=self._port)
+            self._running = self._context.enter_context(context)
 
     def kill(self) -> None:
         with self._lock:
@@ -53,39 +57,50 @@ class KillableStandIn:
 
 
 class Engines:
-    """Two stand-ins, or one real server of another kind."""
+    """Two stand-ins, one of which takes grammars, or one real server of another kind."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self._is_real = kind != "stand-in"
         self._engine = kind if self._is_real else "vllm"
         self._model = MODEL_DIR if self._is_real else save_byte_model(folder / "model")
-        self._servers: list[KillableStandIn | RealServer] = (
-            [RealServer(kind, folder)] if self._is_real else [KillableStandIn(), KillableStandIn()]
-        )
+        self._servers: list[KillableStandIn | RealServer]
+        if self._is_real:
+            self._servers = [RealServer(kind, folder)]
+        else:
+            with_plugin = KillableStandIn("--grammars", str(self._model), "--plugin")
+            self._servers = [KillableStandIn(), with_plugin]
         self._lock = asyncio.Lock()
 
     def options(self, number: int) -> list[str]:
         """Returns the options of the worker with this number."""
         url = self._servers[number % len(self._servers)].url
-        where = ["--engine", self._engine, "--upstream", url, "--stuck-seconds", "3"]
-        wait = ["--redis-wait", _REAL_START_SECONDS] if self._is_real else []
+        where = ["--engine", self._engine, "--upstream", url]
+        # A real server may be silent for long on a small machine, and is never frozen.
+        wait = ["--redis-wait", _REAL_START_SECONDS] if self._is_real else ["--stuck-seconds", "3"]
         return [*where, *wait, "--model", str(self._model), "--dtype", "float32"]
 
     def references(self) -> dict[str, Expected]:
-        """Returns the answer to each request that `make_request` makes, by its template."""
+        """Returns the answer to each request that `make_request` makes, by its template. Those of a
+        real server are the native engine's. Checks that they obey their schemas."""
+        fields = {"temperature": 0.0, "max_tokens": MOST_UPSTREAM_TOKENS + 1}
+        here = served() if self._is_real else built("vllm", self._servers[0].url, self._model)
+        prepared = [prepare(here, **each, **fields) for each in UPSTREAM_REQUESTS.values()]
+        if self._is_real:
+            answers = [output.token_ids for output in run(here, *prepared)]
+        else:
+            answers = [masked(each)[0] for each in prepared]
+            close(here)
         found = {}
-        for prompt in UPSTREAM_PROMPTS:
-            tokens = self._undisturbed(prompt, MOST_UPSTREAM_TOKENS + 1)
+        for name, tokens in zip(UPSTREAM_REQUESTS, answers, strict=True):
+            texts = [here.tokenizer.decode(tokens[:count]) for count in range(len(tokens) + 1)]
+            if len(UPSTREAM_REQUESTS[name]) > 1 and len(tokens) <= MOST_UPSTREAM_TOKENS:
+                value = json.loads(texts[-1])
+                assert_valid(value.get("arguments", value), HERO)
             for count in range(1, MOST_UPSTREAM_TOKENS + 1):
                 reason = "length" if count < len(tokens) else "stop" if count > len(tokens) else ""
-                text = text_of(tokens[:count]) if self._is_real else bytes(tokens[:count]).decode()
-                found[f"{prompt}, {count} tokens"] = Expected(tokens[:count], text, reason)
+                text = texts[min(count, len(tokens))]
+                found[f"{name}, {count} tokens"] = Expected(tokens[:count], text, reason)
         return found
-
-    def _undisturbed(self, prompt: str, num_tokens: int) -> list[int]:
-        if self._is_real:
-            return undisturbed(prompt, num_tokens)
-        return continuation(prompt.encode(), num_tokens)
 
     async def start(self) -> None:
         for server in self._servers:

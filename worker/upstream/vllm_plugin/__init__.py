@@ -1,0 +1,1 @@
+"""A plugin for vLLM. Servers that workers start have this folder on their `PYTHONPATH`."""
