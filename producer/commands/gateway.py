@@ -13,12 +13,14 @@ from promptq.producer.gateway.server import run_gateway
 def gateway(
     host: Annotated[
         str | None,
-        typer.Option(help="Address to listen on; default: 127.0.0.1.", show_default=False),
+        typer.Option(
+            metavar="HOST", help="Address to listen on; default: 127.0.0.1.", show_default=False
+        ),
     ] = None,
     port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, help="Port; default: 8000; 0: any free one.", show_default=False
+            metavar="PORT", help="Port; default: 8000; 0: any free one.", show_default=False
         ),
     ] = None,
     share_port: Annotated[
@@ -41,6 +43,7 @@ def gateway(
     queue: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help="A queue to serve; can be given several times. The first one holds API keys, files"
             " and batches. Default: `default` and all others of the server.",
             show_default=False,

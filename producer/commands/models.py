@@ -67,8 +67,8 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
 
 @models.command()
 def alias(
-    name: Annotated[str, typer.Argument(help="The alias, such as gpt-4o.")],
-    model: Annotated[str, typer.Argument(help="The model's own name.")],
+    name: Annotated[str, typer.Argument(metavar="ALIAS", help="The alias, such as gpt-4o.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's own name.")],
     redis: Redis = None,
 ) -> None:
     """Give a model an alias, for example for a program that accepts only certain names.
@@ -83,7 +83,9 @@ def alias(
 
 @models.command()
 def forget(
-    name: Annotated[str, typer.Argument(help="An alias, or a model without workers.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="An alias, or a model without workers.")
+    ],
     redis: Redis = None,
 ) -> None:
     """Delete an alias, or a model that no worker serves.

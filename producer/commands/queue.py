@@ -131,7 +131,7 @@ def drain(
     elif draining:
         write("\n".join(f"{worker_id} finishes its requests and exits" for worker_id in draining))
     else:
-        write("no worker is alive" if worker is None else "no such worker is alive")
+        write("no worker is alive" if worker is None else f"no such worker is alive: {worker!r}")
 
 
 def reprioritise(
@@ -226,8 +226,9 @@ def requeue(
     promptq dead requeue 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
     promptq dead requeue --all
     """
+    _check_choice(request_ids, everything=everything)
     with open_client(redis, queue) as client:
-        chosen = _chosen(client.dead_ids(_ALL) if everything else request_ids)
+        chosen = client.dead_ids(_ALL) if everything else request_ids or []
         new_ids = {request_id: client.requeue(request_id) for request_id in chosen}
     if as_json:
         write(json.dumps({"requeued": new_ids}))
@@ -253,15 +254,15 @@ def purge(
     promptq dead purge 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
     promptq dead purge --all
     """
+    _check_choice(request_ids, everything=everything)
     with open_client(redis, queue) as client:
-        chosen = _chosen(client.dead_ids(_ALL) if everything else request_ids)
+        chosen = client.dead_ids(_ALL) if everything else request_ids or []
         count = client.purge(chosen)
     if chosen and not count:
         raise RequestNotFoundError(f"{chosen[0]!r} is not a dead letter")
     write(json.dumps({"purged": count}) if as_json else f"purged {count} of {len(chosen)}")
 
 
-def _chosen(request_ids: list[str] | None) -> list[str]:
-    if request_ids is None:
-        raise typer.BadParameter("name the dead letters, or pass --all")
-    return request_ids
+def _check_choice(request_ids: list[str] | None, *, everything: bool) -> None:
+    if everything == bool(request_ids):
+        raise typer.BadParameter("name the dead letters, or pass --all alone")

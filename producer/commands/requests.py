@@ -31,7 +31,9 @@ def submit(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="The prompt; if it is left out or is -, standard input.", show_default=False
+            metavar="PROMPT",
+            help="The prompt; if it is left out or is -, standard input.",
+            show_default=False,
         ),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of output tokens.")] = None,

@@ -135,10 +135,8 @@ def add_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
         field = ".".join(where)
-        if first["type"] == "json_invalid":
-            message = f"the body is not JSON: {first['ctx']['error']}"
-            return answered(request, ApiError(400, message))
-        message = f"{field or 'body'}: {first['msg']}"
+        reason = "is missing" if first["type"] == "missing" else first["msg"]
+        message = f"{field or 'body'}: {reason}"
         return answered(request, ApiError(400, message, param=field or None))
 
 

@@ -42,8 +42,9 @@ async def act(
         elif kind == "cancel":
             exchange.cancel(name)
         elif kind == "drain" and (not colon or name == queue.worker_id):
-            log = get_logger(worker_id=queue.worker_id, queue=queue.keys.queue)
-            log.info("a message orders a drain")
+            if not drain.is_set():  # a drain comes on both channels
+                log = get_logger(worker_id=queue.worker_id, queue=queue.keys.queue)
+                log.info("a message orders a drain")
             drain.set()
 
 

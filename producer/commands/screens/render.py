@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,7 @@ def byte_size(value: float) -> str:
     return f"{value:.1f} GiB"
 
 
-def plain_table(*columns: str, title: str | Text | None = None, left: Sequence[str] = ()) -> Table:
+def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
     """Returns a table without a frame. The columns in `left` are aligned left, the others right."""
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -113,15 +114,15 @@ def fitting(
     return kept
 
 
-def queue_table(stats: QueueStats) -> Table:
-    """Returns a table of the number of requests in each state."""
+def queue_table(stats: QueueStats) -> RenderableType:
+    """Returns a table of the number of requests in each state, below a title."""
     title = Text(f"queue {stats.queue}", style="bold")
     title.append(f", model {printable(stats.model[:200])}" if stats.model else "")
     title.append(", paused" if stats.paused else "")
-    table = plain_table("waiting", "delayed", "active", "dead letters", title=title)
+    table = plain_table("waiting", "delayed", "active", "dead letters")
     counts = (stats.waiting, stats.delayed, stats.active, stats.dead)
     table.add_row(*(f"{count:,}" for count in counts))
-    return table
+    return Group(title, table)  # a table breaks its title at its width
 
 
 def scaling_table(scalings: Sequence[Scaling]) -> Table:
@@ -243,7 +244,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
         "state": each(lambda w: w.state),
         "model": each(lambda w: w.model),
         "device": each(lambda w: f"{w.device} {w.dtype}".strip()),
-        "refused fields": each(lambda w: printable(w.refused)),
+        "refused fields": each(lambda w: printable(w.refused) or "–"),
         "slots in use": each(lambda w: f"{w.num_running} of {w.max_num_seqs}"),
         "prepared, waiting": each(lambda w: f"{w.num_waiting + w.num_prefetched}"),
         "KV tokens in use": each(lambda w: f"{w.kv_used_tokens:,} of {w.kv_tokens:,}"),
@@ -275,8 +276,15 @@ def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
     return Group(*lines)
 
 
+def _as_typed(value: Any) -> str:
+    """Returns a value of a setting as it would stand in the environment variable."""
+    if isinstance(value, bool | tuple | list):
+        return json.dumps(value)
+    return "–" if value is None else str(value)
+
+
 def _setting(row: dict[str, Any]) -> Text:
-    value, default = ("–" if row[key] is None else str(row[key]) for key in ("value", "default"))
+    value, default = map(_as_typed, (row["value"], row["default"]))
     if value == default:
         return Text(f"{row['variable']}  {value}")
     return Text.assemble((f"{row['variable']}  {value}", "bold"), (f"  (default {default})", "dim"))

@@ -46,6 +46,8 @@ def test_dead_requeue_and_purge(run: Run, redis_url: str) -> None:
     assert "purged 1 of 2" in run("dead", "purge", "two", "one").stdout
     assert run("dead", "purge", "two").returncode == 1
     assert run("dead", "purge").returncode == 2, "neither ids nor --all"
+    for command in ("purge", "requeue"):
+        assert run("dead", command, "three", "--all").returncode == 2, "both"
     assert json.loads(run("dead", "purge", "--all", "--json").stdout) == {"purged": 1}
     assert "no dead letters" in run("dead", "list").stdout
     assert json.loads(run("dead", "requeue", "--all", "--json").stdout) == {"requeued": {}}
