@@ -152,9 +152,9 @@ def reprioritise(
         raise RequestNotFoundError.of(request_id, client.queue.keys.queue)
     write(
         {
-            PriorityStatus.CHANGED: f"it waits with priority {priority}",
-            PriorityStatus.ACTIVE: "nothing changed: a worker holds it",
-            PriorityStatus.FINISHED: "nothing changed: it has already ended",
+            PriorityStatus.CHANGED: f"the request waits with priority {priority}",
+            PriorityStatus.ACTIVE: "nothing changed: a worker holds the request",
+            PriorityStatus.FINISHED: "nothing changed: the request has already ended",
         }[status]
     )
 

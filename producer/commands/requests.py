@@ -242,7 +242,7 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
         {
             CancelStatus.CANCELLED: "cancelled",
             CancelStatus.FLAGGED: "cancelled; its worker ends it now",
-            CancelStatus.FINISHED: "it had already ended",
+            CancelStatus.FINISHED: "nothing changed: the request has already ended",
         }[status]
     )
 

@@ -143,7 +143,7 @@ def test_reprioritise(run: Run, own_worker: HandWorker, redis_url: str) -> None:
             client.enqueue("Hi", request_id=request_id)
     assert "priority -5" in run("reprioritise", "b", "--priority", "-5").stdout
     assert own_worker.take().request_id == "b"
-    assert "a worker holds it" in run("reprioritise", "b", "--priority", "0").stdout
+    assert "a worker holds the request" in run("reprioritise", "b", "--priority", "0").stdout
     unknown = run("reprioritise", "c", "--priority", "0")
     assert unknown.returncode == 1
     assert "'c'" in unknown.stderr
