@@ -13,15 +13,11 @@ from promptq.producer.gateway.server import run_gateway
 def gateway(
     host: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST", help="Address to listen on; default: 127.0.0.1.", show_default=False
-        ),
+        typer.Option(metavar="HOST", help="Address; default: 127.0.0.1.", show_default=False),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(
-            metavar="PORT", help="Port; default: 8000; 0: any free one.", show_default=False
-        ),
+        typer.Option(metavar="PORT", help="Default: 8000; 0: any free one.", show_default=False),
     ] = None,
     share_port: Annotated[
         bool | None,

@@ -28,51 +28,40 @@ keys = typer.Typer(
 
 @keys.command()
 def create(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of the key; it appears in logs.")
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, as in logs.")],
     tenant: Annotated[
         str | None,
         typer.Option(
-            metavar="TENANT",
             help="The tenant of the key. Its requests use that tenant's share, and it sees that"
-            " tenant's files. Default: a separate tenant with the key's name.",
+            " tenant's files. Default: a separate tenant with the key's name."
         ),
     ] = None,
     weight: Annotated[
         float | None,
-        typer.Option(
-            metavar="NUMBER", min=0.000001, max=1e6, help="The tenant's weight in the queue."
-        ),
+        typer.Option(min=0.000001, max=1e6, help="The tenant's weight in the queue."),
     ] = None,
     highest_priority: Annotated[
         int,
         typer.Option(
-            metavar="PRIORITY",
             min=-MAX_PRIORITY,
             max=MAX_PRIORITY,
             help="The most urgent priority that its requests may have; lower runs sooner.",
         ),
     ] = 0,
-    requests_per_minute: Annotated[int, typer.Option(metavar="N", min=0, help="0: no limit.")] = 0,
+    requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
     tokens_per_minute: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Prompts and output together; 0: no limit.")
+        int, typer.Option(min=0, help="Prompts and output together; 0: no limit.")
     ] = 0,
     admin: Annotated[
         bool, typer.Option("--admin", help="The key may see and control the whole queue.")
     ] = False,
     scope: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SCOPE",
-            help=f"APIs that it may call: {', '.join(SCOPES)}. Repeatable. Default: all of them.",
-        ),
+        typer.Option(metavar="SCOPE", help=f"APIs: {', '.join(SCOPES)}. Repeatable. Default: all."),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="MODEL", help="A model that it may use, by its name. Repeatable. Default: all."
-        ),
+        typer.Option(metavar="MODEL", help="A model that it may use. Repeatable. Default: all."),
     ] = None,
     expires_in: Annotated[
         str | None,

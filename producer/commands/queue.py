@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
+from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.client import names_queue, open_client, open_client_of
 from promptq.producer.commands.options import AsJson, Queue, Redis, RequestId, Target
 from promptq.producer.commands.screens.terminal import SafeConsole, console_for_list, write
@@ -150,13 +151,12 @@ def reprioritise(
         status = client.reprioritise(request_id, priority)
     if status is PriorityStatus.UNKNOWN:
         raise RequestNotFoundError.of(request_id, client.queue.keys.queue)
-    write(
-        {
-            PriorityStatus.CHANGED: f"the request waits with priority {priority}",
-            PriorityStatus.ACTIVE: "nothing changed: a worker holds the request",
-            PriorityStatus.FINISHED: "nothing changed: the request has already ended",
-        }[status]
-    )
+    answers = {
+        PriorityStatus.CHANGED: f"the request waits with priority {priority}",
+        PriorityStatus.ACTIVE: "nothing changed: a worker holds the request",
+        PriorityStatus.FINISHED: "nothing changed: the request has already ended",
+    }
+    write(answers[status])
 
 
 @dead.command("list")
@@ -226,9 +226,8 @@ def requeue(
     promptq dead requeue 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
     promptq dead requeue --all
     """
-    _check_choice(request_ids, everything=everything)
     with open_client(redis, queue) as client:
-        chosen = client.dead_ids(_ALL) if everything else request_ids or []
+        chosen = _chosen(client, request_ids, everything=everything)
         new_ids = {request_id: client.requeue(request_id) for request_id in chosen}
     if as_json:
         write(json.dumps({"requeued": new_ids}))
@@ -254,15 +253,15 @@ def purge(
     promptq dead purge 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
     promptq dead purge --all
     """
-    _check_choice(request_ids, everything=everything)
     with open_client(redis, queue) as client:
-        chosen = client.dead_ids(_ALL) if everything else request_ids or []
+        chosen = _chosen(client, request_ids, everything=everything)
         count = client.purge(chosen)
     if chosen and not count:
         raise RequestNotFoundError(f"{chosen[0]!r} is not a dead letter")
     write(json.dumps({"purged": count}) if as_json else f"purged {count} of {len(chosen)}")
 
 
-def _check_choice(request_ids: list[str] | None, *, everything: bool) -> None:
+def _chosen(client: Client, request_ids: list[str] | None, *, everything: bool) -> list[str]:
     if everything == bool(request_ids):
         raise typer.BadParameter("name the dead letters, or pass --all alone")
+    return request_ids or client.dead_ids(_ALL)

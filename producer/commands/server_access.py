@@ -24,7 +24,6 @@ def url(
     port: Annotated[
         int | None,
         typer.Option(
-            metavar="PORT",
             help="Print the address of the embedded server on this port, even if"
             " PROMPTQ_REDIS_URL is set.",
             show_default=False,

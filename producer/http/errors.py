@@ -136,8 +136,7 @@ def add_handlers(app: FastAPI) -> None:
         where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
         field = ".".join(where)
         reason = "is missing" if first["type"] == "missing" else first["msg"]
-        message = f"{field or 'body'}: {reason}"
-        return answered(request, ApiError(400, message, param=field or None))
+        return answered(request, ApiError(400, f"{field or 'body'}: {reason}", param=field or None))
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:

@@ -120,8 +120,7 @@ def queue_table(stats: QueueStats) -> RenderableType:
     title.append(f", model {printable(stats.model[:200])}" if stats.model else "")
     title.append(", paused" if stats.paused else "")
     table = plain_table("waiting", "delayed", "active", "dead letters")
-    counts = (stats.waiting, stats.delayed, stats.active, stats.dead)
-    table.add_row(*(f"{count:,}" for count in counts))
+    table.add_row(*map(number, (stats.waiting, stats.delayed, stats.active, stats.dead)))
     return Group(title, table)  # a table breaks its title at its width
 
 
@@ -131,23 +130,19 @@ def scaling_table(scalings: Sequence[Scaling]) -> Table:
     columns = ("queue", "workers", "wanted", "because", "work waiting", "work running")
     table = plain_table(*columns, left=texts)
     for one in scalings:
-        work = (_seconds_of_work(seconds) for seconds in (one.waiting_seconds, one.running_seconds))
+        times = (one.waiting_seconds, one.running_seconds)
+        work = ("not known" if each is None else f"{each:,.1f} s" for each in times)
         cells = (f"{one.workers:,}", f"{one.desired:,}", one.because, *work)
         table.add_row(*(Text(cell) for cell in (printable(one.queue), *cells)))
     return table
-
-
-def _seconds_of_work(seconds: float | None) -> str:
-    return "not known" if seconds is None else f"{seconds:,.1f} s"
 
 
 def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
     """Returns a table with one row for each dead letter."""
     table = plain_table("id", "buried", "crashes", "tokens", "payload", left=("id", "payload"))
     for letter in letters:
-        buried = clock_time(letter.buried_at)
-        counts = f"{letter.crashes:,}", f"{letter.num_tokens:,}"
-        table.add_row(Text(letter.request_id), buried, *counts, Text(letter.payload[:80]))
+        facts = clock_time(letter.buried_at), f"{letter.crashes:,}", f"{letter.num_tokens:,}"
+        table.add_row(Text(letter.request_id), *facts, Text(letter.payload[:80]))
     return table
 
 
@@ -173,8 +168,8 @@ def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
         "tenant": [
             f"{key.tenant} (its own)" if key.is_own_tenant else f"{key.tenant}" for key in keys
         ],
-        "requests/min": [_limit(key.requests_per_minute) for key in keys],
-        "tokens/min": [_limit(key.tokens_per_minute) for key in keys],
+        "requests/min": [number(key.requests_per_minute or None) for key in keys],
+        "tokens/min": [number(key.tokens_per_minute or None) for key in keys],
         "most urgent priority": [str(key.highest_priority) for key in keys],
         "may call": [_calls(key) for key in keys],
         "models": [", ".join(key.models) if key.models is not None else "all" for key in keys],
@@ -219,10 +214,6 @@ def _minute(at_ms: int) -> str:
 def clock_time(unix_ms: float) -> str:
     """Returns a time of the server as text, in this machine's time zone."""
     return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M:%S}"
-
-
-def _limit(a_minute: int) -> str:
-    return f"{a_minute:,}" if a_minute else "–"
 
 
 def workers_table(workers: Sequence[WorkerStats]) -> Table:
@@ -278,13 +269,12 @@ def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
 
 def _as_typed(value: Any) -> str:
     """Returns a value of a setting as it would stand in the environment variable."""
-    if isinstance(value, bool | tuple | list):
-        return json.dumps(value)
-    return "–" if value is None else str(value)
+    shown = json.dumps(value) if isinstance(value, bool | tuple | list) else value
+    return "–" if value is None else str(shown)
 
 
 def _setting(row: dict[str, Any]) -> Text:
-    value, default = map(_as_typed, (row["value"], row["default"]))
+    value, default = _as_typed(row["value"]), _as_typed(row["default"])
     if value == default:
         return Text(f"{row['variable']}  {value}")
     return Text.assemble((f"{row['variable']}  {value}", "bold"), (f"  (default {default})", "dim"))

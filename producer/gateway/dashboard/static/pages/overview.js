@@ -88,12 +88,11 @@ function prioritiesOf(overview) {
 }
 
 function workersOf(overview, now) {
-  if (!overview.workers.length && overview.has_standby) {
-    return section("Workers", h("p", { class: "empty" }, "The model is not loaded: a worker loads it when its turn comes."));
-  }
   if (!overview.workers.length) {
     const option = overview.queue === "default" ? "" : ` --queue ${overview.queue}`;
-    return section("Workers", h("p", { class: "empty" }, "No worker is alive: start one with ", h("code", {}, `promptq worker${option}`), "."));
+    return section("Workers", h("p", { class: "empty" }, ...(overview.has_standby
+      ? ["The model is not loaded: a worker loads it when its turn comes."]
+      : ["No worker is alive: start one with ", h("code", {}, `promptq worker${option}`), "."])));
   }
   return section("Workers", table([
     { name: "Worker", of: (one) => workerLink(one.worker_id) },
