@@ -149,9 +149,9 @@ def main() -> None:
     shipped = read_worker_settings(dtype=arguments.dtype, kv_cache_memory="100M")
     benches = [Bench(build(each), arguments.seed) for each in (settings, shipped)]
 
-    table = Table(title=f"{arguments.dtype}, medians of {arguments.rounds} rounds")
-    for column in ("text", "without, tok/s", "with, tok/s", "ratio", "drafted", "accepted"):
-        table.add_column(column, justify="left" if column == "text" else "right", no_wrap=True)
+    table = Table(title=f"tokens/s in {arguments.dtype}, medians of {arguments.rounds} rounds")
+    for column in ("text", "without", "with", "ratio", "drafted", "accepted"):
+        table.add_column(column, justify="left" if column == "text" else "right")
     pairs: dict[str, list[tuple[Measured, Measured]]] = {case.title: [] for case in CASES}
     for round_number in range(-1, arguments.rounds):  # the first one warms up
         for case in CASES:

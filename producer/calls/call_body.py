@@ -246,6 +246,8 @@ def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
 def read_object(body: bytes) -> dict[str, Any]:
     """Returns the JSON object of a body, with or without a byte order mark. Raises
     InvalidRequestError."""
+    if not body:
+        raise InvalidRequestError("the body is empty; send a JSON object")
     encoding = json.detect_encoding(body)
     if not encoding.startswith("utf-8"):
         raise InvalidRequestError(

@@ -110,8 +110,10 @@ def run(
         counts = {"total": done.total, "completed": done.completed, "failed": done.failed}
         print(json.dumps({"is_complete": outcome.is_complete, **counts}))
     elif outcome.is_complete:
-        where = f", {done.failed} in {errors or errors_beside(output)}" if done.failed else ""
-        print(f"{done.completed} of {done.total} lines answered in {output}{where}")
+        failed = f"; {done.failed} failed, see {errors or errors_beside(output)}" * bool(
+            done.failed
+        )
+        print(f"{done.completed} of {done.total} lines answered in {output}{failed}")
     else:
         print(
             f"stopped after {done.completed + done.failed} of {done.total} lines; the same"

@@ -13,13 +13,11 @@ from promptq.producer.gateway.server import run_gateway
 def gateway(
     host: Annotated[
         str | None,
-        typer.Option(help="Address to listen on; default: 127.0.0.1.", show_default=False),
+        typer.Option(metavar="HOST", help="Address; default: 127.0.0.1.", show_default=False),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=65535, help="Port; default: 8000; 0: any free one.", show_default=False
-        ),
+        typer.Option(metavar="PORT", help="Default: 8000; 0: any free one.", show_default=False),
     ] = None,
     share_port: Annotated[
         bool | None,
@@ -41,6 +39,7 @@ def gateway(
     queue: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help="A queue to serve; can be given several times. The first one holds API keys, files"
             " and batches. Default: `default` and all others of the server.",
             show_default=False,

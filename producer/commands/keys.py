@@ -28,7 +28,7 @@ keys = typer.Typer(
 
 @keys.command()
 def create(
-    name: Annotated[str, typer.Argument(help="Name of the key; it appears in logs.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, as in logs.")],
     tenant: Annotated[
         str | None,
         typer.Option(
@@ -57,13 +57,11 @@ def create(
     ] = False,
     scope: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"APIs that it may call: {', '.join(SCOPES)}. Repeatable. Default: all of them."
-        ),
+        typer.Option(metavar="SCOPE", help=f"APIs: {', '.join(SCOPES)}. Repeatable. Default: all."),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="A model that it may use, by its name. Repeatable. Default: all."),
+        typer.Option(metavar="MODEL", help="A model that it may use. Repeatable. Default: all."),
     ] = None,
     expires_in: Annotated[
         str | None,
@@ -73,8 +71,8 @@ def create(
         str | None,
         typer.Option(
             metavar="DATE",
-            help="When the key stops being valid: 2030-01-31, or 2030-01-31T18:00+01:00. Without a"
-            " time zone, this machine's time zone applies.",
+            help="When the key stops being valid: 2030-01-31, or 2030-01-31T18:00+01:00 with a"
+            " time zone; otherwise, this machine's time zone applies.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -132,7 +130,7 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
 
 @keys.command()
 def revoke(
-    name: Annotated[str, typer.Argument(help="Name of the key.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")],
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:

@@ -41,7 +41,7 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
         return
     from rich.text import Text
 
-    from promptq.producer.commands.screens.render import num_workers_of, plain_table
+    from promptq.producer.commands.screens.render import num_workers_of, number, plain_table
     from promptq.producer.commands.screens.terminal import console_for_list
 
     numbered = ("workers", "waiting", "active", "longest")
@@ -49,26 +49,23 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     table = plain_table(*texts[:2], *numbered, *texts[2:], left=texts)
     for model in listed:
         for view in model.queues:
-            numbers = (num_workers_of(view), str(view.num_waiting), str(view.num_active))
-            length = "" if view.max_model_len is None else str(view.max_model_len)
+            counts = map(number, (view.num_waiting, view.num_active, view.max_model_len))
             lists = (", ".join(model.aliases), ", ".join(view.refused))
-            cells = (model.name, view.queue, *numbers, length, *lists)
+            cells = (model.name, view.queue, num_workers_of(view), *counts, *lists)
             table.add_row(*(Text(printable(cell)) for cell in cells))
     console = console_for_list()
     console.print(table)
     for model in listed:
         if not any(view.has_worker for view in model.queues):
             name = printable(model.name)
-            forget = f"promptq models forget {shlex.quote(name)}"
-            console.print(
-                Text(f"No worker serves {name}. If no worker will serve it again: {forget}")
-            )
+            advice = "If no worker will serve it again: promptq models forget"
+            console.print(Text(f"No worker serves {name}. {advice} {shlex.quote(name)}"))
 
 
 @models.command()
 def alias(
-    name: Annotated[str, typer.Argument(help="The alias, such as gpt-4o.")],
-    model: Annotated[str, typer.Argument(help="The model's own name.")],
+    name: Annotated[str, typer.Argument(metavar="ALIAS", help="The alias, such as gpt-4o.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's own name.")],
     redis: Redis = None,
 ) -> None:
     """Give a model an alias, for example for a program that accepts only certain names.
@@ -83,7 +80,7 @@ def alias(
 
 @models.command()
 def forget(
-    name: Annotated[str, typer.Argument(help="An alias, or a model without workers.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An alias, or an unserved model.")],
     redis: Redis = None,
 ) -> None:
     """Delete an alias, or a model that no worker serves.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from promptq.producer.admin.autoscaling_defaults import TARGET_SECONDS
+from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.client import names_queue, open_client, open_client_of
 from promptq.producer.commands.options import AsJson, Queue, Redis, RequestId, Target
 from promptq.shared.errors import RequestNotFoundError
@@ -133,7 +134,7 @@ def drain(
     elif draining:
         write("\n".join(f"{worker_id} finishes its requests and exits" for worker_id in draining))
     else:
-        write("no worker is alive" if worker is None else "no such worker is alive")
+        write("no worker is alive" if worker is None else f"no such worker is alive: {worker!r}")
 
 
 def reprioritise(
@@ -152,13 +153,12 @@ def reprioritise(
         status = client.reprioritise(request_id, priority)
     if status is PriorityStatus.UNKNOWN:
         raise RequestNotFoundError.of(request_id, client.queue.keys.queue)
-    write(
-        {
-            PriorityStatus.CHANGED: f"it waits with priority {priority}",
-            PriorityStatus.ACTIVE: "nothing changed: a worker holds it",
-            PriorityStatus.FINISHED: "nothing changed: it has already ended",
-        }[status]
-    )
+    answers = {
+        PriorityStatus.CHANGED: f"the request waits with priority {priority}",
+        PriorityStatus.ACTIVE: "nothing changed: a worker holds the request",
+        PriorityStatus.FINISHED: "nothing changed: the request has already ended",
+    }
+    write(answers[status])
 
 
 @dead.command("list")
@@ -230,7 +230,7 @@ def requeue(
     promptq dead requeue --all
     """
     with open_client(redis, queue) as client:
-        chosen = _chosen(client.dead_ids(_ALL) if everything else request_ids)
+        chosen = _chosen(client, request_ids, everything=everything)
         new_ids = {request_id: client.requeue(request_id) for request_id in chosen}
     if as_json:
         write(json.dumps({"requeued": new_ids}))
@@ -257,14 +257,14 @@ def purge(
     promptq dead purge --all
     """
     with open_client(redis, queue) as client:
-        chosen = _chosen(client.dead_ids(_ALL) if everything else request_ids)
+        chosen = _chosen(client, request_ids, everything=everything)
         count = client.purge(chosen)
     if chosen and not count:
         raise RequestNotFoundError(f"{chosen[0]!r} is not a dead letter")
     write(json.dumps({"purged": count}) if as_json else f"purged {count} of {len(chosen)}")
 
 
-def _chosen(request_ids: list[str] | None) -> list[str]:
-    if request_ids is None:
-        raise typer.BadParameter("name the dead letters, or pass --all")
-    return request_ids
+def _chosen(client: Client, request_ids: list[str] | None, *, everything: bool) -> list[str]:
+    if everything == bool(request_ids):
+        raise typer.BadParameter("name the dead letters, or pass --all alone")
+    return request_ids or client.dead_ids(_ALL)

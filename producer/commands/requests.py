@@ -30,7 +30,7 @@ def submit(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="The prompt; if it is left out or is -, standard input.", show_default=False
+            metavar="PROMPT", help="The prompt; default or -: standard input.", show_default=False
         ),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of output tokens.")] = None,
@@ -237,13 +237,12 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
         status = client.cancel(request_id)
     if status is CancelStatus.UNKNOWN:
         raise RequestNotFoundError.of(request_id, client.queue.keys.queue)
-    write(
-        {
-            CancelStatus.CANCELLED: "cancelled",
-            CancelStatus.FLAGGED: "cancelled; its worker ends it now",
-            CancelStatus.FINISHED: "it had already ended",
-        }[status]
-    )
+    answers = {
+        CancelStatus.CANCELLED: "cancelled",
+        CancelStatus.FLAGGED: "cancelled; its worker ends it now",
+        CancelStatus.FINISHED: "nothing changed: the request has already ended",
+    }
+    write(answers[status])
 
 
 def _print_or_leave(client: Client, request_id: str, *, detach: bool, as_json: bool) -> None:

@@ -48,6 +48,7 @@ def up(
     model: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="MODEL",
             help="Model for the workers, as in `promptq worker`. Can be given several times: each"
             " model then has a separate queue.",
             show_default=False,

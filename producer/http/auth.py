@@ -76,7 +76,7 @@ async def admin_of(caller: ThisCaller) -> Caller:
     whole queue. For any other key, raises ApiError 403."""
     if not caller.is_admin:
         raise ApiError(
-            403, f"the key {caller.name!r} may not do this: it needs one made with --admin"
+            403, f"the key {caller.name!r} may not do this: the call needs a key made with --admin"
         )
     return caller
 

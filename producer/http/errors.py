@@ -135,11 +135,8 @@ def add_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
         field = ".".join(where)
-        if first["type"] == "json_invalid":
-            message = f"the body is not JSON: {first['ctx']['error']}"
-            return answered(request, ApiError(400, message))
-        message = f"{field or 'body'}: {first['msg']}"
-        return answered(request, ApiError(400, message, param=field or None))
+        reason = "is missing" if first["type"] == "missing" else first["msg"]
+        return answered(request, ApiError(400, f"{field or 'body'}: {reason}", param=field or None))
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:

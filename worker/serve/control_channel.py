@@ -41,7 +41,7 @@ async def act(
             wake_up.work_came()
         elif kind == "cancel":
             exchange.cancel(name)
-        elif kind == "drain" and (not colon or name == queue.worker_id):
+        elif kind == "drain" and not drain.is_set() and (not colon or name == queue.worker_id):
             log = get_logger(worker_id=queue.worker_id, queue=queue.keys.queue)
             log.info("a message orders a drain")
             drain.set()

@@ -27,7 +27,7 @@ _RECENT_MS = 60_000
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LATE_SECONDS = 3
 _DROPPED_FIRST = (
-    *("refuses", "ran empty", "lay ready", "prepared"),
+    *("refuses", "starved", "slot wait", "prepared"),
     *("preempted", "step", "KV blocks", "state", "heartbeat", "tokens/s"),
 )
 
@@ -163,8 +163,8 @@ def _workers_table(overview: Overview, width: int) -> RenderableType:
         "step": [milliseconds(worker.reported("step_ms")) for worker in overview.workers],
         "preempted": [f"{worker.num_preemptions:,}" for worker in overview.workers],
         "prepared": [f"{worker.mean_prefetched:.1f}" for worker in overview.workers],
-        "lay ready": [milliseconds(worker.mean_prefetch_wait_ms) for worker in overview.workers],
-        "ran empty": [f"{worker.num_prefetch_empty:,}" for worker in overview.workers],
+        "slot wait": [milliseconds(worker.mean_prefetch_wait_ms) for worker in overview.workers],
+        "starved": [f"{worker.num_prefetch_empty:,}" for worker in overview.workers],
     }
     if any(worker.refused for worker in overview.workers):
         columns["refuses"] = [printable(worker.refused) for worker in overview.workers]

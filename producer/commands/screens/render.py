@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,7 @@ def byte_size(value: float) -> str:
     return f"{value:.1f} GiB"
 
 
-def plain_table(*columns: str, title: str | Text | None = None, left: Sequence[str] = ()) -> Table:
+def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
     """Returns a table without a frame. The columns in `left` are aligned left, the others right."""
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -113,15 +114,14 @@ def fitting(
     return kept
 
 
-def queue_table(stats: QueueStats) -> Table:
-    """Returns a table of the number of requests in each state."""
+def queue_table(stats: QueueStats) -> RenderableType:
+    """Returns a table of the number of requests in each state, below a title."""
     title = Text(f"queue {stats.queue}", style="bold")
     title.append(f", model {printable(stats.model[:200])}" if stats.model else "")
     title.append(", paused" if stats.paused else "")
-    table = plain_table("waiting", "delayed", "active", "dead letters", title=title)
-    counts = (stats.waiting, stats.delayed, stats.active, stats.dead)
-    table.add_row(*(f"{count:,}" for count in counts))
-    return table
+    table = plain_table("waiting", "delayed", "active", "dead letters")
+    table.add_row(*map(number, (stats.waiting, stats.delayed, stats.active, stats.dead)))
+    return Group(title, table)  # a table breaks its title at its width
 
 
 def scaling_table(scalings: Sequence[Scaling]) -> Table:
@@ -130,23 +130,19 @@ def scaling_table(scalings: Sequence[Scaling]) -> Table:
     columns = ("queue", "workers", "wanted", "because", "work waiting", "work running")
     table = plain_table(*columns, left=texts)
     for one in scalings:
-        work = (_seconds_of_work(seconds) for seconds in (one.waiting_seconds, one.running_seconds))
+        times = (one.waiting_seconds, one.running_seconds)
+        work = ("not known" if each is None else f"{each:,.1f} s" for each in times)
         cells = (f"{one.workers:,}", f"{one.desired:,}", one.because, *work)
         table.add_row(*(Text(cell) for cell in (printable(one.queue), *cells)))
     return table
-
-
-def _seconds_of_work(seconds: float | None) -> str:
-    return "not known" if seconds is None else f"{seconds:,.1f} s"
 
 
 def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
     """Returns a table with one row for each dead letter."""
     table = plain_table("id", "buried", "crashes", "tokens", "payload", left=("id", "payload"))
     for letter in letters:
-        buried = clock_time(letter.buried_at)
-        counts = f"{letter.crashes:,}", f"{letter.num_tokens:,}"
-        table.add_row(Text(letter.request_id), buried, *counts, Text(letter.payload[:80]))
+        facts = clock_time(letter.buried_at), f"{letter.crashes:,}", f"{letter.num_tokens:,}"
+        table.add_row(Text(letter.request_id), *facts, Text(letter.payload[:80]))
     return table
 
 
@@ -172,8 +168,8 @@ def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
         "tenant": [
             f"{key.tenant} (its own)" if key.is_own_tenant else f"{key.tenant}" for key in keys
         ],
-        "requests/min": [_limit(key.requests_per_minute) for key in keys],
-        "tokens/min": [_limit(key.tokens_per_minute) for key in keys],
+        "requests/min": [number(key.requests_per_minute or None) for key in keys],
+        "tokens/min": [number(key.tokens_per_minute or None) for key in keys],
         "most urgent priority": [str(key.highest_priority) for key in keys],
         "may call": [_calls(key) for key in keys],
         "models": [", ".join(key.models) if key.models is not None else "all" for key in keys],
@@ -220,10 +216,6 @@ def clock_time(unix_ms: float) -> str:
     return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M:%S}"
 
 
-def _limit(a_minute: int) -> str:
-    return f"{a_minute:,}" if a_minute else "–"
-
-
 def workers_table(workers: Sequence[WorkerStats]) -> Table:
     """Returns a table with one column for each worker: there are more facts than workers."""
     table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left", title_style="bold")
@@ -243,7 +235,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
         "state": each(lambda w: w.state),
         "model": each(lambda w: w.model),
         "device": each(lambda w: f"{w.device} {w.dtype}".strip()),
-        "refused fields": each(lambda w: printable(w.refused)),
+        "refused fields": each(lambda w: printable(w.refused) or "–"),
         "slots in use": each(lambda w: f"{w.num_running} of {w.max_num_seqs}"),
         "prepared, waiting": each(lambda w: f"{w.num_waiting + w.num_prefetched}"),
         "KV tokens in use": each(lambda w: f"{w.kv_used_tokens:,} of {w.kv_tokens:,}"),
@@ -275,8 +267,14 @@ def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
     return Group(*lines)
 
 
+def _as_typed(value: Any) -> str:
+    """Returns a value of a setting as it would stand in the environment variable."""
+    shown = json.dumps(value) if isinstance(value, bool | tuple | list) else value
+    return "–" if value is None else str(shown)
+
+
 def _setting(row: dict[str, Any]) -> Text:
-    value, default = ("–" if row[key] is None else str(row[key]) for key in ("value", "default"))
+    value, default = _as_typed(row["value"]), _as_typed(row["default"])
     if value == default:
         return Text(f"{row['variable']}  {value}")
     return Text.assemble((f"{row['variable']}  {value}", "bold"), (f"  (default {default})", "dim"))

@@ -252,8 +252,8 @@ def test_a_terminal_sees_how_far_it_is(
     told, _ = terminal.process.communicate()
     terminal.close()
     assert terminal.process.returncode == 0
-    where = f"1 in {errors_beside(output)}"
-    assert told.decode() == f"5 of 6 lines answered in {output}, {where}\n"
+    failed = f"1 failed, see {errors_beside(output)}"
+    assert told.decode() == f"5 of 6 lines answered in {output}; {failed}\n"
 
 
 async def test_an_interrupt_ends_in_order(tmp_path: Path, redis_url: str, start: Start) -> None:

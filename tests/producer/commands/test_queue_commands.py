@@ -46,6 +46,8 @@ def test_dead_requeue_and_purge(run: Run, redis_url: str) -> None:
     assert "purged 1 of 2" in run("dead", "purge", "two", "one").stdout
     assert run("dead", "purge", "two").returncode == 1
     assert run("dead", "purge").returncode == 2, "neither ids nor --all"
+    for command in ("purge", "requeue"):
+        assert run("dead", command, "three", "--all").returncode == 2, "both"
     assert json.loads(run("dead", "purge", "--all", "--json").stdout) == {"purged": 1}
     assert "no dead letters" in run("dead", "list").stdout
     assert json.loads(run("dead", "requeue", "--all", "--json").stdout) == {"requeued": {}}
@@ -141,7 +143,7 @@ def test_reprioritise(run: Run, own_worker: HandWorker, redis_url: str) -> None:
             client.enqueue("Hi", request_id=request_id)
     assert "priority -5" in run("reprioritise", "b", "--priority", "-5").stdout
     assert own_worker.take().request_id == "b"
-    assert "a worker holds it" in run("reprioritise", "b", "--priority", "0").stdout
+    assert "a worker holds the request" in run("reprioritise", "b", "--priority", "0").stdout
     unknown = run("reprioritise", "c", "--priority", "0")
     assert unknown.returncode == 1
     assert "'c'" in unknown.stderr

@@ -160,6 +160,8 @@ def test_all_settings_are_listed_by_process(run: Run) -> None:
         assert "hush" not in listed + shown
         assert "PROMPTQ_MAX_NUM_SEQS  7  (default 64)\n" in shown
         assert "PROMPTQ_LEASE_MS  10000\n" in shown
+        assert "PROMPTQ_TRUST_REMOTE_CODE  false\n" in shown
+        assert "PROMPTQ_ENGINE_ARGUMENTS  []\n" in shown
         assert max(map(len, lines)) <= width
         words = " ".join(shown.split())
         assert all(row["description"] in words for row in rows.values()), "no word is broken"

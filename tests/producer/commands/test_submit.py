@@ -215,7 +215,7 @@ def test_cancel(run: Run, own_worker: HandWorker) -> None:
     """
     request_id = run("submit", "--detach", "Hi").stdout.strip()
     assert run("cancel", request_id).stdout == "cancelled\n"
-    assert run("cancel", request_id).stdout == "it had already ended\n"
+    assert run("cancel", request_id).stdout == "nothing changed: the request has already ended\n"
     watched = run("watch", request_id)
     assert (watched.returncode, watched.stdout) == (1, "")
     assert watched.stderr == f"promptq: request {request_id} was cancelled after 0 tokens\n"

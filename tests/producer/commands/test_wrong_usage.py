@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.core import TyperGroup
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from promptq.producer.commands.app import app
 from promptq.shared.server.embedded import EmbeddedServer
@@ -28,6 +29,9 @@ def test_stats(run: Run) -> None:
     assert "No worker is alive: start one with `promptq worker`." in table
     table = " ".join(run("stats", "--queue", "another").stdout.split())
     assert "start one with `promptq worker --queue another`." in table
+    long = "q" * 60
+    run("pause", "--queue", long)
+    assert run("stats", "--queue", long).stdout.startswith(f"queue {long}, paused\n")
 
 
 @pytest.mark.parametrize(
@@ -128,17 +132,37 @@ def test_help_shows_examples(run: Run, command: str) -> None:
     assert re.search(rf"Examples:\s+promptq {command}", shown)
 
 
+def commands_by_words() -> dict[tuple[str, ...], Any]:
+    """Returns all commands by their words, such as `("dead", "list")`."""
+    commands: dict[tuple[str, ...], Any] = {}
+    groups: list[tuple[tuple[str, ...], Any]] = [((), get_command(app))]
+    for words, group in groups:
+        for name in group.list_commands(None):
+            command = group.get_command(None, name)
+            if isinstance(command, TyperGroup):
+                groups.append(((*words, name), command))
+            else:
+                commands[(*words, name)] = command
+    assert len(commands) > 30
+    return commands
+
+
 def test_help_is_not_broken_twice() -> None:
     """Lines after the first paragraph are shown as they are, so they fit a terminal."""
-    commands: list[Any] = []
-    groups: list[Any] = [get_command(app)]
-    for group in groups:
-        for command in [group.get_command(None, name) for name in group.list_commands(None)]:
-            (groups if isinstance(command, TyperGroup) else commands).append(command)
-    assert len(commands) > 30
-    for command in commands:
+    for words, command in commands_by_words().items():
         _, *paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
-        assert all(len(line) <= 78 for it in paragraphs for line in it.splitlines()), command.name
+        lines = [line for paragraph in paragraphs for line in paragraph.splitlines()]
+        assert all(len(line) <= 78 for line in lines), words
+
+
+def test_help_fits_a_terminal() -> None:
+    """At 80 columns, nothing is cut off, and no option shows a type of Python's."""
+    for words in commands_by_words():
+        if words != ("worker",):  # which prints its help by itself
+            shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).output
+            assert "Show this message and exit." in " ".join(shown.replace("│", "").split())
+            assert "…" not in shown, words
+            assert "list[" not in shown.partition("─ Options")[2], words
 
 
 def test_a_port_that_there_is_not(run: Run) -> None:

@@ -1,6 +1,6 @@
 // The frame around the pages: opens pages, and shows the queue, the theme, and the form for the API key.
 
-import { get, key, queue, whenRefused } from "./shared/api.js";
+import { get, key, notLive, queue, whenRefused } from "./shared/api.js";
 import { h } from "./shared/dom.js";
 import * as dead from "./pages/dead.js";
 import * as overview from "./pages/overview.js";
@@ -36,7 +36,7 @@ function place() {
   } catch {
     // It is not encoded correctly, so it is used unchanged.
   }
-  return { name, argument, query: new URLSearchParams(query) };
+  return { name: Object.hasOwn(PAGES, name) ? name : "", argument, query: new URLSearchParams(query) };
 }
 
 async function open() {
@@ -57,17 +57,16 @@ async function open() {
     showQueues((await get("caller")).queues);
   } catch (error) {
     if (number === numOpened && error.status !== 401 && error.status !== 403) {
-      frame.warn(`Not live: ${error.message}. Trying again.`);
+      frame.warn(notLive(error));
       setTimeout(() => number === numOpened && open(), 2000);
     }
     return;
   }
   if (number !== numOpened) return; // another page was opened meanwhile
-  const page = PAGES[name] ?? overview;
   main.replaceChildren();
   main.dataset.page = name || "overview";
   window.scrollTo(0, 0);
-  close = page.open(main, { argument, query, frame });
+  close = PAGES[name].open(main, { argument, query, frame });
 }
 
 /** Shows the queue's name, or a choice if there are several queues. Replaces a queue that is gone by the gateway's own. */
@@ -113,7 +112,7 @@ function askForKey(error) {
     },
   },
   h("h1", {}, "A key, please"),
-  h("p", { class: "quiet" }, error.message),
+  h("p", { class: "quiet reason" }, error.message),
   h("label", { class: "field" }, "API key with the rights of an administrator", input),
   h("p", { class: "quiet" }, "This tab keeps it until you close the tab."),
   h("div", { class: "buttons" }, h("button", { class: "primary", type: "submit" }, "Enter"))));

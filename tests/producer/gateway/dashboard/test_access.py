@@ -191,7 +191,7 @@ async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(
     await keep_screenshot(page, "key-desktop-light")
     await page.get_by_label("API key").fill(secrets["tim"])
     await page.get_by_role("button", name="Enter").click()
-    await expect(page.get_by_text("needs one made with --admin")).to_be_visible()
+    await expect(page.get_by_text("needs a key made with --admin")).to_be_visible()
     await page.get_by_label("API key").fill(secrets["ann"])
     await page.get_by_role("button", name="Enter").click()
     await expect(page.get_by_role("heading", name="Overview")).to_be_visible()

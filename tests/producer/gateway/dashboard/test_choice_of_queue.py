@@ -37,3 +37,5 @@ async def test_a_tab_shows_the_queue_that_is_chosen(redis_url: str, open_page: O
         phone = await open_page("#/", viewport=PHONE)
         await expect(phone.get_by_role("combobox", name="Queue")).to_have_value("default")
         await keep_screenshot(phone, "two-queues-phone")
+    await choice.select_option("b")
+    await expect(page.get_by_text("start one with promptq worker --queue b.")).to_be_visible()

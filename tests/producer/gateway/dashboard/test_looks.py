@@ -22,6 +22,9 @@ from tests.support.model_free import running_worker, served_model_free
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 LOOKS = [("phone", PHONE), ("desktop", DESKTOP)]
 SCHEMES = ["light", "dark"]
+CUT_OFF = """[...document.querySelectorAll(".scroll, nav")]
+    .filter((it) => it.scrollWidth > it.clientWidth).map((it) => it.className || it.tagName)"""
+"""Script that returns the parts of the page that are wider than their place."""
 
 
 async def keep_both(page: Page, name: str, viewport: str, full_page: bool = True) -> None:
@@ -52,7 +55,7 @@ async def test_every_page_fits_its_window_and_is_kept_as_a_picture(
         ids = await client.enqueue_many(requests)
         pages = [
             ("overview", "#/", "Waiting by priority"),
-            ("worker", f"#/worker/{worker.worker_id}", "of 8"),
+            ("worker", f"#/worker/{worker.worker_id}", "KV blocks, 512 in all"),
             ("requests", "#/requests?state=waiting", "waiting requests"),
             ("request", f"#/request/{ids[0]}", re.compile(r"\d tokens")),
             ("dead", "#/dead", "Purge all"),
@@ -67,6 +70,9 @@ async def test_every_page_fits_its_window_and_is_kept_as_a_picture(
                 if name == "overview":
                     await expect(page.locator(".chart path").first).to_be_visible()
                 await keep_both(page, name, viewport)
+                for width in (641, 800, 1001, size["width"]):
+                    await page.set_viewport_size({**size, "width": width})
+                    assert await page.evaluate(CUT_OFF) == [], (name, width)
             await page.evaluate("location.hash = '#/'")
             await page.get_by_role("button", name="Pause queue").click()
             await keep_both(page, "dialog", viewport, full_page=False)

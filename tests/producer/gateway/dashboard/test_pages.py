@@ -40,7 +40,7 @@ async def test_overview(
     ids = [await client.enqueue("Once", priority=it, max_tokens=3000) for it in (0, 0, -5)]
     page = await open_page()
     await expect(tile(page, "Waiting")).to_have_text("3")
-    await expect(page.get_by_text("No worker is alive")).to_be_visible()
+    await expect(page.get_by_text("start one with promptq worker.")).to_be_visible()
     await connection.hset(client.queue.keys.model, "standby_until", 2**53)
     await expect(page.get_by_text("a worker loads it when its turn comes")).to_be_visible()
     await expect(page.locator(".ranking li")).to_have_text(["-51", "02"])
@@ -65,7 +65,7 @@ async def test_overview(
         row = page.get_by_role("row", name=worker.worker_id)
         await expect(row).to_contain_text("2 of 2")
         await expect(row).to_contain_text("running")
-        await expect(tile(page, "Tokens per second")).not_to_have_text("0")
+        await expect(tile(page, "Tokens/s")).not_to_have_text("0")
         await client.enqueue("Once", delay_ms=60_000)
         await expect(page.get_by_text("and 1 delayed")).to_be_visible()
         for request_id in ids:

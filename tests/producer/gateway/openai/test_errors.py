@@ -244,6 +244,20 @@ def test_a_path_that_is_not_there(http: httpx2.Client, path: str, meant: str | N
     assert "/v1/completions" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", "", "the body is empty; send a JSON object"),
+        ("/v1/batches", "", "the body is empty; send a JSON object"),
+        ("/v1/batches", "{}", "input_file_id: is missing"),
+        ("/v1/completions", "{}", "prompt: is missing"),
+    ],
+)
+def test_a_body_that_lacks_all(http: httpx2.Client, path: str, body: str, message: str) -> None:
+    answer = http.post(path, content=body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
 def test_a_method_that_is_not_there(http: httpx2.Client) -> None:
     answer = http.get("/v1/completions")
     assert answer.status_code == 405

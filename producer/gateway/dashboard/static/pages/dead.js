@@ -47,7 +47,7 @@ export function open(main, { frame }) {
 function card(letter) {
   return h("article", { class: "card letter", "data-key": letter.request_id },
     h("h2", {}, requestLink(letter.request_id)),
-    h("p", {}, letter.message),
+    h("p", { class: "reason" }, letter.message),
     h("p", { class: "quiet" }, `Became a dead letter ${clock(letter.buried_at)} after ${count(letter.crashes)} crashes in ${count(letter.attempts)} attempts; it had emitted ${count(letter.num_tokens)} tokens.`),
     h("details", {}, h("summary", {}, "Attempts and payload"),
       h("ul", {}, letter.history.map((one) => h("li", {}, `Attempt ${one.attempt} on ${one.worker}, ${clock(one.claimed_at)} to ${clock(one.ended_at)}: ${one.how}`))),

@@ -29,7 +29,7 @@ function view({ stats, slots, told_at: reportedAt }, now) {
     h("div", { class: "tiles" },
       tile("Slots in use", count(slots.filter(({ slot }) => slot !== null).length), `of ${count(stats.max_num_seqs)}`),
       tile("Step time", duration(reported(stats, "step_ms")), "recent median"),
-      tile("Tokens per second", rate(stats.recent_tokens_per_second), `${rate(stats.tokens_per_second)} while busy`),
+      tile("Tokens/s", rate(stats.recent_tokens_per_second), `${rate(stats.tokens_per_second)} while busy`),
       tile("Preemptions", count(stats.num_preemptions), "since it started"),
       tile("Recomputed", count(reported(stats, "recomputed_tokens")), "tokens since it started"),
       tile("Requests done", count(stats.num_processed), `${count(stats.num_waiting + stats.num_prefetched)} prepared`)),

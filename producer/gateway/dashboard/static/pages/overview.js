@@ -69,7 +69,7 @@ function tilesOf(overview, samples, now) {
   return [
     tile("Waiting", count(overview.waiting), overview.delayed ? `and ${count(overview.delayed)} delayed` : "in the queue"),
     tile("Running", count(overview.running), `of ${count(slots)} slots`),
-    tile("Tokens per second", rate(overview.tokens_per_second), "generated"),
+    tile("Tokens/s", rate(overview.tokens_per_second), "generated"),
     timeTile("First token", "ttft", samples, now),
     timeTile("Queue time", "queue", samples, now),
     tile("Workers", count(overview.workers.length), `${count(overview.scaling.desired)} wanted, as ${overview.scaling.because}`),
@@ -88,11 +88,11 @@ function prioritiesOf(overview) {
 }
 
 function workersOf(overview, now) {
-  if (!overview.workers.length && overview.has_standby) {
-    return section("Workers", h("p", { class: "empty" }, "The model is not loaded: a worker loads it when its turn comes."));
-  }
   if (!overview.workers.length) {
-    return section("Workers", h("p", { class: "empty" }, "No worker is alive: start one with ", h("code", {}, "promptq worker"), "."));
+    const option = overview.queue === "default" ? "" : ` --queue ${overview.queue}`;
+    return section("Workers", h("p", { class: "empty" }, ...(overview.has_standby
+      ? ["The model is not loaded: a worker loads it when its turn comes."]
+      : ["No worker is alive: start one with ", h("code", {}, `promptq worker${option}`), "."])));
   }
   return section("Workers", table([
     { name: "Worker", of: (one) => workerLink(one.worker_id) },

@@ -1,7 +1,7 @@
 // Shows one request: its timeline, and its text as it is generated.
 
 import { cancel, reprioritise } from "../shared/actions.js";
-import { stream } from "../shared/api.js";
+import { notLive, stream } from "../shared/api.js";
 import { h, show } from "../shared/dom.js";
 import { clock, count, duration, rate } from "../shared/format.js";
 import { badge, bar, facts, requestLink, section, workerLink } from "../shared/parts.js";
@@ -49,7 +49,7 @@ export function open(main, { argument: id, frame }) {
     problem: (error) => frame.warn(error.message),
     broken: (error) => {
       if (error.status === 404) show(main, h("p", { class: "card empty" }, `${error.message}. `, h("a", { href: "#/requests" }, "Search")));
-      else frame.warn(`Not live: ${error.message}. Trying again.`);
+      else frame.warn(notLive(error));
     },
   }, () => isOver);
   return () => {

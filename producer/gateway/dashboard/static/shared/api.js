@@ -55,6 +55,9 @@ export async function post(path, body = {}) {
   return (await send(`${path}?${withQueue({})}`, { method: "POST", headers, body: JSON.stringify(body) })).json();
 }
 
+/** A warning without the server's advice to try again, because the page does so by itself. */
+export const notLive = (error) => `Not live: ${error.message.split("; try again")[0]}. Trying again.`;
+
 /** Returns whether the gateway refused a request, so that a new try would fail, too. */
 const isRefusal = (error) => error instanceof ApiError && error.status >= 400 && error.status < 500;
 
@@ -147,7 +150,7 @@ export function live(kind, query, frame, show, more = {}) {
       show(state);
     },
     unreachable: () => frame.warn("The queue cannot be reached at the moment. The data below is old."),
-    broken: (error) => frame.warn(isRefusal(error) ? error.message : `Not live: ${error.message}. Trying again.`),
+    broken: (error) => frame.warn(isRefusal(error) ? error.message : notLive(error)),
     begun: () => frame.warn(null),
   });
 }

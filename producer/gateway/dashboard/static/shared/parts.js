@@ -35,7 +35,7 @@ export function bar(share, words, kind = "") {
     h("span", { class: "words" }, words));
 }
 
-/** A table that becomes cards on a phone. `columns`: [{name, of: (row) => node or text, number}]. */
+/** A table that becomes cards in a narrow window. `columns`: [{name, of: (row) => node or text, number}]. */
 export function table(columns, rows, keyOf) {
   return h("div", { class: "scroll" }, h("table", {},
     h("thead", {}, h("tr", {}, columns.map((column) => h("th", { scope: "col", class: column.number && "number" }, column.name)))),
