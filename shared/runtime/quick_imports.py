@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_METRICS = "opentelemetry.metrics"
+_METRICS = "opentelemetry.sdk.metrics"
 
 
 @contextmanager
