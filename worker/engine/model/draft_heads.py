@@ -1,8 +1,8 @@
-"""Loads, from checkpoints, heads that predict further tokens (multi-token prediction).
+"""Loads the drafting heads of checkpoints, which predict further tokens (multi-token prediction).
 
 transformers has the modules of heads (`MtpModel`), but reads their weights only for `generate`. A
-head affects only the speed, never the output. So a head that cannot be used is left out with a
-reason, and no check at load tests a head's results.
+head affects only the speed, never the output. So an unusable head is left out with a reason, and a
+head's results are not tested.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from promptq.worker.engine.model.attention_operator import SeamContext, SeamLaye
 from promptq.worker.engine.model.packed_model import SEAM, join_seam
 
 FULL_ATTENTION = "full_attention"
-"""transformers' name for layers that attend without a window."""
+"""transformers' name for layers with attention to all earlier positions."""
 _WORK_BESIDE = 4_000_000
-"""The work of a step outside of the model (scheduling, sampling and the like), as the number of
-weights that can be read in the same time."""
+"""The time of a step outside of the model (scheduling, sampling and the like), as the number of
+weights that the device reads in that time."""
 
 
 class NoHeadError(Exception):
@@ -38,7 +38,7 @@ class NoHeadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """A head of a model, and its cost."""
+    """A model's drafting head, and its cost."""
 
     module: nn.Module
     """An `MtpLayer` of transformers."""
@@ -47,7 +47,7 @@ class LoadedHead:
 
 
 def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> LoadedHead:
-    """Returns the head of a model. `weights` are its tensors by name. Raises NoHeadError."""
+    """Returns a model's drafting head. `weights` are its tensors by name. Raises NoHeadError."""
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:
@@ -86,7 +86,7 @@ def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> Loade
 
 
 def head_spec(specs: list[LayerSpec]) -> LayerSpec:
-    """Returns the spec of a head's attention, copied from the model's last layer without a window.
+    """Returns the spec of a head's attention: that of the model's last layer without a window.
     Raises NoHeadError if all layers have windows."""
     for spec in reversed(specs):
         if spec.pattern == FULL:
@@ -101,11 +101,7 @@ def rotary_of(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _cost(model: PreTrainedModel, head: nn.Module) -> float:
-    """Returns the time that the head takes for a drafted token, as a fraction of a step's time.
-
-    The times are estimated from the numbers of weights that are read. Head and step both read the
-    output layer. A step also has work other than reading weights.
-    """
+    """Returns the estimated time of one drafted token, as a fraction of a step's time."""
     whole: Any = model
     output = whole.get_output_embeddings().weight
     body = sum(each.numel() for each in whole.get_decoder().layers.parameters())
@@ -182,7 +178,7 @@ class HeadOfModules:
 
 
 def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
-    """Returns the layout of `count` sequences with one row each, `depth` rows after a step."""
+    """Returns the layout of one row for each of `count` sequences, `depth` rows after the step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
     device = layout.block_tables.device
     return layout_of_rows(
@@ -203,8 +199,8 @@ def layout_of_rows(
     places: torch.Tensor,
     block_size: int,
 ) -> StepLayout:
-    """Returns the layout of rows that a head computes. Row i belongs to the sequence
-    `sequences[i]`. Its K and V are written at position `places[i]` in that sequence's blocks."""
+    """Returns the layout of rows that a head computes. Row i belongs to the sequence with the index
+    `sequences[i]`. Its K and V are written at position `places[i]` of this sequence's blocks."""
     return StepLayout(
         num_decodes=0,
         query_starts=query_starts,

@@ -1,8 +1,8 @@
-"""Drafts with a model's own head (multi-token prediction).
+"""Drafts with a model's drafting head (multi-token prediction).
 
 The head is one more layer on the paged cache. Its K and V are in the same blocks as the model's, at
-the positions of the hidden states that they are computed from. A row also needs the next token. So
-the head computes a step's rows before the sequence's next step, and only if it drafts for that one.
+the same positions. For a position, the head needs the model's hidden state and the next token. So
+the head computes the rows of a step before the sequence's next step, and only if it drafts then.
 
 The head decides only which tokens are drafted, so some of its rows may be missing: nothing was
 drafted for a while, or a cached prefix was computed without the head. For each block, this module
@@ -43,27 +43,25 @@ from promptq.worker.engine.model.packed_model import PackedModel
 from promptq.worker.engine.sampling.sampler import Sampler
 
 MOST_HELD = 512
-"""The most hidden states of a sequence that are stored for the head: those of its last rows. A long
+"""The most hidden states that are stored for the head: those of a sequence's last rows. A long
 prompt then costs little more with a head, but the head does not see the prompt's beginning."""
 
 
 class DraftHead(Protocol):
-    """Computes a model's head: a decoder of promptq, or transformers' modules."""
+    """Code that computes a drafting head: a decoder of promptq, or transformers' modules."""
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """Returns the tokens [most drafted, S] that the head drafts after the rows of a step.
-        Tokens beyond a sequence's count mean nothing."""
+        """Returns the drafted tokens [largest count, S] of the step's S sequences. Tokens beyond a
+        sequence's count mean nothing."""
         ...
 
 
 @dataclass(slots=True)
 class _Held:
-    """Hidden states of successive rows that the head has not computed yet."""
+    """Hidden states of a sequence's rows `start` up to `end` (exclusive), kept for the head."""
 
     start: int
-    """The position of the first row."""
     end: int
-    """The position after the last row."""
     parts: list[torch.Tensor]
 
     def cut(self, end: int) -> None:
@@ -96,18 +94,18 @@ class HeadDrafts:
     def __init__(
         self, head: DraftHead, cache: KVCache, sampler: Sampler, device: torch.device
     ) -> None:
-        """`cache` has the K and V of the head's layer."""
+        """`cache` is the KV cache of the head's layer."""
         self._head = head
         self._block_size = cache.block_size
         self._sampler = sampler
         self._device = device
         self._num_filled = [0] * cache.num_blocks
-        """For each block, how many of its first rows the head has computed since the model did."""
+        """For each block, the number of its first rows for which the head's K and V are valid."""
         self._held: dict[int, _Held] = {}
 
     def draft(self, batch: Batch) -> None:
-        """Choose the UNKNOWN tokens of a batch. A share for which the head lacks rows loses its
-        draft."""
+        """Draft the tokens that are still UNKNOWN in a batch. A sequence for which hidden states
+        are missing gets no drafted tokens."""
         rows = []
         for share in batch.scheduled:
             if share.draft and share.draft[0] == UNKNOWN:
@@ -137,8 +135,8 @@ class HeadDrafts:
         ]
 
     def keep(self, items: list[ScheduledSequence], states: torch.Tensor | None) -> None:
-        """Record that the model computes these items, and store the states of `rows_to_keep`.
-        `states` is None if there are no such rows."""
+        """Record that the model computes a step of these items. `states` are the hidden states of
+        `rows_to_keep`; None if there are no such rows."""
         held, end = {}, 0
         for item in items:
             self._forget(item)
@@ -160,7 +158,7 @@ class HeadDrafts:
         self._held = held
 
     def _forget(self, item: ScheduledSequence) -> None:
-        """Record that the model overwrites an item's rows, so the head must compute them again."""
+        """Record that the model writes an item's rows, which makes the head's K and V invalid."""
         table, size = item.sequence.block_table, self._block_size
         for index in range(item.start // size, num_blocks_for(item.start + item.num_rows, size)):
             first = max(item.start - index * size, 0)
@@ -168,7 +166,7 @@ class HeadDrafts:
                 self._num_filled[table[index]] = first
 
     def _rows(self, share: ScheduledSequence) -> _Rows | None:
-        """Returns the rows that the head must compute before a draft; None if it lacks states."""
+        """Returns the rows that the head must compute for a draft; None if states are missing."""
         held = self._held.get(share.sequence.sequence_id)
         if held is None:
             return None
@@ -224,7 +222,6 @@ class HeadDrafts:
         )
 
     def _fill(self, rows: _Rows) -> None:
-        """Record that the head has computed these rows."""
         table, size, end = rows.share.sequence.block_table, self._block_size, rows.end
         for index in range(rows.start // size, num_blocks_for(end, size)):
             self._num_filled[table[index]] = min(size, end - index * size)
@@ -233,13 +230,13 @@ class HeadDrafts:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows that the head computes before a draft, at the positions `start` to `end`."""
+    """The rows at positions `start` up to `end` (exclusive) that the head computes for a draft."""
 
     share: ScheduledSequence
     start: int
     end: int
     first_block: int
-    """The index of the sequence's block from which on the head attends."""
+    """The index, in the sequence's block table, of the first block to attend to."""
     states: torch.Tensor
 
 
@@ -248,8 +245,8 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _num_kept(item: ScheduledSequence, num_items: int) -> int:
-    """Returns the number of an item's last rows whose states are stored. Returns 0 in a step of
-    many sequences, which leaves no rows for drafts."""
+    """Returns how many of an item's last rows keep their hidden states. 0 in a step of MAX_ROWS
+    items or more, in which nothing is drafted."""
     drafter = item.sequence.drafter
     if drafter is None or drafter.head is None or num_items >= MAX_ROWS:
         return 0
@@ -259,9 +256,9 @@ def _num_kept(item: ScheduledSequence, num_items: int) -> int:
 def attention_of_head(
     loaded: LoadedModel, checked: CheckedModel, drafts: bool | None
 ) -> tuple[LoadedModel, list[LayerSpec]]:
-    """Returns `loaded`, and the specs of the head's layer if the head will draft (see LoadOptions).
-    Otherwise the list is empty, and `loaded` comes back without the head. If the head cannot draft,
-    `why_no_head` has the reason."""
+    """Returns `loaded`, and the spec of the head's attention in a list. If the head will not draft
+    (see LoadOptions), the list is empty, and `loaded` is without the head. If the head cannot
+    draft, `why_no_head` has the reason."""
     if loaded.head is None:
         return loaded, []
     if drafts is None and checked.decoder is None:
@@ -283,8 +280,8 @@ def attention_of_head(
 def code_of_head(
     loaded: LoadedModel, checked: CheckedModel, served: PackedModel | Decoder, cache: KVCache
 ) -> DraftHead:
-    """Returns the code for the head of `loaded`: native code if `served` is native, otherwise
-    transformers' modules. Call this only if `attention_of_head` has kept the head."""
+    """Returns the code for the head of `loaded`, which `attention_of_head` must have kept: native
+    code if `served` is native, otherwise transformers' modules."""
     assert loaded.head is not None, "it was not dropped"
     if isinstance(served, NativeDecoder):
         parts = _parts_of(loaded.model, loaded.head, head_spec(checked.specs))
