@@ -22,11 +22,11 @@ class AttentionBackend(ABC):
     needs: ClassVar[str] = ""
     """A package that the backend needs and that may be missing; empty if there is none."""
     takes_padding: ClassVar[bool] = False
-    """Whether steps may be padded to the size of a CUDA graph (see StepBuffers). A padding row has
-    the write block -1 and, in DECODE_WORK, the context 0. The backend must read nothing for this
-    row, and write zeros as its output. The lists in `plans` (DECODE_WORK, PREFILL_WORK) tell which
-    rows are decodes and which belong to chunks. The layout's `num_decodes`, `query_starts` and
-    `context_lens` mean nothing in such a step."""
+    """Whether a step may be padded with rows to the size of a CUDA graph (see StepBuffers). A
+    padding row has the write block -1 and, in DECODE_WORK, a context of 0. For such a row, the
+    backend must read no K and V, and output zeros. In a padded step, only the work lists in `plans`
+    (DECODE_WORK, PREFILL_WORK) show which rows are decodes and which are chunks. `num_decodes`,
+    `query_starts` and `context_lens` of the layout mean nothing there."""
     refuses: ClassVar[Set[str]] = frozenset()
     """The names in LayerSpec.features that the backend does not support."""
 
@@ -50,9 +50,10 @@ class AttentionBackend(ABC):
         layout: StepLayout,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Write the step's K and V into the cache, and return attention through the block tables.
+        """Write the K and V of a step's T rows into the cache, and return the attention of its
+        queries.
 
-        `query` is [T, num_heads, key_size], `key` [T, num_kv_heads, key_size] and `value` [T,
+        `query` is [T, num_heads, key_size], `key` [T, num_kv_heads, key_size], `value` [T,
         num_kv_heads, value_size]. Returns [T, num_heads, value_size]. Cache content outside of the
         sequences, even NaN, does not change the result.
         """

@@ -1,4 +1,4 @@
-"""Cuts the contexts of decodes into parts, and divides the parts among a device's programs.
+"""Cuts the contexts of decodes into parts, which the parallel programs of a kernel compute.
 
 The parts of a context depend on the length of this context alone. So the bits of a row's result do
 not depend on the other rows. A kernel with a fixed number of programs takes spans from a list. A
@@ -19,9 +19,9 @@ from promptq.worker.engine.attention.types import SpanList
 from promptq.worker.engine.device.async_copies import to_device
 
 PART_TOKENS = 256
-"""The tokens of a part. A shorter part would take longer to start than to read."""
+"""Number of tokens in a part. Starting a shorter part would take longer than reading it."""
 MAX_PARTS = 64
-"""The most parts of one context. The size of parts is doubled until this many are enough."""
+"""The most parts of one context. If these are too few, parts have 512 tokens, 1,024 and so on."""
 FIELDS = 7
 """The number of fields that describe a span (see `cut`)."""
 START_TOKENS = 64
@@ -32,14 +32,14 @@ _Numbers = npt.NDArray[np.int64]
 
 
 def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
-    """Returns [1 + num_spans, FIELDS]: the work list of decodes with contexts of these lengths.
+    """Returns [1 + num_spans, FIELDS]: the work list of decodes with these context lengths.
 
     The first row begins with the number of spans. Each further row is a span, with these fields:
-    sequence; first token; end token (exclusive); index of the span's first part in the memory for
-    results; index of the sequence's first part; number of the sequence's parts; tokens of a part
-    (the last part may have fewer). The parts of a sequence have successive indices. The longest
-    spans come first in the list. A context of 0, which pads a batch, has one span without tokens. A
-    context of -1, which stands for a row of a chunk, has no span.
+    sequence; first token; end token (exclusive); index of the span's first part in PartResults;
+    index of the sequence's first part; number of the sequence's parts; tokens of a part (the last
+    part may have fewer). The parts of a sequence have successive indices. The longest spans come
+    first in the list. A context of 0, which pads a batch, has one span without tokens. A context of
+    -1, which stands for a row of a chunk, has no span.
     """
     last = np.array(contexts, dtype=np.int64)
     starts = [spans.pattern.first_visible(max(0, context - 1)) for context in contexts]
@@ -63,8 +63,8 @@ def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
 
 
 def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
-    """Returns the number of tokens in each sequence's spans, chosen so that the kernel's run time
-    is short. Long spans need fewer starts, and programs share short spans more evenly."""
+    """Returns the length of each sequence's spans, in tokens, for the shortest estimated run
+    time."""
     best, shortest = size, np.inf
     tokens = PART_TOKENS
     while tokens <= MAX_SPAN_TOKENS:
@@ -90,35 +90,34 @@ def _spans(length: _Numbers, tokens: _Numbers) -> tuple[_Numbers, _Numbers]:
 
 
 def _quotient(length: _Numbers, tokens: _Numbers) -> _Numbers:
-    """Returns how many pieces of `tokens` tokens each length has. 0 has one piece, -1 has none."""
+    """Returns the lengths divided by `tokens`, rounded up: at least 1, but 0 for the length -1."""
     quotient: _Numbers = np.where(length < 0, 0, np.maximum(1, -(-length // tokens)))
     return quotient
 
 
 def most_parts(context: int) -> int:
-    """Returns the most parts of a context of up to `context` tokens, for layers of any pattern."""
+    """Returns an upper bound of the number of parts of a context with `context` tokens."""
     return min(max(1, -(-context // PART_TOKENS)), MAX_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class PartResults:
-    """Results of the parts of a layer, for the program that combines them."""
+    """Memory for one layer's attention over each part of a context, before parts are combined."""
 
     sums: torch.Tensor
-    """[parts, num_heads, value_size], float32: the weighted mean of a part's values."""
+    """[parts, num_heads, value_size], float32: the mean of a part's values, weighted by softmax."""
     log_weights: torch.Tensor
-    """[parts, num_heads], float32: the logarithm, in base 2, of the sum of a part's weights."""
+    """[parts, num_heads], float32: the base-2 logarithm of the sum of a part's softmax weights."""
     num_finished: torch.Tensor
-    """[num_sequences, num_kv_heads], int32: the number of parts that are done. Between launches all
-    are 0, because the program that finishes the last part resets the number."""
+    """[num_sequences, num_kv_heads], int32: the number of finished parts. 0 between launches."""
 
 
 class DecodeWork:
-    """Work lists of decodes, one for each SpanList that layers request, and memory for results.
+    """Work lists (see `cut`) of a step's decodes, one for each SpanList that layers request.
 
-    `contexts` are the lengths of the sequences. `fill` may replace them by lengths that are not
-    larger. The tensors keep their addresses, as replayed graphs need. `lists` are the work lists
-    that were copied to the device with the step's inputs.
+    `contexts` are the context lengths of the sequences. `fill` may replace them by lengths that are
+    not larger. All tensors keep their addresses, as replayed CUDA graphs need. `lists` are work
+    lists that are already on the device.
     """
 
     def __init__(
@@ -142,13 +141,13 @@ class DecodeWork:
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replace the lengths of the sequences by `contexts`, and rewrite the lists."""
+        """Replace the context lengths and the copied lists, and rewrite the lists in place."""
         self._contexts, self._copied = contexts, lists
         for key in self._lists:
             self._write(key)
 
     def spans(self, key: SpanList) -> torch.Tensor:
-        """Returns the list (see `cut`) for `key`. Rows after the end of the list mean nothing."""
+        """Returns the list (see `cut`) for `key`. Rows after the list's last span mean nothing."""
         if key in self._copied and key not in self._lists:
             self._lists[key] = self._copied[key]
         if key not in self._lists:
@@ -158,7 +157,7 @@ class DecodeWork:
         return self._lists[key]
 
     def results(self, num_heads: int, num_kv_heads: int, value_size: int) -> PartResults:
-        """Returns the memory for the parts of a layer. All layers of one shape share it."""
+        """Returns the memory for a layer's results. All layers of these sizes share it."""
         shape = (num_heads, num_kv_heads, value_size)
         if shape not in self._results:
             places, counters = self.max_parts, (self._num_sequences, num_kv_heads)

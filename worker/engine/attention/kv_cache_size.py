@@ -1,4 +1,4 @@
-"""Computes the number of blocks of the KV cache, and its share of the free memory."""
+"""Computes the number of blocks of the KV cache, from the free memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MIN_BLOCKS = 2
 """The fewest blocks. With a single block, a sequence that fills it could never continue."""
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.95
-"""The cache's fraction of the memory that the largest step and the graphs leave free. The rest is a
-reserve, for example for gaps between allocations of different sizes."""
+"""The KV cache's fraction of the memory that is free beside the largest step and the CUDA graphs.
+The rest is a reserve, for example for gaps between allocations."""
 
 
 def fitting_blocks(
@@ -71,7 +71,7 @@ def fitting_blocks(
 
 
 def default_memory_bytes(device: torch.device, reserved_bytes: int = 0) -> int:
-    """Returns the cache's size in bytes without `--kv-cache-memory`, a fraction of the free memory.
-    `reserved_bytes` of the free memory are left for other uses."""
+    """Returns the KV cache's default size in bytes (without `--kv-cache-memory`): a fraction of the
+    free memory, after `reserved_bytes` are subtracted."""
     share = CUDA_SHARE if counts_memory(device) else CPU_SHARE
     return max(0, int((free_bytes(device) - reserved_bytes) * share))

@@ -1,4 +1,4 @@
-"""Packs the tokens of a step into one row of input, and finds where their K and V are written."""
+"""Packs the tokens of a step into one tensor, and finds where their K and V are written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from promptq.worker.engine.device.async_copies import to_device_at_once
 UNKNOWN = 0
 """Stands for an input token that the previous step is still computing."""
 NO_DRAWS = np.empty((0, 0))
-"""The draws of a step that draws no tokens at random."""
+"""The draws [D, S] of a step without random choices."""
 NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 Lists = dict[Hashable, npt.NDArray[np.int32]]
@@ -30,13 +30,13 @@ arguments are the step's layout, with only the lengths, and the number of sample
 
 
 def no_padding(layout: StepLayout, num_sampled: int) -> None:
-    """The PaddedLists of a model whose steps are not padded."""
+    """A PaddedLists for models whose steps are never padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A packed batch: decodes, longest context first, then chunks, shortest first. A decode with
-    drafted tokens counts as a chunk."""
+    """A packed batch of T rows: decodes, longest context first, then chunks of several rows,
+    shortest chunk first. A decode with drafted tokens counts as a chunk."""
 
     items: list[ScheduledSequence]
     input_ids: torch.Tensor  # [1, T]
@@ -51,12 +51,12 @@ class PackedStep:
     """[2, U], int64: rows whose input token the previous step is still sampling, and the index of
     that token among the previous step's tokens."""
     reported: torch.Tensor | None = None
-    """[2, P], int64: the rows that report log-probabilities of prompts, in the order of
-    `Batch.reporting`, and the tokens that follow them in the prompts. None if there are none."""
+    """[2, P], int64: the rows that report log-probabilities of prompt tokens, in the order of
+    `Batch.reporting`, and the prompt token after each of these rows. None if there are none."""
 
     @property
     def pooled_rows(self) -> list[int]:
-        """Rows whose final hidden states become part of vectors, in the order of `items`."""
+        """Rows whose final hidden states are for embedding vectors, in the order of `items`."""
         ends = self.layout.query_starts[1:]
         return [
             row
@@ -86,9 +86,9 @@ class Packer:
     ) -> PackedStep:
         """Returns the inputs of a step on the device, copied there in one transfer.
 
-        `draws` [D, S] has a column for each sampled token, and is only passed on. `sampled_at` maps
-        ids of sequences to the indices of the tokens that the previous step is still sampling.
-        `padded_lists` returns the work lists if the step will be padded.
+        `draws` [D, S] becomes `PackedStep.draws`. `sampled_at` maps ids of sequences to the index,
+        among the previous step's tokens, of the token that is not known yet. `padded_lists` returns
+        the work lists if the step will be padded.
         """
         decodes = [item for item in batch.scheduled if item.num_rows == 1]
         decodes.sort(key=lambda item: item.start, reverse=True)
@@ -168,7 +168,6 @@ class Packer:
         return lists
 
     def _block_tables(self, sequences: list[Sequence]) -> npt.NDArray[np.int64]:
-        """Returns the block tables [len(sequences), longest table]. Rewrites only changed rows."""
         slots = [slot_of(sequence) for sequence in sequences]
         width = max((len(sequence.block_table) for sequence in sequences), default=0)
         self._grow(max(slots, default=-1) + 1, width)
@@ -191,7 +190,7 @@ class Packer:
 def _reported(
     reporting: list[ScheduledSequence], end_of: Mapping[int, int]
 ) -> npt.NDArray[np.int64]:
-    """Returns `PackedStep.reported`. `end_of` maps the `id` of an item to the end of its rows."""
+    """Returns `PackedStep.reported`. `end_of` maps `id(item)` to the end of the item's rows."""
     rows: list[int] = []
     following: list[int] = []
     for item in reporting:

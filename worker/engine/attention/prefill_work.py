@@ -21,7 +21,7 @@ FIELDS = 4
 
 def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
     """Returns [num_tiles, FIELDS]: sequence, first row, number of rows, position of the first row.
-    Tiles with the longest context come first, so that no long tile starts at the end."""
+    The longest contexts come first, so that no long tile starts at the end."""
     tiles = []
     for sequence in range(layout.num_decodes, len(layout.context_lens)):
         first_row, end = layout.query_starts[sequence], layout.query_starts[sequence + 1]
@@ -40,14 +40,13 @@ def longest_chunk(layout: StepLayout) -> int:
 
 
 class PrefillWork:
-    """Work lists of a step's tiles, one for each size of tile that layers request.
+    """Work lists (see `cut`) of a step's tiles, one for each tile size that layers request.
 
-    `room` is the largest step, as (rows, chunks). With `room`, `fill` may replace the step. The
-    work lists then keep their addresses, as replayed graphs need, and end with tiles without rows.
+    `room` is the size of the largest step, as (rows, chunks). With `room`, `fill` may replace the
+    step. Then lists keep their addresses, as CUDA graphs need, and are padded with empty tiles.
 
-    If layers requested a size of tile in an earlier step, this step's list of that size is copied
-    to the device together with this step's inputs. With `room`, `fill` gets these copies as
-    `lists`; without, they are in `layout.lists`.
+    Lists of sizes that layers requested in earlier steps are copied to the device with the step's
+    inputs. With `room`, `fill` gets these copies as `lists`; without, they are in `layout.lists`.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:
@@ -63,7 +62,7 @@ class PrefillWork:
         return [*self._lists]
 
     def fill(self, layout: StepLayout, lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replace the step by the step of `layout`, and rewrite the lists."""
+        """Replace the step and the copied lists, and rewrite the lists in place."""
         self._layout, self._copied = layout, lists
         for queries_per_tile, tiles in self._lists.items():
             tiles.copy_(self._tiles(queries_per_tile))
@@ -76,7 +75,7 @@ class PrefillWork:
         return self._lists[queries_per_tile]
 
     def cut(self, layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
-        """Returns the list of tiles for `layout`, padded to the length for `room`."""
+        """Returns the list (see `cut`) for `layout`. Its length is fixed if there is a `room`."""
         tiles = cut(layout, queries_per_tile)
         if self._room is not None:
             num_rows, num_chunks = self._room

@@ -1,5 +1,5 @@
-"""Buffers for the inputs of steps. The addresses stay the same, because a CUDA graph that was
-captured once is replayed with other inputs."""
+"""Buffers with fixed addresses for the inputs of steps. A CUDA graph reads its inputs from there
+each time that it is replayed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepKind:
-    """A kind of steps: those that are padded to `num_rows` rows, mixed or not.
+    """The steps that one CUDA graph can run: they are padded to `num_rows` rows.
 
-    Mixed steps have chunks of prompts, with or without decodes. Without chunks, each layer launches
-    one kernel less.
+    Mixed steps have chunks of prompts, with or without decodes. Other steps have only decodes, and
+    launch one kernel less in each layer.
     """
 
     num_rows: int
@@ -39,7 +39,7 @@ class StepBuffers:
         device: torch.device,
         num_draws: int = 0,
     ) -> None:
-        """`num_draws` is the number of rows of a step's draws."""
+        """`num_draws` is the size D of `PackedStep.draws` [D, S]."""
         most_rows = max(kinds).num_rows
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -76,8 +76,8 @@ class StepBuffers:
         )
 
     def lists(self, layout: StepLayout, kind: StepKind) -> Lists:
-        """Returns the work lists of a step that is padded to this kind. The lists are copied to the
-        device with the step's inputs, and `fill` reads them from the step's layout."""
+        """Returns the work lists of a step that is padded to this kind. The caller puts them into
+        the step's `layout.lists`, from which `fill` reads them."""
         contexts = self._contexts(layout, kind)
         lists: Lists = {(kind, spans): cut(contexts, spans) for spans in self._decodes.requested}
         if kind.is_mixed:
@@ -87,7 +87,7 @@ class StepBuffers:
 
     @staticmethod
     def _contexts(layout: StepLayout, kind: StepKind) -> list[int]:
-        """Returns a context for each row: a decode's, -1 for a row of a chunk, 0 for padding."""
+        """Returns the context length of each row: -1 for a row of a chunk, 0 for padding."""
         decodes, num_rows = layout.context_lens[: layout.num_decodes], layout.query_starts[-1]
         of_chunks = [-1] * (num_rows - len(decodes))
         return [*decodes, *of_chunks, *[0] * (kind.num_rows - num_rows)]
@@ -137,8 +137,7 @@ class StepBuffers:
         )
 
     def _layout(self, kind: StepKind) -> StepLayout:
-        """Returns a layout with upper bounds as lengths: each row may be a decode of the longest
-        context. The true lengths are in the work lists."""
+        """Returns a layout in which each row is a decode of the longest context, an upper bound."""
         rows, longest = kind.num_rows, self._block_tables.shape[1] * self._block_size
         return StepLayout(
             num_decodes=rows,

@@ -15,9 +15,9 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
 
 MAX_GATHERED_TOKENS = 1 << 16
-"""The most context tokens in a group of decodes, with padding. This limits a gather's memory."""
+"""The most context tokens, with padding, in a group of decodes. Limits the gathered K and V."""
 MAX_SCORES = 1 << 24
-"""The most scores that are in memory at a time if `_attend_explicitly` computes the softmax."""
+"""The most attention scores in memory at a time, if `_attend_explicitly` computes the softmax."""
 
 
 class TorchPaged(AttentionBackend):
@@ -60,18 +60,18 @@ class _Part:
     first: int
     last: int
     cache_rows: torch.Tensor | None
-    """[sequences, num_kv_heads, length], see `_cache_rows`. None: a chunk that sees no earlier
-    tokens, so nothing is read from the cache."""
+    """[sequences, num_kv_heads, length], see `_cache_rows`. None for a chunk without earlier
+    tokens."""
     bias: torch.Tensor | None
     """-inf for positions that a row does not see: [sequences, 1, 1, length] for decodes, [rows,
-    length] for a chunk. None: decodes see all positions, and a chunk is plain causal."""
+    length] for a chunk. None if decodes see all positions, or if a chunk is plain causal."""
     is_chunk: bool = False
 
 
 def _plan(
     layout: StepLayout, pattern: Pattern, num_kv_heads: int, like: torch.Tensor
 ) -> list[_Part]:
-    """Returns the step's parts, which are planned once for each pattern, head count and dtype."""
+    """Returns the step's parts. They are planned once for each pattern, head count and dtype."""
     key = (pattern, num_kv_heads, like.dtype)
     if key not in layout.plans:
         heads = torch.arange(num_kv_heads, device=like.device)
@@ -157,8 +157,7 @@ def _visible(query: torch.Tensor, key: torch.Tensor, pattern: Pattern) -> torch.
 
 
 def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the numbers that kernels add to scores: 0 if visible, otherwise -inf. If kernels got
-    booleans, they would compute these numbers again in each layer."""
+    """Returns the mask as numbers that are added to scores: 0 if visible, -inf otherwise."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, float("-inf"))
 
@@ -166,7 +165,8 @@ def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _cache_rows(
     tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor, layout: StepLayout
 ) -> torch.Tensor:
-    """Returns [sequences, num_kv_heads, length]: indices into the cache as [rows, head size]."""
+    """Returns [sequences, num_kv_heads, length]: indices into the cache viewed as [rows, head
+    size]."""
     size = layout.block_size
     blocks = tables.gather(1, positions // size)
     per_head = blocks.unsqueeze(1) * len(heads) + heads.unsqueeze(1)

@@ -12,16 +12,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SpanList:
-    """Identifies a list of spans by all that the list depends on (see decode_work.py)."""
+    """Key of a work list of decodes: all that the list depends on besides the contexts."""
 
     pattern: Pattern
     at_once: int
-    """The number of spans, each with all KV heads, that a launch computes in parallel."""
+    """The number of spans that the device computes in parallel, each for all KV heads."""
 
 
 class RequestedLists:
-    """Keys of work lists that layers requested in earlier steps. The first time that a list is
-    requested, it is copied separately."""
+    """Keys of the work lists that layers requested so far. Later steps copy these lists with their
+    inputs. A list that is requested for the first time is copied separately."""
 
     def __init__(self) -> None:
         self.spans: set[SpanList] = set()
@@ -29,11 +29,8 @@ class RequestedLists:
         self._tile_sizes: defaultdict[int, set[int]] = defaultdict(set)
 
     def tile_sizes(self, longest_chunk: int) -> set[int]:
-        """Returns the tile sizes that were requested in steps whose longest chunk has this length.
-        The caller may add sizes to the set.
-
-        Lengths with the same next power of two share a tile size (triton_kernels/prefill.py).
-        """
+        """Returns the set of tile sizes that were requested for steps whose longest chunk has this
+        length, rounded up to a power of two. The caller may add sizes to the set."""
         return self._tile_sizes[(longest_chunk - 1).bit_length()]
 
 
@@ -142,11 +139,11 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Positions of a step's T packed rows in the cache, which are the same for all layers.
+    """Positions of a step's T packed rows in the KV cache, which are the same for all layers.
 
     The first `num_decodes` rows belong to one sequence each, in descending order of context. The
-    rows of the chunks follow. Sequence i has the rows `query_starts[i]` up to `query_starts[i +
-    1]`. After the step, the cache has K and V of `context_lens[i]` tokens of this sequence.
+    rows of the chunks follow. Sequence i has the rows from `query_starts[i]` to `query_starts[i +
+    1] - 1`. After the step, the cache has K and V of `context_lens[i]` tokens of this sequence.
     """
 
     num_decodes: int
@@ -162,13 +159,13 @@ class StepLayout:
     plans: dict[Hashable, Any] = field(default_factory=dict)
     """Data that a backend computes once per step and uses in every layer."""
     lists: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """Work lists that were copied with the step's inputs. Lists of decodes have their SpanList as
-    key, lists of chunks their tile size. In a padded step, the key is (kind, SpanList or size)."""
+    """Work lists that were copied to the device with the step's inputs. The key is a SpanList (for
+    decodes) or a tile size (for chunks); in a padded step, (StepKind, SpanList or tile size)."""
     requested: RequestedLists = field(default_factory=RequestedLists)
-    """Keys of the lists that the backend reads. Later steps copy these lists in advance."""
+    """Keys of the work lists that the backend reads. Later steps copy them with their inputs."""
 
 
 DECODE_WORK = "decode work"
-"""Key in `plans` of a step's DecodeWork. Code that replays a step sets the value in advance."""
+"""Key in `plans` of a step's DecodeWork. For replayed CUDA graphs, it is set before the step."""
 PREFILL_WORK = "prefill work"
 """Key in `plans` of the PrefillWork of a step's chunks."""

@@ -18,14 +18,14 @@ _KEYS_ARE_VALUES = ("q_proj", "k_proj")
 _SHARES_KV = ("q_proj",)
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), _KEYS_ARE_VALUES, _SHARES_KV)
 _NORMS_OF_HEADS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
-"""The names of norms that come before the rotation, then the names of norms that come after it."""
+"""Names of query and key norms: those before the rotation, then those after it."""
 _PARTS = {"o_proj", "sinks", "v_norm"}.union(*_PROJECTIONS, *_NORMS_OF_HEADS)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention over the KV cache: `output(attend(place(qkv(x))))`. The function `place` applies
-    norms, rotates heads, and writes K and V."""
+    """An attention layer: `output(attend(place(qkv(x))))`. Here `place` applies the norms of heads,
+    rotates heads, and writes K and V to the cache."""
 
     qkv: tuple[nn.Linear, ...]
     """Linear layers for queries, keys and values, in this order. Keys and values may share one."""
@@ -38,7 +38,7 @@ class Attention:
     is_gated: bool
     """Whether the sigmoid of a gate multiplies a head's output. A head's gate follows its query."""
     scale: float
-    """The factor of the scores `q k`."""
+    """The factor of the product of query and key."""
     softcap: float | None
     sinks: torch.Tensor | None  # [num_heads]
     query_norm: Norm | None
@@ -113,7 +113,7 @@ class Attention:
 def _norms_of_heads(
     parts: dict[str, Any], shares_kv: bool, found: Found
 ) -> tuple[list[Norm | None], bool]:
-    """Returns the norms of queries and keys, and whether these norms come after the rotation."""
+    """Returns the norms of queries and keys, and whether they come after the rotation."""
     for names in _NORMS_OF_HEADS:
         if present := [name for name in names if name in parts]:
             wanted = list(names[:1] if shares_kv else names)

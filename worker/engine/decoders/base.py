@@ -19,7 +19,7 @@ from promptq.worker.engine.recurrent.state_pool import StatePool
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The cache and the number of sequences that a decoder serves."""
+    """The KV cache, the attention backend and the limits with which a decoder is created."""
 
     caches: Sequence[LayerCache]
     """The cache of each layer that has attention, in order. `patterns` has the same order."""
@@ -29,7 +29,7 @@ class Placement:
     max_length: int
     """The number of positions: each position is below this number."""
     num_slots: int = 0
-    """The number of sequences for which recurrent layers have states."""
+    """The number of places in the batch for which recurrent layers have states."""
     releases: bool = False
     """Whether the decoder may free weights of the model that it has copied."""
 
@@ -38,8 +38,8 @@ class Decoder(ABC):
     """Computes packed steps like PackedModel, but without transformers' modules."""
 
     unpacked: ClassVar[type[Decoder] | None] = None
-    """The decoder that the check at load uses instead: it computes the same formula in fp32,
-    without copies of weights. None: there is no such decoder."""
+    """The decoder class that is tested in place of this one when a model is loaded. It computes the
+    same formula in fp32, without copies of weights. None if there is no such decoder."""
     states: StatePool | None = None
     """The states of recurrent layers; None if the model has no recurrent layers."""
 
@@ -65,7 +65,7 @@ class Decoder(ABC):
     @classmethod
     @abstractmethod
     def takes(cls, weight: FewBits) -> bool:
-        """Whether the decoder can multiply by this weight without dequantizing all of it."""
+        """Whether the decoder can multiply by this weight without a whole dequantized copy."""
 
     @classmethod  # noqa: B027  # a decoder need not change them
     def arrange(cls, model: PreTrainedModel) -> None:

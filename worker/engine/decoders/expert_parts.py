@@ -27,7 +27,7 @@ from promptq.worker.engine.quantization.modules import QuantizedExperts, Quantiz
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 SCORES = ("softmax", "sigmoid", "sparsemixer")
-"""The functions from logits to scores, in the order of their numbers in native/src/interface.h."""
+"""Names of the functions that turn logits into scores, in the order of native/src/interface.h."""
 _PARTS = {"gate", "router", "experts", "shared_expert", "shared_experts", "shared_expert_gate"}
 _PARTS_OF_ROUTER = {"moe_statics"}
 _NUM_PROBES = 32
@@ -35,27 +35,27 @@ _NUM_PROBES = 32
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How the logits of a router determine the experts of a row, and each expert's share, which is
-    the factor of the expert's result."""
+    """How a router's logits determine a row's experts and their shares. A share is the factor of an
+    expert's result."""
 
     num_experts: int
     top_k: int
     scores: str = "softmax"
     choice_bias: torch.Tensor | None = None
-    """fp32 [num_experts]. Added to the scores for the choice of experts, not for their shares."""
+    """fp32 [num_experts], added to the scores when experts are chosen, but not in their shares."""
     num_groups: int = 1
     top_groups: int = 1
-    """Experts come only from this many groups: those whose two best experts have the largest sum of
-    scores."""
+    """The number of groups from which experts are chosen: the groups whose two best scores have the
+    largest sums."""
     normalizes: bool = False
-    """Whether a row's shares are divided by their sum. The divisor is at least `least_sum`."""
+    """Whether a row's shares are divided by their sum, or by `least_sum` if that is larger."""
     least_sum: float = 1e-20
     scale: float = 1.0
     expert_scales: torch.Tensor | None = None
     """fp32 [num_experts], factors of the shares."""
     jitter: float = 0.0
-    """Only for sparsemixer: an expert is ruled out if its logit's distance from the best logit,
-    relative to the best logit, is more than twice this number."""
+    """Only for sparsemixer: an expert is not chosen if `(best logit - logit) / max(|logit|, best
+    logit)` is more than `2 * jitter`."""
 
     def shares(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the shares [rows, num_experts], which are 0 for experts that are not chosen."""
@@ -88,8 +88,8 @@ class Routing:
 
 
 class Limits(NamedTuple):
-    """A limited gate: `g * sigmoid(alpha * g) * (u + 1)` for a gate `g` and an up `u`. First `g`
-    and `u` are cut to at most `limit`, and `u` to at least `-limit`. Limit 0 means no limit."""
+    """The gated activation `g * sigmoid(alpha * g) * (u + 1)`. First, `g` is clamped to at most
+    `limit`, and `u` to -limit up to limit. A limit of 0 means no limit."""
 
     alpha: float = 0.0
     limit: float = 0.0
@@ -112,20 +112,20 @@ class Expert(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
-    """A mixture of experts. Its result is the sum of the results of a row's experts, each times its
-    share, plus the result of the shared experts."""
+    """The parts of a mixture of experts. The result is the sum of the results of the row's experts,
+    each times its share, plus the result of the shared experts."""
 
     routing: Routing
     router: torch.Tensor
-    """fp32 [num_experts, hidden size]. A gate of the shared experts takes one more row."""
+    """fp32 [num_experts, hidden size], with one more row if the shared experts have a gate."""
     router_bias: torch.Tensor | None
-    """fp32, with the same outputs as `router`."""
+    """fp32, an entry for each row of `router`."""
     is_gated: bool
     activation: str
     """The activation's name in ACTIVATIONS."""
     limits: Limits
     fused: nn.Module
-    """The module of transformers with the weights of the experts."""
+    """The transformers module with the weights of the experts."""
     shared: DenseMLP | None
 
     @classmethod
@@ -236,8 +236,7 @@ def _choice_bias(module: Any) -> torch.Tensor | None:
 
 
 def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
-    """Returns the formula that fits; None if none fits. The formulas are tried with random weights,
-    because the module's weights may be on another device, or may have no values yet."""
+    """Returns the formula that reproduces the router on random inputs; None if there is none."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -274,7 +273,7 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
 
 
 def _activation(fused: Any) -> tuple[str, Limits]:
-    """Returns the activation and limits that give the result of transformers' experts."""
+    """Returns the activation and limits that reproduce the results of transformers' experts."""
     if not fused.has_gate:
         return activation_of(fused.act_fn), Limits()
     generator = torch.Generator("cpu").manual_seed(0)

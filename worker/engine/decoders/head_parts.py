@@ -1,8 +1,8 @@
-"""A head that drafts: its parts, and the step in which it drafts.
+"""The parts of a drafting head, and the inputs of its step.
 
 The head predicts one token further than the model (multi-token prediction, DeepSeek-V3,
-https://arxiv.org/abs/2412.19437, section 2.2). The head's row of a position has two inputs: the
-final hidden state of the position, and the next token. The head computes
+https://arxiv.org/abs/2412.19437, section 2.2). For each position it has two inputs: the model's
+final hidden state there, and the token of the next position. The head computes
 
     hidden = projection(norm(embedding of the token), norm(hidden state))
     hidden = norm(layer(hidden))
@@ -34,14 +34,14 @@ class HeadParts:
     of_embedding: Norm
     of_state: Norm
     projection: nn.Linear
-    """The inputs are the normalised embedding, followed by the normalised hidden state."""
+    """Its input is the normalised embedding, followed by the normalised hidden state."""
     layer: Layer
     last: Norm
 
     @classmethod
     def of(cls, head: Any, rotary: nn.Module | None, spec: LayerSpec) -> HeadParts:
-        """Returns the parts of transformers' `MtpLayer`. Its attention must have K and V of the
-        sizes in `spec`. Raises NotOfThisKindError for an unknown part."""
+        """Returns the parts of a transformers `MtpLayer`. Raises NotOfThisKindError for an unknown
+        part, or if K and V have other sizes than in `spec`."""
         require(head.post_norm is not None, "a head without a final norm")
         is_swapped = getattr(head.config, "mtp_hidden_states_first", False)
         require(not is_swapped, "a head whose hidden states come first")
@@ -64,10 +64,10 @@ class HeadParts:
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """The T rows in which a head drafts for S sequences, those with the most drafts first.
+    """The input of a drafting head: T rows of S sequences, those with the most drafts first.
 
     The last row of a sequence drafts the first token. Each further drafted token takes one more
-    row after the T rows. The block table has room for the K and V of these further rows.
+    row, not among the T. The block table has room for the K and V of these further rows.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -76,7 +76,7 @@ class DraftStep:
     states: torch.Tensor  # [T, hidden size]
     sequences: list[Sequence]
     counts: list[int]
-    """Number of drafted tokens of each sequence, at least 1, in descending order."""
+    """Number of tokens to draft for each sequence, at least 1, in descending order."""
     sampler: Sampler
     """Draws each token with the random number that the model will use for the same position."""
 

@@ -1,4 +1,4 @@
-"""The inputs that layers have in addition to the hidden states (Gemma 4).
+"""The per-layer inputs that layers have in addition to the hidden states (Gemma 4).
 
     inputs = scale * (norm(projection_scale * projection(embedded)) + table_scale * table(ids))
     hidden += after(output(activation(gate(hidden)) * inputs of the layer))
@@ -28,10 +28,10 @@ PARTS_OF_LAYER = frozenset({_GATE, _OUTPUT, _AFTER, "act_fn"})
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """The inputs of all layers, computed from each row's token and its embedding."""
+    """Computes the additional inputs of all layers, from each row's token and its embedding."""
 
     table: nn.Embedding
-    """[tokens, layers * size]"""
+    """Its weight is [tokens, layers * size]."""
     table_scale: float
     projection: nn.Linear
     projection_scale: float
@@ -41,8 +41,8 @@ class LayerInputs:
 
     @classmethod
     def of(cls, body: Any, parts: dict[str, Any], dtype: torch.dtype, found: Found) -> LayerInputs:
-        """Returns the inputs of layers, from a `body` and its `parts`. Raises NotOfThisKindError
-        if a part is unknown."""
+        """Builds the inputs from a model's `body` and its `parts`. Raises NotOfThisKindError if a
+        part is unknown."""
         table, projection = parts[_TABLE], linears_of(parts, (_PROJECTION,))[0]
         scale = scale_of_embedding(table, dtype)
         require(projection.bias is None, "a projection for inputs of layers with a bias")
@@ -60,7 +60,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """The part of a layer that reads the layer's inputs."""
+    """The part of a layer that adds the layer's additional inputs to the hidden states."""
 
     gate: nn.Linear
     output: nn.Linear

@@ -2,8 +2,8 @@
 
 The names, shapes and types of modules show which parts a layer has. To find the formula of a norm,
 an activation or a rotation, promptq runs the module on a few numbers. A family may have known names
-but an unknown formula. The check at load detects this, because it compares a decoder's result with
-that of the transformers model. Then transformers' modules serve the family.
+but an unknown formula. When a model is loaded, a decoder's results are therefore compared with
+those of the transformers model. If they differ, transformers' modules serve the family.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
         ("input_layernorm", "", "", ""),  # the MLP has the input of the attention
     )
 }
-"""The names of the norms before and after the mixer and the MLP, by the set of these names."""
+"""Maps the set of norm names to the norms before the mixer, after it, before the MLP, after it."""
 
 _MIXERS = ("self_attn", "linear_attn", "mamba", "conv")
-"""The names of the module that mixes positions. A layer may have both attention and Mamba 2."""
+"""Names of modules that mix positions. A layer may have both attention and Mamba 2."""
 _LONE = {"norm", "mixer"}
-"""The names in a layer with a single part, of any kind, and a norm before that part."""
+"""The names of the modules in a layer that has only a norm and one part of any kind."""
 
 _BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
@@ -80,10 +80,10 @@ class Recurrent:
     """A recurrent layer."""
 
     mixer: Mixer
-    """The mixer, which has the module of transformers and the shapes of its states."""
+    """The mixer for the transformers module. It knows the shapes of the states."""
     parts: RecurrentParts
     norm: Norm | None
-    """The norm of a RecurrenceParts, over all values, if the parts have a norm."""
+    """The norm over all values, if the layer is a gated linear recurrence with such a norm."""
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -96,14 +96,14 @@ class Layer:
     norm may be missing, and so may the mixer or the MLP. At the end, `hidden *= output_scale`."""
 
     mixer: Attention | Recurrent | None = None
-    """The part that mixes positions."""
+    """The part that mixes positions; None if the layer has none."""
     recurrent_beside: Recurrent | None = None
-    """A recurrent part with the same input as the attention. Its result is added, too."""
+    """A recurrent part with the same input as the attention. The results of both are added."""
     mlp: MLP | None = None
     experts_beside: ExpertsBeside | None = None
     """Experts whose results are added to those of the MLP."""
     input: LayerInput | None = None
-    """The part that reads this layer's inputs among LayerInputs, after the MLP."""
+    """The part that reads additional inputs, after the MLP (see LayerInputs)."""
     before_mixer: Norm | None = None
     after_mixer: Norm | None = None
     before_mlp: Norm | None = None
@@ -123,7 +123,7 @@ class Layer:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules with the large weights of the layer."""
+        """The modules that have large weights."""
         with_linears = (self.mixer, self.recurrent_beside, self.input)
         linears = chain(*(part.linears for part in with_linears if part is not None))
         experts = None if self.experts_beside is None else self.experts_beside.experts
@@ -147,8 +147,8 @@ class ModelParts:
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_attending: int | None = None) -> ModelParts:
-        """Returns a model's parts. `num_attending`: how many layers attend; None if unknown. Raises
-        NotOfThisKindError if the model has an unknown part."""
+        """Returns a model's parts. `num_attending` is the number of layers with attention; None if
+        unknown. Raises NotOfThisKindError if the model has an unknown part."""
         whole: Any = model  # its class is only partly typed
         config = whole.config.get_text_config(decoder=True)
         body = whole.get_decoder()
@@ -182,7 +182,7 @@ class ModelParts:
 
 
 def has_known_parts(model: PreTrainedModel) -> bool:
-    """Whether all parts of a model are known. Only the check at load tests their formulas."""
+    """Whether all parts of a model have known names and types. Formulas are not tested here."""
     try:
         ModelParts.of(model)
     except Exception:  # a family may have anything under these names
@@ -234,7 +234,6 @@ def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
 
 
 def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) -> Layer:
-    """Returns a layer of a single part, which is a mixer or an MLP."""
     if mixer_of(part) is not None or "o_proj" in parts_of(part):
         return Layer(mixer=_mixer(part, rotary, found), before_mixer=norm)
     return Layer(mlp=_mlp(part, None, found), before_mlp=norm)
@@ -243,7 +242,7 @@ def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) ->
 def _mixer(
     mixer: Any, rotary: nn.Module | None, found: Found, input_scale: float = 1.0
 ) -> Attention | Recurrent:
-    """Returns the parts of a mixer. The mixer's inputs are multiplied by `input_scale`.
+    """Returns the parts of a mixer whose inputs are multiplied by `input_scale`.
 
     For attention, the scale of scores includes `input_scale` twice: for queries and for keys.
     Values are not scaled, so the caller must multiply the output by `input_scale`.
@@ -276,7 +275,7 @@ def _recurrent(mixer: Mixer) -> Recurrent:
 
 
 def _mlp(mlp: Any, shared: Any, found: Found) -> MLP:
-    """Returns the parts of an MLP. `shared` is a dense MLP beside experts, or the only MLP."""
+    """Returns the parts of an MLP. `shared` is the dense MLP beside experts, or the only MLP."""
     if not hasattr(mlp, "experts"):
         return DenseMLP.of(shared if mlp is None else mlp)
     experts = ExpertParts.of(mlp, found)

@@ -51,7 +51,7 @@ class DenseMLP:
     `down(activation(scale * up(x)))`."""
 
     inputs: tuple[nn.Linear, ...]
-    """Linear layers whose outputs, one after the other, are the gate (if there is one) and `up`."""
+    """Linear layers whose joined outputs are the gate (if there is one), followed by `up`."""
     down: nn.Linear
     is_gated: bool
     activation: str

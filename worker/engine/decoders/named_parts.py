@@ -36,7 +36,7 @@ _SYNONYMS = {
     "output_linear": "down_proj",
     "activation": "act_fn",
 }
-"""Other names that some families use for a part, with the usual name."""
+"""Maps other names that some families use for a part to the usual name."""
 
 
 def parts_of(module: nn.Module) -> dict[str, Any]:

@@ -36,11 +36,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes in which the decoder computes."""
 
 _FREED_BYTES = 2**26
-"""Freed memory of weights is returned to the system each time it reaches this many bytes."""
+"""Freed weights are returned to the operating system each time they reach this many bytes."""
 
 
 class NativeDecoder(NativeWeights, Decoder):
-    """Computes a packed step in a single call, which releases the interpreter lock."""
+    """Computes a packed step in one native call, which releases Python's interpreter lock."""
 
     def __init__(self, model: PreTrainedModel, placement: Placement) -> None:
         """See `Decoder`. This decoder has its own attention and ignores the backend."""
@@ -185,7 +185,7 @@ NativeDecoder.unpacked = UnpackedDecoder
 
 
 def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
-    """Returns a native description of a step's rows, and the memory that it refers to."""
+    """Returns the native description of a step, and the arrays to which the description points."""
     layout = step.layout
     num_sequences, tables = len(layout.context_lens), layout.block_tables.contiguous()
     numbers = np.array([*layout.query_starts, *layout.context_lens], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Describes tensors to the native code: their addresses, and how long their memory must exist."""
+"""Describes tensors to the native code by their addresses, and keeps their memory alive."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from promptq.worker.engine.recurrent.parts import RowsOfLinear
 
 
 class NativeTensors:
-    """Describes tensors, and keeps references to those that the native code reads."""
+    """Describes tensors to the native code, and keeps references to those that it reads."""
 
     _is_packed = True
-    """Whether native code copies weights into the order in which matrix products read them."""
+    """Whether native code makes packed copies of weights, ordered for its products."""
     _dtypes: AbstractSet[torch.dtype] = frozenset()
-    """Dtypes besides the decoder's that weights of linear layers and embeddings may have."""
+    """Further dtypes, besides the decoder's, that large weights may have."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """`dtype` is the dtype in which the decoder computes."""
@@ -31,21 +31,20 @@ class NativeTensors:
         self._copied: list[Any] = []  # for packing, until the layer is added
 
     def _read(self, weights: object) -> None:
-        """Keep a reference to weights as long as native code reads them."""
+        """Keep the weights alive: until the layer is added if they are packed, else for good."""
         (self._copied if self._is_packed else self._kept).append(weights)
 
     def _weights(self, linears: Sequence[nn.Linear], count: int) -> list[library.Weight]:
-        """Returns `count` descriptions: those of the layers' weights, then empty ones."""
+        """Returns the descriptions of the layers' weights, padded to `count` with empty ones."""
         weights = [self._weight(linear) for linear in linears]
         return weights + [library.Weight() for _ in range(count - len(weights))]
 
     def _bias(self, linears: Sequence[nn.Linear]) -> int | None:
-        """Returns the address of the layers' biases, one after the other; None if no layer has a
-        bias. The address is valid until the layer is added."""
+        """Returns the address of the layers' joined biases, valid until the layer is added, or
+        None."""
         return self._bias_of([RowsOfLinear.all_of(linear) for linear in linears])
 
     def _bias_of(self, parts: Sequence[RowsOfLinear]) -> int | None:
-        """Returns the address of some outputs' biases; None if no layer has a bias."""
         if all(rows.linear.bias is None for rows in parts):
             return None
         biases = [
@@ -58,8 +57,8 @@ class NativeTensors:
         return self._address(bias)
 
     def _weight(self, module: nn.Linear | nn.Embedding, *, keeps: bool = False) -> library.Weight:
-        """Returns the description of a weight. `keeps`: keep a reference to the weight, because
-        native code will read it in place."""
+        """Returns the description of a weight. `keeps`: native code will read the weight in
+        place."""
         weight = _weight_of(module)
         if keeps and not isinstance(weight, QuantizedWeight):
             # The model's tensor may be part of a whole file in memory.
@@ -69,8 +68,7 @@ class NativeTensors:
         return self._weight_at(weight)
 
     def _weight_at(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
-        """Returns the description of a weight, with its present address. A weight that will be
-        packed may first be copied, because packing needs contiguous numbers."""
+        """Returns the description of a weight, or of a contiguous copy that will be packed."""
         if isinstance(weight, QuantizedWeight):
             return native_weight(weight)
         if self._is_packed:
@@ -86,7 +84,6 @@ class NativeTensors:
         )
 
     def _address(self, bias: torch.Tensor | None) -> int | None:
-        """Returns the address of a bias; None if there is none."""
         if bias is None:
             return None
         if bias.dtype != self._dtype or not bias.is_contiguous():
@@ -94,7 +91,7 @@ class NativeTensors:
         return bias.data_ptr()
 
     def _in_float32(self, numbers: torch.Tensor | None) -> int | None:
-        """Returns the address of a copy in fp32, which is kept. Returns None for None."""
+        """Returns the address of a copy in fp32, which is kept alive."""
         if numbers is None:
             return None
         self._kept.append(numbers := numbers.to(torch.float32, copy=True).contiguous())
@@ -110,7 +107,7 @@ def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeig
 
 
 def native_weight(weight: QuantizedWeight) -> library.Weight:
-    """Returns the description of a quantized weight, which the caller must keep."""
+    """Returns the description of a quantized weight, which the caller must keep alive."""
     return library.Weight(
         numbers=weight.numbers.data_ptr(),
         scales=weight.scales.data_ptr(),

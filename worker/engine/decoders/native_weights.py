@@ -26,10 +26,10 @@ from promptq.worker.engine.recurrent.parts import (
 )
 
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
-"""The numbers of the kinds of patterns in native/src/attention/work_pieces.h."""
+"""Codes of the pattern kinds, as in native/src/attention/work_pieces.h."""
 
 _ACTIVATIONS = (*ACTIVATIONS, "limited", "xielu")
-"""The activations, in the order of their numbers in native/src/layers/activation.h."""
+"""Names of activations, in the order of their codes in native/src/layers/activation.h."""
 
 
 class NativeWeights(NativeTensors):
@@ -47,8 +47,7 @@ class NativeWeights(NativeTensors):
         attended: Iterator[tuple[LayerCache, Pattern]],
         states: Iterator[Sequence[torch.Tensor]],
     ) -> library.LayerWeights:
-        """Returns the description of a layer, with the next cache and pattern, or the next
-        states."""
+        """Returns the description of a layer. Takes the next item of `attended` or of `states`."""
         weights = library.LayerWeights(
             before_mixer=self._norm(layer.before_mixer),
             after_mixer=self._norm(layer.after_mixer),
@@ -300,7 +299,7 @@ def _gates_last(attention: Attention) -> list[RowsOfLinear]:
 
 
 def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
-    """Returns the description of a layer's K and V, whose memory native code keeps using."""
+    """Returns the description of a layer's K and V. Native code keeps using their memory."""
     key, value = cache.key, cache.value
     assert key.stride() == value.stride(), "K and V are laid out alike"
     assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"

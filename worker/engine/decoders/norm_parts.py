@@ -14,13 +14,13 @@ class NotOfThisKindError(Exception):
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raise NotOfThisKindError, with the message `it has {otherwise}`, unless `holds` is true."""
+    """Raise NotOfThisKindError with the message `it has {otherwise}` if `holds` is false."""
     if not holds:
         raise NotOfThisKindError(f"it has {otherwise}")
 
 
 Found = dict[tuple[Any, ...], Any]
-"""Formulas that were found, by the type and sizes of a module, so that each is tried once."""
+"""Cache of formulas that were found, by the type and sizes of a module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class NormFormula:
         return (row if bias is None else row + bias.float()).to(x.dtype)
 
     def factor(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the factor of a normalised row, in fp32."""
+        """Returns the factor of a normalised row, in fp32: `weight` or `1 + weight`."""
         if self.adds_one and self.is_centered:  # Nemotron's module rounds the sum, Gemma's does not
             return (weight + 1.0).float()
         return weight.float() + float(self.adds_one)
@@ -93,11 +93,8 @@ class Norm:
 
 
 def _formula(norm: Any, shape: torch.Size, epsilon: float) -> NormFormula | None:
-    """Returns the formula that computes the same as the module; None if there is none.
-
-    Formulas are tried with random weights, because the module's weights may be on another device,
-    or unset.
-    """
+    """Returns the formula that reproduces the module with random weights; None if none does. The
+    module's own weights may be on another device, or unset."""
     generator = torch.Generator("cpu").manual_seed(0)
     names = [name for name, _ in norm.named_parameters()]
     if not {*names} <= {"weight", "bias"}:

@@ -17,12 +17,12 @@ from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError, requir
 
 @dataclass(frozen=True, slots=True)
 class RotationTables:
-    """Cosines and sines [positions, pairs], by which pairs of a head's numbers are rotated."""
+    """Cosines and sines [positions, pairs] for rotary embeddings."""
 
     cosine: torch.Tensor
     sine: torch.Tensor
     is_interleaved: bool
-    """Whether neighbours are pairs. Otherwise, the first half of a head pairs with the second."""
+    """Whether pairs are neighbours, such as numbers 0 and 1 of a head; otherwise 0 and size / 2."""
 
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:
         """Returns heads [positions, 2 * pairs], rotated."""
@@ -37,17 +37,17 @@ class RotationTables:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of some layers' heads, or of the head's first numbers that the tables cover."""
+    """How some layers rotate their heads. The tables may cover only the first numbers of a head."""
 
     module: nn.Module
-    """The module that computes the tables."""
+    """The transformers module that computes cosines and sines."""
     layer_type: str | None
-    """The type of the layers with this rotation, if the tables depend on the type."""
+    """The layer type that is passed to `module`, if its tables depend on the type."""
     apply: Callable[..., Any] | None
     """The family's function that rotates queries and keys by the tables."""
 
     def is_of(self, attention: nn.Module, size: int) -> bool:
-        """Whether an attention module, for rows of `size` numbers, rotates its heads.
+        """Whether an attention module with inputs of `size` numbers rotates its heads.
 
         Derivatives on the device `meta` show which inputs the output depends on, so no weight is
         read. Raises NotOfThisKindError if positions affect the output other than by rotation.
@@ -126,7 +126,6 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _attended(
     attention: Any, size: int, tables: list[torch.Tensor], positions: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the sum of the module's output for two rows, on the device `meta`."""
     module, config = copy.copy(attention), copy.copy(attention.config)
     config._attn_implementation_internal = "eager"
     modules = {

@@ -30,7 +30,7 @@ class SeamContext:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class SeamLayer:
-    """The data that an attention module needs in addition to the arguments of its call."""
+    """The data of one layer that an attention module needs besides the arguments of its call."""
 
     context: SeamContext
     cache: LayerCache

@@ -101,7 +101,7 @@ def why_no_native_code(loaded: LoadedModel) -> str:
 def own_decoders(
     device: torch.device, options: LoadOptions, no_native_code: str
 ) -> tuple[list[type[Decoder]], str]:
-    """Returns promptq's decoders to try on the device, or the reason why there are none.
+    """Returns promptq's decoders to try on the device, and the reason if there are none.
     `no_native_code`, the result of `why_no_native_code`, matters only on a CPU."""
     if not options.native:
         return [], TURNED_OFF
@@ -121,8 +121,8 @@ def own_decoders(
 
 
 def decoder_of_saved_weights(device: torch.device, options: LoadOptions) -> type[Decoder] | None:
-    """Returns the decoder that can use quantized weights in their saved format. None: the weights
-    are dequantized, because the code that serves or checks the model needs that."""
+    """Returns the decoder that can use quantized weights in their saved format. None if all weights
+    must be dequantized, because other code will compute the model."""
     if device.type == "cpu" and options.dtype == "float16":  # native code has no fp16
         return None
     decoders, _ = own_decoders(device, options, "")

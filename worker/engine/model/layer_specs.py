@@ -1,4 +1,4 @@
-"""Records the spec of each layer's attention, in a forward pass with transformers' masks."""
+"""Records each layer's LayerSpec, in a forward pass with transformers' masks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from promptq.worker.engine.recurrent.recognition import unknown_memory
 RECORD = "promptq_record"
 
 WINDOWS = {"sliding_window": Pattern("sliding", 5), "attention_chunk_size": Pattern("chunked", 6)}
-"""transformers' names for windows, and the shrunk windows while a model is recorded. The shrunk
+"""transformers' names for windows, and the small windows with which a model is recorded. Their
 sizes differ, so that a mask shows which kind of window made it."""
 
 THRESHOLDS = {"floor_scale": 4}
-"""Positions from which Llama 4 scales queries: transformers' names, and shrunk values."""
+"""transformers' name for the position from which Llama 4 scales queries, and a small value."""
 
 SCORING = {"softcap": "softcap", "sinks": "s_aux"}
-"""Features that backends may refuse, and transformers' names for them."""
+"""Names in LayerSpec of features that backends may refuse, and transformers' names for them."""
 
 HONOURED = {"scaling", "sliding_window", *SCORING.values()}
 WITHOUT_EFFECT = {"is_causal", "position_ids", "position_embeddings", "cache_position"}
-"""Arguments whose effect is already in the mask or in the tensors."""
+"""Arguments of attention functions that are already in the mask or in the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ AttentionMaskInterface.register(RECORD, eager_mask)
 
 @contextmanager
 def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
-    """Shrink the model's windows to a few tokens in this block. Yields {shrunk: true pattern}."""
+    """In this block, windows have a few tokens. Yields {small pattern: the model's pattern}."""
     config = model.config.get_text_config(decoder=True)
     true_patterns = {FULL: FULL}
     originals: list[tuple[Any, str, int]] = []
@@ -96,11 +96,12 @@ def record_layers(
     true_patterns: dict[Pattern, Pattern],
     mixers: list[Mixer],
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
-    """Returns the attention modules in order of call, and the spec of each, with the small windows
-    of this recording. `mixers` are the model's recurrent modules of known kinds.
+    """Returns the attention modules in order of call, and the spec of each. Call this in a block of
+    `shrunk_windows`, which yields `true_patterns`. The specs have the block's small windows.
+    `mixers` are the model's recurrent modules of known kinds.
 
-    Raises UnsupportedModelError if a layer needs an unknown argument, or has several attention
-    calls. A layer without an attention call must be one of `mixers`.
+    Raises UnsupportedModelError if a layer needs an unknown argument, has several attention calls,
+    or has none and is not one of `mixers`.
     """
     family, model = loaded.family, loaded.model
     set_attention(model, RECORD)

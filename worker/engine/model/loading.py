@@ -40,7 +40,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_COPIES = 2
-"""The most copies of a weight in memory while it is rearranged for promptq's code."""
+"""The most copies of a weight that are in memory while it is rearranged."""
 
 
 def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
@@ -88,8 +88,8 @@ class LoadOptions:
     compile: bool = False
     """Whether to compile transformers' modules (see CompiledModel)."""
     drafts: bool | None = None
-    """Whether to load the model's head that predicts further tokens, and draft with it. None: only
-    if native code computes the model."""
+    """Whether to load the model's drafting head, which predicts further tokens. None: only if
+    native code computes the model."""
     cuda_graphs: bool = True
     """Whether to run steps as CUDA graphs (see GraphedModel)."""
 
@@ -104,7 +104,7 @@ class LoadedModel:
     format: str = ""
     """Name of the files' quantization method; empty if they are not quantized."""
     head: LoadedHead | None = None
-    """The head that predicts further tokens, if it is wanted and the files have a usable one."""
+    """The drafting head, if it is wanted and the files have a usable one."""
     why_no_head: str = ""
     """The reason why the head in the files was not loaded; empty if it was, or if there is none."""
 
@@ -213,8 +213,8 @@ def load_model(
 
 
 def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None, str]:
-    """Returns the files' head for drafts, or None, and the reason why a head in the files is not
-    usable. The reason is empty if the head is usable, or if the files have no head."""
+    """Returns the drafting head of the files, or None and the reason why it cannot be used. The
+    reason is empty if the files have no head."""
     if not isinstance(files, ModelFolder):
         return None, ""
     try:
@@ -230,9 +230,8 @@ def _head(files: ModelFiles, model: PreTrainedModel) -> tuple[LoadedHead | None,
 def _widen_others(
     saved: SavedWeights, files: ModelFiles, decoder: type[Decoder] | None
 ) -> dict[str, SavedWeight]:
-    """Dequantize the weights that `decoder` cannot use, and return the others, which stay
-    quantized. Returns an empty dict if transformers renames or joins weights while it loads this
-    family."""
+    """Dequantize the weights that `decoder` cannot use, and return the others. Returns an empty
+    dict if transformers renames or joins weights of this family."""
     kept = {}
     if saved.quantized and decoder is not None and decoder.is_available():
         makes: Any = AutoModelForCausalLM
@@ -285,7 +284,7 @@ def fits_beside_others(
     *,
     trust_remote_code: bool = False,
 ) -> bool:
-    """Whether a model can surely be loaded while other models stay in memory."""
+    """Whether the free memory surely suffices to load a model beside the loaded ones."""
     if kv_cache_memory is None and counts_memory(device):
         return False  # without a limit, each model takes most of the free memory
     files = open_files(dir_or_file, trust_remote_code)
@@ -296,7 +295,6 @@ def fits_beside_others(
 def _check_memory(
     files: ModelFiles, dtype: DType, device: torch.device, decoder: type[Decoder] | None
 ) -> None:
-    """Raise ConfigurationError for too little memory, before the system kills this process."""
     # Quantized weights are read on the host first.
     places = {device, torch.device("cpu")} if files.is_quantized else {device}
     device = min(places, key=free_bytes)
@@ -311,7 +309,8 @@ def _check_memory(
 def require_memory(
     source: str, needed: int, device: torch.device, *, is_widened: bool = False
 ) -> None:
-    """Raise ConfigurationError if fewer than `needed` bytes are free for weights."""
+    """Raise ConfigurationError if fewer than `needed` bytes are free for the weights of
+    `source`."""
     if needed <= (free := free_bytes(device)):
         return
     widened = ", which are widened while they are loaded," if is_widened else ""
@@ -323,7 +322,7 @@ def require_memory(
 
 
 def _computing(files: ModelFiles, dtype: DType, device: torch.device) -> torch.dtype:
-    """Returns the dtype in which a quantized model computes. Native code does not support fp16."""
+    """Returns the dtype in which a quantized model computes. On a CPU, bf16 replaces fp16."""
     if dtype == "auto" and files.dtype == torch.float16 and device.type == "cpu":
         return torch.bfloat16
     return _DTYPES.get(dtype, files.dtype)

@@ -28,7 +28,7 @@ from promptq.worker.engine.recurrent.state_pool import StatePool
 SEAM = "promptq"
 _ATTRIBUTE = "promptq_layer"
 _NUMBER = "promptq_number"
-"""The attribute with the layer's number, for compiled graphs."""
+"""The name of a module's attribute with the layer's number, for compiled graphs."""
 
 
 class RowStarts:
@@ -154,14 +154,14 @@ class PackedModel:
         *_: Any,
         **others: Any,
     ) -> torch.Tensor:
-        """Compute a recurrent layer. This method replaces the `forward` of the recurrent module."""
+        """Compute a recurrent layer, in place of the `forward` of its module."""
         if self._rows is None:
             raise UnsupportedModelError("a recurrent layer computes outside of a packed step")
         self._context.calls += 1
         return mixer.mix(hidden_states[0], self._rows, tensors).unsqueeze(0)
 
     def decoder_layers(self) -> list[nn.Module]:
-        """Returns the entries of ModuleLists that contain attention; of nested ones, the outer."""
+        """Returns the entries of the outermost ModuleLists that contain attention."""
         attending = set(self._modules)
 
         def within(module: nn.Module) -> Iterator[nn.Module]:
@@ -177,17 +177,14 @@ class PackedModel:
 
 
 def _body(model: Any) -> nn.Module:
-    """Returns the part of the model that ends with the final norm.
-
-    This is not always `base_model`, which the models of some families never call. For some other
-    families, `get_decoder` returns the whole model. Then this function returns the member `model`.
-    """
+    """Returns the part of the model that ends with the final norm. Some families never call their
+    `base_model`, and `get_decoder` of some others returns the whole model."""
     decoder: nn.Module = model.get_decoder()
     return getattr(model, "model", decoder) if decoder is model else decoder
 
 
 def join_seam(module: nn.Module, layer: SeamLayer) -> None:
-    """Set the attributes that make an attention module use this layer's cache."""
+    """Set the attributes by which an attention module finds its layer's cache."""
     setattr(module, _ATTRIBUTE, layer)
     setattr(module, _NUMBER, number_of(layer))
 
@@ -231,7 +228,8 @@ def paged_attention(
     """Compute attention within each sequence of the packed step.
 
     `query` is [1, num_heads, T, key_size], `key` and `value` are [1, num_kv_heads, T, ...]. Returns
-    [1, T, num_heads, value_size]. The check at load has already refused unknown `others`.
+    [1, T, num_heads, value_size]. Models that pass other arguments with an effect were refused at
+    load.
     """
     layer: SeamLayer | None = getattr(module, _ATTRIBUTE, None)
     if layer is None:

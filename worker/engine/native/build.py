@@ -37,7 +37,7 @@ _FLAGS = [
     *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 ]
 _BUILT = Path(__file__).parent / "built"
-"""The folder of the libraries that came with the wheel."""
+"""The folder of libraries that are part of the wheel."""
 
 
 class Kind(NamedTuple):
@@ -58,7 +58,7 @@ _AMX = Kind(
     _BF16.features | {"amx_tile", "amx_bf16", "amx_int8"},
 )
 KINDS = {"amx": _AMX, "avx512-bf16": _BF16, "avx512-vnni": _VNNI, "avx512": _V4, "avx2": _V3}
-"""The kinds for which wheels have native code, the fastest first."""
+"""The kinds of processors for which wheels have native code, the fastest first."""
 
 
 class NativeCodeError(Exception):
@@ -82,11 +82,9 @@ def library_path() -> Path:
 
 
 def _compiled_here() -> Path:
-    """Returns the library that was compiled on this machine, now or before.
-
-    Its name has a hash of the sources, flags and processor, and a hash of the compiler's version.
-    If there is no compiler now, a library of any compiler version is used.
-    """
+    """Returns the library that this machine compiled, now or at an earlier start. Its name has
+    hashes of the sources, flags, processor and compiler version. Without a compiler, a library of
+    any compiler version is used."""
     name = f"native-{_digest_with(_processor())}"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "promptq"
@@ -123,7 +121,7 @@ def name_for(kind: str) -> str:
 
 
 def _digest_with(processor: str) -> str:
-    """Returns a hash of all inputs of a library for this processor, except the compiler."""
+    """Returns a hash of the sources, the flags and the processor, without the compiler."""
     sources = sorted(path for path in _SOURCES.rglob("*.*") if path.suffix in (".cpp", ".h"))
     if not sources:
         raise NativeCodeError(f"its sources are missing in {_SOURCES}; install promptq anew")
@@ -139,7 +137,7 @@ def _compiler() -> str:
 
 
 def _processor() -> str:
-    """Returns a text with the processor features that `-march=native` depends on."""
+    """Returns a text that identifies the processor features behind `-march=native`."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(line for line in lines if line.startswith(wanted))
@@ -197,7 +195,7 @@ def _used_flags(source: Path, flags: list[str]) -> list[str]:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove the files of processes that ended while they compiled."""
+    """Remove files of compilations that never finished, because their process ended."""
     for left in folder.glob(f"{_UNFINISHED}*"):
         pid = left.name.removeprefix(_UNFINISHED).partition("-")[0]
         if not Path("/proc", pid).exists():
@@ -205,7 +203,6 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run the compiler. Raises NativeCodeError if it fails."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if ended.returncode:
         lines = ended.stderr.splitlines()

@@ -285,15 +285,15 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
         *(POINTER(ExpertWeights), c_int64, c_void_p),
     ),
 }
-"""The functions of native code that can fail, with the types of their arguments."""
+"""The native functions that can fail, with the types of their arguments."""
 
 
 @cache
 def load_native() -> Any:
-    """Returns the library of the code in `src`. Compiles the library first if necessary.
+    """Returns the library of native code, and compiles it first if there is none for this machine.
 
-    Its functions release the interpreter lock, and raise NativeError if they fail. Raises
-    NativeCodeError if there is no library for this machine.
+    Its functions release Python's interpreter lock, and raise NativeError if they fail. Raises
+    NativeCodeError if the library cannot be compiled.
     """
     path = library_path()
     try:

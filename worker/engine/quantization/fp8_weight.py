@@ -13,7 +13,7 @@ HAS_FP8 = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class FP8Weight:
-    """A weight [outputs, inputs] in FP8: `scale * n`, with one scale for each output."""
+    """A weight [outputs, inputs] in FP8: `scale * number`, with one scale for each output."""
 
     numbers: torch.Tensor
     """float8_e4m3fn [outputs, inputs]."""

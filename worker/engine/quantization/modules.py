@@ -1,4 +1,4 @@
-"""Modules of a model whose weights are quantized.
+"""Modules with quantized weights, which replace those of a transformers model.
 
 The modules compute with the dequantized weights, in fp32 and without rounding inputs, so that
 promptq's decoders can be compared with them. They are too slow for serving.
@@ -51,7 +51,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """An embedding with quantized weights. Its empty `weight` has the output's dtype."""
+    """An embedding with quantized weights. Its `weight` is empty, in the output's dtype."""
 
     def __init__(self, weight: FewBits, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__(*weight.shape, device="meta")
@@ -65,7 +65,7 @@ class QuantizedEmbedding(nn.Embedding):
 
 
 class _ScaledEmbedding(nn.Embedding):
-    """An embedding with a dequantized weight, in place of a quantized embedding with a scale."""
+    """An embedding that multiplies its rows by a scale."""
 
     def __init__(self, num_rows: int, size: int, scale: float) -> None:
         super().__init__(num_rows, size, device="meta")
@@ -83,7 +83,7 @@ class QuantizedExperts(nn.Module):
     """The experts of a layer, with quantized weights."""
 
     plain: Any
-    """The transformers module, without weights."""
+    """The transformers module, whose weights were freed."""
     quantized: list[ExpertWeight]
 
     def __init__(self, plain: nn.Module, weight: ExpertsWeight) -> None:
@@ -122,7 +122,6 @@ class QuantizedExperts(nn.Module):
 
 
 def _empty_parameter(weight: FewBits, dtype: torch.dtype) -> nn.Parameter:
-    """Returns an empty parameter with the dtype of the model, on the device of the weight."""
     return nn.Parameter(weight.scales.new_empty(0, dtype=dtype), requires_grad=False)
 
 
@@ -136,9 +135,9 @@ def quantize_model(
 ) -> None:
     """Replace linear layers and experts by quantized ones, and free their weights.
 
-    Modules get the quantized weights that `saved` has under their names. With `bits`, all other
-    weights are rounded. Embeddings and the output layer are rounded only with `embeddings`, and to
-    8 bits. Raises NativeError if a weight cannot be rounded.
+    `saved` has quantized weights for some modules, by module name. If `bits` is not None, all other
+    weights are rounded. With `embeddings`, embeddings and the output layer are rounded too, to 8
+    bits. Raises NativeError if a weight cannot be rounded.
     """
     saved = saved or {}
     whole: Any = model  # its class is only partly typed
@@ -181,7 +180,7 @@ def quantize_model(
 
 
 def move_quantized(model: PreTrainedModel, device: torch.device) -> None:
-    """Move the weights of quantized modules to a device, which `Module.to` does not do."""
+    """Move the quantized weights of a model to a device, because `Module.to` does not move them."""
     moved: dict[int, FewBits] = {}  # tied weights only once
     for module in model.modules():
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):

@@ -14,7 +14,7 @@ from promptq.worker.engine.quantization.int4_packing import pack_int4, unpack_in
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs]: `scale * n + offset`. A group of inputs shares both numbers."""
+    """A weight [outputs, inputs]: `scale * n + offset`. `group` inputs share scale and offset."""
 
     numbers: torch.Tensor
     """uint8 [outputs, inputs], or with 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""
@@ -25,12 +25,12 @@ class QuantizedWeight:
     group: int
     inputs: int
     offsets: torch.Tensor | None = None
-    """With the shape and dtype of `scales`. None: the offsets are `-2 ** (bits - 1) * scale`."""
+    """Has the shape and dtype of `scales`. None if all offsets are `-2 ** (bits - 1) * scale`."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
-        """Returns a weight [outputs, inputs] rounded to `bits`. Native code rounds it. Without a
-        `group`, each output has one scale. Raises NativeError if a number is not finite."""
+        """Returns a weight [outputs, inputs] rounded to `bits` by native code. Without `group`,
+        each output has one scale. Raises NativeError if a number is not finite."""
         outputs, inputs = weight.shape
         group = group or inputs
         numbers = torch.empty(outputs, -(-inputs * bits // 8), dtype=torch.uint8)
@@ -127,7 +127,7 @@ class QuantizedWeight:
         return [self.rows(slice(size * part, size * (part + 1))) for part in range(count)]
 
     def released(self) -> QuantizedWeight:
-        """Returns the weight without its numbers, for when they are no longer needed."""
+        """Returns a copy with empty tensors, so that their memory can be freed."""
         nothing = self.scales.new_empty(0)
         return replace(self, numbers=self.numbers.new_empty(0), scales=nothing, offsets=None)
 

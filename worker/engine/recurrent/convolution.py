@@ -20,7 +20,7 @@ def convolve(
     inputs: torch.Tensor, convolution: Any, rows: RecurrentRows, windows: torch.Tensor
 ) -> torch.Tensor:
     """Returns the convolution [T, channels] of a step's `inputs` [T, channels], in their dtype.
-    `windows` [num_entries, size - 1, channels] is the pool of last inputs. Sums are in fp32."""
+    Updates the last inputs in `windows` [num_entries, size - 1, channels]. Sums are in fp32."""
     weight = convolution.weight.squeeze(1).t().float()  # [size, channels]
     before = windows.index_select(0, rows.read)
     after = torch.empty_like(before)

@@ -101,7 +101,7 @@ class GatedDeltaNet(Mixer):
         return [getattr(self.module, name) for name in names]
 
     def _arranged(self, outputs: Sequence[torch.Tensor]) -> _Projected:
-        """Returns the outputs [..., outputs of one projection] of all projections by name."""
+        """Splits the outputs [..., width] of all projections by name."""
         module = self.module
         if len(outputs) == len(_PROJECTIONS[0]):
             query, key, value, gate, b, a = outputs
@@ -162,8 +162,7 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs of decodes. Updates `states` [rows, value heads, key size, value
-    size]."""
+    """Returns decodes' outputs. Updates `states` [rows, value heads, key size, value size]."""
     served = tokens.value.shape[1] // tokens.key.shape[1]
     flat = states.flatten(0, 1)  # [rows x value heads, key size, value size]
     query, key = (
@@ -179,7 +178,7 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
     """Returns the outputs of chunks. Updates `states` [chunks, value heads, key size, value size].
-    Within a piece, the changes of all rows solve a triangular system. Only states leave a piece."""
+    In a piece, the state changes of all rows solve a triangular system."""
     served = tokens.value.shape[1] // tokens.key.shape[1]
     query, key, value, decay, beta = map(pieces.cut, tokens)
     from_begin, between, to_end = pieces.decays(decay)

@@ -16,8 +16,7 @@ from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 _PARTS = {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"}
 _GATES = ({"g_proj"}, {"g_a_proj", "g_b_proj"})
 _LONGEST_PIECE = 16
-"""The most rows of a piece. More rows would need too much memory, because each channel has a decay
-for each pair of rows."""
+"""The most rows of a piece. For each pair of rows, there is a decay for each channel in memory."""
 
 
 class _Tokens(NamedTuple):
@@ -78,8 +77,7 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns the outputs for the rows of chunks, and updates the states [chunks, heads, key size,
-    value size] in place. See `_compute_chunks` of Gated DeltaNet."""
+    """Returns the outputs of chunks. Updates `states` [chunks, heads, key size, value size]."""
     read = torch.empty_like(pieces.cut(tokens.value))
     cut = [pieces.cut(each) for each in tokens]
     for now, chunks in pieces.rounds:

@@ -84,7 +84,7 @@ class Mamba2(Mixer):
         )
 
     def _arranged(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Splits outputs [..., width] of the single projection: inputs, gates and time steps."""
+        """Splits outputs [..., width] of the projection into inputs, gates and time steps."""
         module, [projected] = self.module, outputs
         sizes = [module.num_heads * module.head_dim, module.conv1d.in_channels, module.num_heads]
         gate, x_b_c, time = torch.split(projected, sizes, dim=-1)
@@ -151,8 +151,8 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns the outputs of chunks. Updates `states` [chunks, heads, head size, state size].
-    Within a piece, a row sees earlier rows as in attention. Only states leave a piece."""
+    """Returns the outputs of chunks. Updates `states` [chunks, heads, head size, state size]. In a
+    piece, a row sees earlier rows as in attention."""
     served = tokens.inputs.shape[1] // tokens.b.shape[1]
     inputs, b, c, time, decay = map(pieces.cut, tokens)
     inputs = inputs * time.unsqueeze(-1)

@@ -39,7 +39,7 @@ class Mixer(ABC):
     @classmethod
     @abstractmethod
     def knows(cls, module: Any) -> bool:
-        """Whether the module has this kind's parts. The check at load tests its formula."""
+        """Whether the module has the parts of this kind. Its formula is not tested here."""
 
     @property
     @abstractmethod
@@ -50,10 +50,10 @@ class Mixer(ABC):
     def mix(
         self, hidden: torch.Tensor, rows: RecurrentRows, pool: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the module's output [T, size] for the rows [T, size] of a step.
+        """Returns the module's output [T, size] for the rows `hidden` [T, size] of a step.
 
-        `pool` has a tensor [num_entries, *shape] for each tensor of `state`. Reads the entries
-        `rows.read` and writes the entries `rows.written`.
+        `pool` has a tensor [num_entries, *shape] for each StateSpec of `state`. The method reads
+        the entries `rows.read` and writes the entries `rows.written`.
         """
 
     @property

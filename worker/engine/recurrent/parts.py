@@ -78,12 +78,12 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceParts:
-    """A gated linear recurrence (native/src/layers/scan.h). Successive value heads share a key
-    head."""
+    """The parts of a gated linear recurrence (native/src/layers/scan.h). Successive value heads
+    share a key head."""
 
     inputs: tuple[RowsOfLinear, ...]
-    """Outputs of linear layers, in this order: the channels of the convolution; a gate for each
-    value; in the delta rule, a rate for each value head; a time step for each value head."""
+    """Outputs of linear layers: the channels of the convolution; a gate for each value; in the
+    delta rule, an update rate for each value head; a time step for each value head."""
     input_scale: torch.Tensor | None  # of these outputs
     convolution: nn.Conv1d
     activation: Any
@@ -94,7 +94,7 @@ class RecurrenceParts:
     key_size: int
     value_size: int
     query_first: int
-    """The channel at which the queries begin."""
+    """The convolution's channel at which the queries begin."""
     key_first: int
     value_first: int
     query_scale: float
@@ -102,7 +102,7 @@ class RecurrenceParts:
     time_bias: torch.Tensor  # [value heads], added to the time step before softplus
     time_limits: tuple[float, float]
     most_rate: float
-    """The delta rule's rate is this number times a sigmoid."""
+    """The factor of the sigmoid that gives the delta rule's update rate."""
     skip: torch.Tensor | None  # [value heads], the factor of a value that skips the state
     norm: GatedNorm | None
     """The norm of the outputs. None: the outputs are only multiplied by SiLU of the gate."""
@@ -110,7 +110,7 @@ class RecurrenceParts:
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """The linear layers of `inputs`, each once."""
+        """The linear layers whose outputs are in `inputs`, without repetition."""
         return tuple(dict.fromkeys(rows.linear for rows in self.inputs))
 
     @property

@@ -16,7 +16,7 @@ from promptq.worker.engine.recurrent.short_convolution import ShortConvolution
 KINDS: tuple[type[Mixer], ...] = (GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution)
 
 _CACHES = {"cache_params", "past_key_values", "past_key_value"}
-"""transformers' names for the argument with the memory of earlier tokens."""
+"""Argument names by which transformers passes a cache of earlier tokens to modules."""
 
 
 def mixer_of(module: nn.Module) -> Mixer | None:
@@ -31,9 +31,9 @@ def mixers_of(model: nn.Module) -> list[Mixer]:
 
 def unknown_memory(model: nn.Module, known: Collection[nn.Module]) -> str:
     """Returns the name and type of a module that remembers tokens but is not in `known`; empty if
-    there is none. Among nested modules, the innermost one is returned.
+    there is none. Among nested modules, the innermost is returned.
 
-    Whole layers do not count: even those with only an MLP accept transformers' cache.
+    Whole layers are ignored, because even layers with only an MLP accept transformers' cache.
     """
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = {layer for layers in lists for layer in layers}

@@ -57,10 +57,11 @@ class RecurrentRows:
         compute_chunks: Callable[[Tokens, torch.Tensor, Pieces], torch.Tensor],
         longest_piece: int = LONGEST_PIECE,
     ) -> torch.Tensor:
-        """Returns the outputs for the rows. Writes fp32 states to `pool` [num_entries, *shape].
+        """Returns the outputs for all rows. Writes the new states to `pool` [num_entries, *shape],
+        fp32.
 
-        `tokens` is a named tuple of tensors [T, ...]. `decode` and `compute_chunks` get a part of
-        the rows and copies of their sequences' states, which they update in place.
+        `tokens` is a named tuple of tensors [T, ...]. `decode` and `compute_chunks` get some of the
+        rows, and copies of these sequences' states, which they update in place.
         """
         columns, num_decodes = pool[0].numel(), self.num_decodes
         copies = self.scratch.take(f"states of {columns}", len(self.read), columns)
@@ -79,7 +80,7 @@ class RecurrentRows:
         return torch.cat(read)
 
     def _cut(self, longest: int) -> Pieces:
-        """Returns the pieces of all chunks, of up to `longest` rows."""
+        """Returns the pieces of all chunks. A piece has at most `longest` rows."""
         if longest not in self._pieces:
             lengths = [rows.stop - rows.start for _, rows in self.chunks()]
             self._pieces[longest] = Pieces(lengths, longest, self.read.device)
@@ -87,15 +88,15 @@ class RecurrentRows:
 
 
 class Pieces:
-    """The rows of all chunks, cut into pieces of equal length that are computed as one batch.
+    """The rows of all chunks, cut into pieces of equal length.
 
     The last piece of a chunk is padded with zeros. The first pieces of all chunks come first, then
-    the second pieces, and so on. So all pieces that can be computed at the same time are adjacent.
+    the second pieces, and so on. So pieces that can be computed at the same time are adjacent.
     """
 
     def __init__(self, lengths: list[int], longest: int, device: torch.device) -> None:
-        """`lengths` are those of the chunks, the shortest first. The pieces' size is chosen so that
-        padding at most doubles the number of rows."""
+        """`lengths` are the chunks' numbers of rows, in ascending order. The size of pieces is
+        chosen so that padding at most doubles the number of rows."""
         self._num_rows = sum(lengths)
         self.size = min(longest, 1 << (lengths[-1] - 1).bit_length())
         while sum(-(-length // self.size) for length in lengths) * self.size > 2 * self._num_rows:

@@ -16,20 +16,20 @@ from promptq.worker.engine.recurrent.mixer import Mixer
 from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 ENTRIES_PER_SLOT = 2
-"""The entries of a sequence: a step reads one and writes the other. So a failed step can be
+"""Entries of each slot: a step reads one entry and writes the other. So a failed step can be
 computed again, even after it wrote all states."""
 _NONE = -1
 """The number of tokens of an entry without a state."""
 
 
 def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
-    """Returns the bytes of a pool for this number of slots, including the kept states."""
+    """Returns the bytes of a pool with this number of slots, including the kept states."""
     of_sequence = sum(spec.num_bytes for mixer in mixers for spec in mixer.state)
     return of_sequence * _num_entries(num_slots)
 
 
 def num_kept_states(num_slots: int) -> int:
-    """Returns the number of states that a pool keeps after shared prefixes. Slots do not count."""
+    """Returns how many states a pool stores for shared prefixes, besides the states of slots."""
     return -(-num_slots // 2)
 
 
@@ -59,8 +59,8 @@ class StatePool:
         """For each slot and each of its entries, the number of tokens that the state covers."""
 
     def begin(self, items: Sequence[ScheduledSequence]) -> RecurrentRows:
-        """Returns the rows of a step, with the entries that the step reads and writes. The states
-        that the step writes are valid only after `finish`.
+        """Returns the rows of a step with these items, and the entries that the step reads and
+        writes. The written states become valid with `finish`.
 
         Raises RuntimeError if a sequence continues from a state that its slot does not have.
         """
@@ -92,8 +92,8 @@ class StatePool:
         return RecurrentRows(num_decodes, starts, to_device(table, self._device), self._scratch)
 
     def finish(self, items: Sequence[ScheduledSequence]) -> None:
-        """Record that a step with these shares has written its states, and copy the states that
-        must be kept. The states do not include drafted tokens."""
+        """Record that a step with these items has written its states, without drafted tokens.
+        Copies the states that are kept for shared prefixes."""
         for item in items:
             slot, end = slot_of(item.sequence), item.start + item.num_tokens
             held = self._num_tokens[slot]
@@ -106,7 +106,7 @@ class StatePool:
                     tensor[self._first_kept + place] = tensor[self._entry(slot, target)]
 
     def assume(self, items: Sequence[ScheduledSequence]) -> None:
-        """For a dummy step, treat the slots' contents as the correct states before these shares."""
+        """Before a dummy step with these items, treat the slots' contents as the correct states."""
         for item in items:
             if item.start not in (held := self._num_tokens[slot_of(item.sequence)]):
                 held[:] = [item.start, _NONE]

@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 TRIAL_ROWS = 61
 """The number of rows of a trial step. The number is prime, because the compiler treats equal sizes
-as one variable, for example the rows and the width of a head."""
+as one variable, such as the number of rows and the size of a head."""
 TOLERANCE = 1e-3
-"""The largest median difference in fp32 (see `off_by`). Fused operations round less often."""
+"""The largest accepted median difference in fp32 (see `off_by`). Fused code rounds less often."""
 GRAPHS = 32
-"""The most graphs of a model's layers. The default of 8 is enough for four kinds of layers."""
+"""The most graphs of a model. torch's default of 8 is enough for four kinds of layers."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class CompiledModel:
         return compute()
 
     def undo(self) -> None:
-        """Make the layers run uncompiled again."""
+        """Make the layers run uncompiled from now on."""
         self.is_compiled = False
         for layer in self._layers:
             vars(layer).pop("forward", None)

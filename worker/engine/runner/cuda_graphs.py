@@ -26,9 +26,9 @@ from promptq.worker.engine.device.memory import bytes_held
 from promptq.worker.engine.sampling.temperature_and_choice import DRAWS, Chosen
 
 MAX_GRAPH_SIZE = 256
-"""The most rows of a graph for decodes. Larger steps compute for longer than launches take."""
+"""The most rows of a graph for decodes. In larger steps, computing takes longer than launching."""
 MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
-"""Numbers of rows of graphs for mixed steps. Larger ones need no graph, for the same reason."""
+"""Row counts of graphs for mixed steps. In larger steps, computing takes longer than launching."""
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Chosen]
 """A function that chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""
@@ -79,11 +79,11 @@ def new_stream() -> torch.cuda.Stream:
 
 
 class GraphedModel:
-    """A model on CUDA whose steps are padded to one of some kinds and replayed as graphs.
+    """A model on CUDA whose steps are padded to one of `kinds` and replayed as graphs.
 
     The model's backend must support padding. Steps that are larger than all kinds run without a
     graph. So does every step of a model that cannot be captured, for example because its modules
-    wait for the device. The device is this thread's current device (see `on_device`). Without
+    wait for the device. The device must be this thread's current device (see `on_device`). Without
     `choose`, the graphs end with the logits. Several instances may capture on one `stream`, which
     saves memory, because libraries allocate some memory for each stream.
     """
@@ -118,14 +118,14 @@ class GraphedModel:
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PackedModel.logits_and_states`. Runs without a graph: the step must not be
+        """See `PackedModel.logits_and_states`. Runs without a graph, so the step must not be
         padded."""
         return self.plain.logits_and_states(step, rows, kept)
 
     @torch.inference_mode()
     def run(self, step: PackedStep, rows: torch.Tensor) -> Results:
-        """Returns the logits of `rows`, and the tokens that the graph chose from them by the step's
-        draws. The tokens are None if no graph was replayed."""
+        """Returns the logits of `rows`, and the tokens that the graph chose from the logits with
+        the step's draws. If no graph was replayed, the tokens are None."""
         kind = self._kind(step.layout, len(rows))
         if kind is None:
             return self.plain.logits(step, rows), None
@@ -147,8 +147,7 @@ class GraphedModel:
 
     @torch.inference_mode()
     def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
-        """Capture the graphs, the largest first. Smaller graphs then fit into the memory of the
-        largest graph."""
+        """Capture the graphs, the largest first, so that smaller ones fit into its memory."""
         capture = _Capture(self.plain, self._choose, self._stream)
         for kind in sorted(kinds, reverse=True):
             try:
@@ -160,7 +159,7 @@ class GraphedModel:
 
 
 class _Capture:
-    """Captures steps as CUDA graphs, with one stream, memory pool and tensor of logits for all."""
+    """Captures steps as CUDA graphs that share a stream, a memory pool and a tensor of logits."""
 
     def __init__(
         self, model: Model, choose: Choose | None, stream: torch.cuda.Stream | None

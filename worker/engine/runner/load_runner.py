@@ -50,7 +50,7 @@ def load_runner(
     progress: Progress = ignore_progress,
     known: Verdict | None = None,
 ) -> ModelRunner:
-    """Load a model, check that it is served correctly, and allocate its cache.
+    """Load a model, check that it is computed correctly, and allocate its KV cache.
 
     Calls `progress` with each stage. `known` is the verdict of an earlier load of the same files
     with the same options. Raises ModelNotFoundError, UnsupportedModelError or ConfigurationError,
@@ -78,7 +78,7 @@ def runner_of(
     progress: Progress = ignore_progress,
     known: Verdict | None = None,
 ) -> ModelRunner:
-    """Returns a runner for a loaded model, with the model's device and dtype. See `load_runner`."""
+    """Returns a runner for a loaded model, with its device and dtype. See `load_runner`."""
     device = loaded.model.device
     with on_device(device):
         backends = backends_on(device, options.attention)
@@ -146,7 +146,7 @@ def runner_of(
 def _bytes_beside_cache(
     loaded: LoadedModel, checked: CheckedModel, length: int, options: LoadOptions
 ) -> int:
-    """Returns the CUDA bytes of the largest step and the graphs, measured with a small cache."""
+    """Returns the CUDA memory of the largest step and the CUDA graphs, in bytes."""
     device, block_size = loaded.model.device, options.block_size
     fitting_tokens = free_bytes(device) // max(1, bytes_per_token(checked.specs))
     context = min(length, max(1, fitting_tokens // options.max_num_seqs))
@@ -167,7 +167,7 @@ def _bytes_beside_cache(
 
 @contextmanager
 def _refusing_shortage(option: str, where: str) -> Iterator[None]:
-    """If a step in this block lacks memory, raise a ConfigurationError that names `option`."""
+    """In this block, turn an out-of-memory error into a ConfigurationError that names `option`."""
     try:
         yield
     except torch.OutOfMemoryError as error:

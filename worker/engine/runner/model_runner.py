@@ -46,22 +46,22 @@ from promptq.worker.engine.sampling.mask_thread import Masks
 from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
 
 MOST_LIKELIEST = 20
-"""Number of likeliest tokens that are computed for each reported row of a prompt. The number is
-fixed, so that the choice between equally likely tokens does not depend on other requests."""
+"""Number of likeliest tokens for each prompt row with log-probabilities. The number is fixed, so
+that the choice between equally likely tokens does not depend on other requests."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PooledStates:
-    """Final hidden states that become part of vectors, while they are copied to the host."""
+    """Final hidden states for embedding vectors, while they are copied to the host."""
 
     shares: list[ScheduledSequence]
     copies: HostCopies
-    """Copies of one tensor [sum of `num_pooled`, hidden size], fp32, in the order of `shares`."""
+    """One tensor [sum of `num_pooled`, hidden size], fp32, with rows in the order of `shares`."""
 
     def hand_out(self) -> None:
-        """Wait for the states, and set `states` of each share."""
+        """Wait for the copies, and set `states` of each share to its rows."""
         (states,) = self.copies.arrays()
         end = 0
         for share in self.shares:
@@ -77,20 +77,20 @@ class ModelStep:
     counts: list[int]
     """Number of sampled rows of each sequence."""
     sequences: list[Sequence]
-    """The sequence of each row."""
+    """The sequence of each sampled row."""
     reported: HostCopies | None = None
-    """Log-probabilities of prompts, as the columns of ChosenLogprobs; None if there are none."""
+    """Log-probabilities of prompt tokens, as in ChosenLogprobs; None if there are none."""
     reported_of: list[tuple[int, int]] = field(default_factory=list)
     """For each prompt: the number of reported rows, and of likeliest tokens in each row."""
     pooled: PooledStates | None = None
 
     @property
     def sampled_at(self) -> dict[int, int]:
-        """By sequence id, the index of the last token that this step samples for the sequence."""
+        """Maps sequence ids to the index, among this step's tokens, of the sequence's last one."""
         return {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
 
     def fill_in(self, step: PackedStep) -> None:
-        """Write the sampled tokens into the inputs of `step`, which follows this step."""
+        """Copy this step's sampled tokens into the unknown inputs of the next `step`."""
         if self.sampled is not None:
             rows, places = step.unknown
             tokens = self.sampled.token_ids.index_select(0, places)
@@ -149,7 +149,8 @@ class ModelRunner:
         self._masks = Masks(self.device)
         self.embedding_size = 0  # known once the model has run
         self.is_row_invariant = False
-        """Whether a row's logits have the same bits beside any other rows. Set by `warm_up`."""
+        """Whether a row's logits have the same bits whatever rows are beside it. Set by
+        `warm_up`."""
         self.why_no_head = loaded.why_no_head
         """Why the head in the files does not draft; empty if it drafts, or if there is none."""
         self._head_weights: HeadWeights | None = None
@@ -161,7 +162,7 @@ class ModelRunner:
             self._drafts = HeadDrafts(head, head_cache, sampler, self.device)
 
     def capturing(self, options: LoadOptions) -> Callable[[list[StepKind]], GraphedModel]:
-        """Returns a function that captures graphs of the model for some kinds of steps."""
+        """Returns a function that captures CUDA graphs for steps of the given kinds."""
         # Backends that take padding need Triton, which is not installed everywhere.
         from promptq.worker.engine.sampling.triton_choice import choose_tokens
 
@@ -177,7 +178,7 @@ class ModelRunner:
         )
 
     def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
-        """See `Runner.launch`. On CUDA the work is queued; on a CPU it is done on return."""
+        """See `Runner.launch`. On CUDA, the work is only queued. On a CPU, it is done on return."""
         with on_device(self.device), torch.inference_mode():
             return self._launch(batch, after)
 
@@ -303,6 +304,6 @@ class ModelRunner:
 
 
 def _finite(logprobs: Any) -> npt.NDArray[np.float32]:
-    """Returns a copy with LEAST in place of -inf and NaN, which JSON does not have."""
+    """Returns a copy with LEAST in place of -inf and NaN, which JSON lacks."""
     finite: npt.NDArray[np.float32] = np.fmax(logprobs, np.float32(LEAST))  # also of NaN
     return finite

@@ -38,7 +38,7 @@ def is_quantized(loaded: LoadedModel, options: LoadOptions) -> bool:
 
 
 def check_quantization(options: LoadOptions, device: torch.device) -> None:
-    """Before loading, raise ConfigurationError if options or device rule out the quantization."""
+    """Raise ConfigurationError if the options or the device rule out the requested quantization."""
     if options.quantization not in ("none", *BITS):
         raise ConfigurationError(
             f"--quantization: {options.quantization!r} is not one of none, {', '.join(BITS)}"
@@ -66,8 +66,8 @@ def quantize(loaded: LoadedModel, checked: CheckedModel, options: LoadOptions) -
     of the KV cache that the options request.
 
     Checks the decoder's logits, unless an earlier load did or `check_packed` will. If none of
-    promptq's decoders serves the model, weights that were saved in few bits are dequantized. Raises
-    UnsupportedModelError if none serves the model and the options require rounding.
+    promptq's decoders serves the model, quantized weights of the files are dequantized, and
+    UnsupportedModelError is raised if the options require rounding.
     """
     rounding = rounding_options(options)
     if checked.decoder is None:
@@ -111,7 +111,7 @@ def _num_wide_linears(loaded: LoadedModel) -> int:
 
 
 def _more_bytes(loaded: LoadedModel) -> int:
-    """Returns the additional bytes of the quantized modules if they are dequantized."""
+    """Returns how many more bytes the quantized modules take if they are dequantized."""
     weights = {id(weight): weight for weight in _quantized_weights(loaded)}.values()
     wide = sum(prod(weight.shape) for weight in weights) * loaded.model.dtype.itemsize
     return wide - sum(each.nbytes for weight in weights for each in weight.tensors)

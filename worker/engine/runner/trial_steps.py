@@ -1,6 +1,6 @@
 """Dummy batches for warm-up and memory measurement at startup.
 
-Shares describe a step: for each sequence, its context after the step, and its number of rows.
+Shares describe a step: each sequence's context after the step, and its rows in the step.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SAMPLING = (
     SamplingParams(logprobs=1),
     MOST_SAMPLING,
 )
-"""Parameters of every kind. Each kind launches different kernels."""
+"""Sampling parameters, one of each kind. Each kind launches different kernels."""
 
 _ids = count(-2, -1)
-"""The ids of dummy sequences are all different, because samplers recognise sequences by id."""
+"""Ids of dummy sequences. All ids differ, because samplers recognise sequences by id."""
 
 
 def trial_batch(
@@ -49,9 +49,9 @@ def trial_batch(
     max_reported_rows: int = 0,
     vocab_size: int = 2,
 ) -> Batch:
-    """Returns a batch in which every sequence samples. At most `max_reported_rows` rows report
-    log-probabilities of prompts. Token ids are below `vocab_size`. A cache of a few blocks is
-    enough for any context, because the sequences share its blocks."""
+    """Returns a batch in which every sequence samples a token. At most `max_reported_rows` rows
+    report log-probabilities of prompts. Token ids are below `vocab_size`. The sequences share
+    blocks, so a cache of a few blocks is enough for any context."""
     scheduled = []
     for slot, (context, num_rows) in enumerate(shares):
         token_ids = [7919 * place % vocab_size for place in range(context)]
@@ -77,8 +77,8 @@ def trial_batch(
 
 
 def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
-    """Returns the step with the most rows and samples: `num_seqs` sequences, with up to
-    `max_context` tokens each and `num_tokens` rows in all."""
+    """Returns the step with the most rows and samples: `num_seqs` sequences, with `num_tokens` rows
+    in all, and contexts of up to `max_context` tokens."""
     num_seqs = min(num_seqs, num_tokens)
     left = min(num_tokens, num_seqs * max_context)
     shares = []
@@ -99,7 +99,7 @@ def most_padded_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares
 
 
 def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator[Shares]:
-    """Yields steps that together launch every variant of the kernels that serving can launch.
+    """Yields steps that together launch every kernel variant that serving can launch.
 
     Kernels have variants for the longest chunk and for the number of rows or of samples, rounded up
     to a power of two. A decode is also tried alone: a tensor with one row may have any strides.

@@ -29,8 +29,8 @@ PROMPT_TOKENS = 64
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner) -> None:
-    """Prefill and decode once, because libraries set up some parts only in a first step. Sets
-    `is_row_invariant` and `embedding_size` of the runner."""
+    """Prefill and decode once, because libraries set up some parts in a first step. Sets the
+    runner's `is_row_invariant` and `embedding_size`."""
     num_tokens = min(_kv_tokens(runner), runner.max_model_len, PROMPT_TOKENS)
     last_rows = []
     for count in (num_tokens, min(num_tokens, 2), 1):
@@ -51,8 +51,8 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def warm_up_kinds(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-    """Run each kind of step and of sampling once, because kernels are compiled when they are first
-    launched. The largest step comes last, to test that its memory is free beside the KV cache.
+    """Run each kind of step and of sampling once, because a kernel is compiled at its first launch.
+    The largest step comes last, to test that its memory is free beside the KV cache.
 
     Steps run without CUDA graphs, because the kernels of graphs were compiled during the capture.
     """
@@ -107,7 +107,7 @@ def _trial(
     max_reported_rows: int = 0,
     vocab_size: int = 2,
 ) -> Batch:
-    """Returns a `trial_batch`. Launch the batch before you make the next one."""
+    """Returns a `trial_batch` for the runner. Launch it before you build the next one."""
     batch = trial_batch(shares, runner.kv_layout, params, max_reported_rows, vocab_size)
     if runner.states is not None:
         runner.states.assume(batch.scheduled)

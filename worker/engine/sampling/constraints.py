@@ -1,4 +1,4 @@
-"""Bans and biases tokens, as (row, token) pairs, so that no other logits are read or written."""
+"""Bans and biases tokens. Only the logits of listed (row, token) pairs are read or written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BANNED = float("-inf")
 
 
 class Constraints:
-    """Constraints of sequences: end tokens before `min_tokens`, bad words and `logit_bias`."""
+    """Constraints of sequences: no end token before `min_tokens`, no bad words, `logit_bias`."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
         self._device = device
@@ -59,7 +59,7 @@ class Constraints:
         return bool(self._banned or self._bias or self._early or self._words)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Apply the constraints to `logits` [R, vocab_size] of the sequences, in place."""
+        """Apply the constraints to `logits` [R, vocab_size] in place, a row for each sequence."""
         if self._banned is not None:
             logits[self._banned] = BANNED
         if banned := [*self._early_ends(), *self._bad_endings()]:
@@ -69,12 +69,12 @@ class Constraints:
             logits[pairs] += values
 
     def _early_ends(self) -> list[tuple[int, int]]:
-        """Returns (row, end token) for each row that still has fewer than `min_tokens` tokens."""
+        """Returns (row, end token) for each row whose output has fewer than `min_tokens` tokens."""
         self._early = [each for each in self._early if not each[1].may_end]
         return [(row, end) for row, _, ends in self._early for end in ends]
 
     def _bad_endings(self) -> list[tuple[int, int]]:
-        """Returns (row, last token) for each bad word whose other tokens end a row's output."""
+        """Returns (row, last token) for each bad word if its other tokens end the row's output."""
         return [
             (row, bad[-1])
             for row, sequence, words in self._words

@@ -1,4 +1,4 @@
-"""Draws from a distribution by the inverse of its cumulative sum, in vocabulary order."""
+"""Draws tokens by inverse transform sampling: from cumulative weights, in vocabulary order."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     least 0, and need not be normalised.
 
     The drawn token is the first one whose cumulative weight exceeds `uniforms` [R] (float64, in [0,
-    1)) times the total. A token of weight 0 is never drawn. The search first finds a block of
-    BLOCK successive tokens, and then the token in this block. So only the sums of blocks are
-    accumulated over the vocabulary.
+    1)) times the total. A token of weight 0 is never drawn. The search first finds a block of BLOCK
+    successive tokens, and then the token in this block.
     """
     vocab_size = weights.shape[1]
     cumulative = _block_sums(weights).cumsum(dim=1)
@@ -46,8 +45,8 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Returns the first index at which the cumulative sum exceeds the target, [R, 1]. If rounding
-    has lifted the target to the total, returns the last index at which the sum grows."""
+    """Returns the first index at which `cumulative` exceeds the target, [R, 1]. If no sum does,
+    because of rounding, returns the last index with a weight above 0."""
     above = (cumulative <= target).sum(dim=1, keepdim=True)
     last = (cumulative < cumulative[:, -1:]).sum(dim=1, keepdim=True)
     return torch.minimum(above, last)

@@ -17,10 +17,10 @@ FILTERS = ("min_p", "top_k", "top_p")
 """Fields of SamplingParams, in the order of `Filters` in native/src/sampling.cpp."""
 
 FIRST_CANDIDATES = 256
-"""Number of likeliest tokens that top_p examines first, then eight times as many, and so on."""
+"""Number of likeliest tokens that top_p examines first; then 8 times as many, and so on."""
 
 _LOWEST = -60.0
-"""A token whose scaled logit is this far below the largest is never drawn. So sums stay finite."""
+"""A token whose scaled logit is this far below the row's largest is never drawn."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 
@@ -33,7 +33,7 @@ def filter_values(params: list[SamplingParams], vocab_size: int) -> list[tuple[f
 
 
 class Filters:
-    """The filters of each row: a column [R, 1] for each field that any row uses, otherwise None."""
+    """The filters of each row. A field is a column [R, 1], or None if no row uses this filter."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
         rows = filter_values(params, vocab_size)
@@ -78,7 +78,7 @@ def thresholds(scaled: torch.Tensor, kept: Filters, scratch: torch.Tensor) -> to
 
 
 def weights_above(scaled: torch.Tensor, threshold: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Returns `out` with unnormalised probabilities [R, vocab_size], 0 below the threshold."""
+    """Fills `out` with unnormalised probabilities [R, vocab_size], 0 below the threshold."""
     torch.sub(scaled, threshold.clamp_min(_LOWEST), out=out).exp_()
     return torch.threshold_(out, _JUST_BELOW_ONE, 0.0)
 
@@ -90,8 +90,8 @@ def _top_p(
     top_p: torch.Tensor,
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns [R, 1]: the logit of the last token that is needed to reach `top_p` of the weights
-    that pass `threshold`. `likeliest` [R, candidates] are the largest logits, descending."""
+    """Returns [R, 1]: the lowest logit among the fewest tokens that reach `top_p` of the weights
+    above `threshold`. `likeliest` [R, candidates] are the largest logits, descending."""
     wanted = top_p * totals(weights_above(scaled, threshold, scratch))
     result, is_reached = _last_needed(likeliest, threshold, wanted)
     candidates, vocab_size = likeliest.shape[1], scaled.shape[1]
@@ -108,7 +108,7 @@ def _top_p(
 def _last_needed(
     likeliest: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logit at which the weights, in order, reach `wanted`, and whether they do."""
+    """Returns the logit [R, 1] at which the summed weights reach `wanted`, and whether they do."""
     weights = (likeliest - threshold.clamp_min(_LOWEST)).exp().double()
     needed = (weights.cumsum(dim=1) < wanted).sum(dim=1, keepdim=True)
     is_reached = needed < likeliest.shape[1]

@@ -1,4 +1,4 @@
-"""Log-probabilities of the chosen tokens, before any sampling parameter is applied."""
+"""Log-probabilities of the chosen tokens, from the logits before any sampling parameter applies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from promptq.worker.engine.sampling.draw import totals
 
 
 class ChosenLogprobs(NamedTuple):
-    """Log-probabilities of L rows: of each row's chosen token, and of its N likeliest tokens."""
+    """Log-probabilities of L rows, each with its chosen token and its N likeliest tokens."""
 
     logprob: torch.Tensor  # [L]
     rank: torch.Tensor  # [L], from 1
@@ -27,8 +27,8 @@ class ChosenLogprobs(NamedTuple):
 def report(
     logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int, scratch: Scratch
 ) -> ChosenLogprobs:
-    """Returns the log-probabilities of `rows` of logits [R, vocab_size], for the tokens `chosen`
-    [R]."""
+    """Returns the log-probabilities of `rows` of `logits` [R, vocab_size]. `chosen` [R] are the
+    tokens."""
     index = to_device(rows, logits.device)
     chosen = chosen.index_select(0, index).unsqueeze(1)
     if len(rows) < len(logits):
@@ -50,14 +50,14 @@ def report(
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """The rows that report log-probabilities, each with its number of likeliest tokens."""
+    """The rows that report log-probabilities, and the number of likeliest tokens of each."""
 
     rows: list[int]
     num_top: list[int]
 
     def by_row(self, token_ids: list[int], columns: Sequence[list[Any]]) -> dict[int, TokenLogprob]:
-        """Returns the log-probabilities of each row's chosen token, by row. `columns` are those of
-        ChosenLogprobs. LEAST replaces -inf and NaN, which JSON does not have."""
+        """Maps rows to the log-probabilities of their chosen and likeliest tokens. `columns` are
+        the fields of ChosenLogprobs. LEAST replaces -inf and NaN, which JSON lacks."""
         result = {}
         for row, num_top, logprob, rank, ids, logprobs in zip(
             self.rows, self.num_top, *columns, strict=True

@@ -16,21 +16,21 @@ from promptq.worker.engine.sampling.constraints import BANNED
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIAS_OF_BYTE = np.where(_BITS == 1, np.float32(0.0), np.float32(BANNED))
-"""[256, 8]: for each byte of a mask, the numbers to add to the logits of its eight tokens."""
+"""[256, 8]: for each value of a mask's byte, the numbers to add to eight tokens' logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingMasks:
-    """The masks of those rows of a step that have a grammar, while a thread computes them."""
+    """The masks of a step's rows with a grammar, which a thread is still computing."""
 
     rows: list[int]
     num_rows: int
-    """Number of rows of the whole step."""
+    """Number of rows of the step, with or without a grammar."""
     words: Future[tuple[torch.Tensor, dict[int, str]]]
 
     def apply(self, logits: torch.Tensor) -> dict[int, str]:
-        """Wait for the masks, and ban the tokens that they do not allow. Changes `logits` [R,
-        vocab_size] in place. Returns the error of each row that failed."""
+        """Wait for the masks, and ban disallowed tokens in `logits` [R, vocab_size] in place.
+        Returns the error of each row whose mask could not be computed."""
         masks, errors = self.words.result()
         if masks.dtype == torch.int32:
             masks = _unpack(to_device(masks.numpy(), logits.device))
@@ -43,10 +43,10 @@ class PendingMasks:
 
 
 class Masks:
-    """Starts computing the masks of a step. Handles one step at a time, because it reuses buffers.
+    """Computes grammars' token masks in a thread. Handles one step at a time: it reuses buffers.
 
     On a CPU the thread also turns bits into numbers that are added to the logits. A CUDA device
-    gets the bits, which are a 32nd of the traffic.
+    gets the bits, which are a 32nd of the size.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Masks:
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:
-    """Returns [G, 32 * words], float32: the numbers that masks [G, words] add to logits."""
+    """Returns [G, 32 * words], float32: the numbers to add to logits, from the bits of masks."""
     bits = (words.unsqueeze(2) >> torch.arange(32, device=words.device, dtype=torch.int32)) & 1
     bias = torch.zeros(bits.shape, dtype=torch.float32, device=words.device)
     return bias.masked_fill_(bits == 0, BANNED).flatten(1)

@@ -11,12 +11,11 @@ from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.device.async_copies import to_device
 
 _Occurrences = tuple[torch.Tensor, torch.Tensor]
-"""For each occurrence of a token: the index of the sequence, among the sequences with penalties,
-and the token id."""
+"""For each occurrence: the sequence's index among those with penalties, and the token id."""
 
 
 class Penalties:
-    """The penalties of those sequences that set any. The repetition penalty also counts the prompt.
+    """The penalties of those sequences that have any. Only the repetition penalty counts prompts.
 
     Occurrences are stored as (row, token) pairs. A token that occurs twice has two pairs. For
     repetition and presence penalties, both pairs write the same value, so the token counts once.
@@ -52,10 +51,10 @@ class Penalties:
         num_ahead: list[int] | None = None,
         last_tokens: torch.Tensor | None = None,
     ) -> None:
-        """Apply the penalties to `logits` [R, vocab_size] of the sequences, in place.
+        """Apply the penalties to `logits` [R, vocab_size] in place. Row i belongs to sequence i.
 
-        Where `num_ahead` [R] is 1, the host does not know the sequence's last token yet.
-        `last_tokens` [R] are on the device, and may be None only if the host knows them all.
+        Where `num_ahead` [R] is 1, the host does not know the sequence's last token yet. Then
+        `last_tokens` [R], on the device, must have each row's last token.
         """
         if not self:
             return
@@ -73,7 +72,7 @@ class Penalties:
         logits.index_put_((rows, tokens), -self._frequency[index], accumulate=True)
 
     def _catch_up(self, num_ahead: list[int], last_tokens: torch.Tensor | None) -> None:
-        """Add the tokens since the last step, mostly one for each sequence."""
+        """Add the tokens that were sampled since the last call."""
         lengths = [
             sequence.num_tokens + num_ahead[row]
             for row, sequence in zip(self._rows, self._sequences, strict=True)

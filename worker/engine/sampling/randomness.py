@@ -13,8 +13,8 @@ _SECOND = np.array([0x94D049BB133111EB], dtype=np.uint64)
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """Returns a number in [0, 1) for each pair. Neighbouring pairs have unrelated numbers. Computes
-    SplitMix64 (Steele, Lea and Flood, 2014), with a stream for each seed."""
+    """Returns a random number in [0, 1) for each pair of a seed and a position. Computes SplitMix64
+    (Steele, Lea and Flood, 2014), with a separate stream for each seed."""
     mixed = _splitmix(_splitmix(seeds) + positions * _GOLDEN)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -24,8 +24,7 @@ from promptq.worker.engine.sampling.randomness import uniforms
 from promptq.worker.engine.sampling.temperature_and_choice import Chosen, Distributions, kernels_on
 
 _ROWS_AT_ONCE = 64
-"""Prompt rows whose log-probabilities are computed at a time. This takes a few times the memory of
-the rows' logits."""
+"""Number of prompt rows whose log-probabilities are computed at a time, to limit memory."""
 _NO_CHOICE = (
     "no token can be chosen, because of the model's logits or of the request's limits; if the"
     " request limits nothing, a weight is not a number (fetch the model's files again), or the"
@@ -35,17 +34,17 @@ _NO_CHOICE = (
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """The chosen tokens of a step, while they are on the device."""
+    """The chosen tokens of a step, on the device and on their way to the host."""
 
     token_ids: torch.Tensor  # [R]
     copies: HostCopies
-    """Copies of both parts of `Chosen`, and of the columns of ChosenLogprobs."""
+    """Host copies of both tensors of `Chosen`, then of the fields of ChosenLogprobs."""
     logprobs: RawLogprobs
     errors: dict[int, str] = field(default_factory=dict)
-    """The rows for which no token can be chosen, each with the reason."""
+    """Maps each row for which no token can be chosen to the reason."""
 
     def tokens(self) -> list[SampledToken]:
-        """Wait for the device, and return one token for each row."""
+        """Wait for the copies, and return one token for each row."""
         token_ids, is_sound, *reported = self.copies.lists()
         reports = self.logprobs.by_row(token_ids, reported)
         return [
@@ -57,10 +56,10 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Chooses a token for each row. Prepares parameters anew only when the sequences change."""
+    """Chooses a token for each row. Parameters are prepared anew only when the sequences change."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, native: bool = False) -> None:
-        """`native` is for a CPU with loaded native code (see `kernels_on`)."""
+        """`native` means that the device is a CPU and native code is loaded (see `kernels_on`)."""
         self._vocab_size = vocab_size
         self._device = device
         self._kernels = kernels_on(device, native=native)
@@ -80,13 +79,13 @@ class Sampler:
         return draws
 
     def distributions(self, sequences: list[Sequence]) -> Distributions:
-        """Returns the parameters for drawing a token for each row."""
+        """Returns the parameters for drawing a token for each of `sequences`."""
         return self._rows_of(sequences).distributions
 
     def choose(
         self, logits: torch.Tensor, sequences: list[Sequence], num_ahead: list[int]
     ) -> torch.Tensor:
-        """Returns token ids [R], chosen as in `sample`, but only by temperature, filters, seed."""
+        """Returns token ids [R], chosen only by temperature, filters and random numbers."""
         draws = to_device(self.draws(sequences, num_ahead), self._device)
         return self._kernels.choose(logits, self.distributions(sequences), draws)[0]
 
@@ -103,12 +102,12 @@ class Sampler:
     ) -> SamplerOutput:
         """Choose a token for each row of `logits` [R, vocab_size], which do not change.
 
-        Row i belongs to `sequences[i]`, at the position after its last token, or `num_ahead[i]`
-        further. `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R]
-        has the last token of each row on the device, for rows whose last token the host does not
-        know yet. `draws` are the result of the method `draws`, if that is already on the device.
-        `chosen` are tokens that a graph chose with these draws. They are used unless a constraint,
-        a penalty or a mask changes the logits.
+        Row i belongs to `sequences[i]`, at the position after its last token, plus `num_ahead[i]`.
+        `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R], on the
+        device, has each row's last token, for rows whose last token the host does not know yet.
+        `draws` is the result of the method `draws`, if that is already on the device. `chosen` are
+        the tokens that a CUDA graph chose with these draws. They are used unless a constraint, a
+        penalty or a mask changes the logits.
         """
         rows = self._rows_of(sequences)
         raw = logits
@@ -131,8 +130,8 @@ class Sampler:
         return SamplerOutput(token_ids, copies, rows.logprobs, errors)
 
     def report(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> HostCopies:
-        """Returns the columns of ChosenLogprobs for the rows of `logits` [R, vocab_size]. `chosen`
-        [R] has each row's token."""
+        """Returns the log-probabilities (the fields of ChosenLogprobs) of the rows of `logits` [R,
+        vocab_size]. `chosen` [R] has each row's token."""
         num_top = min(num_top, self._vocab_size)
         pieces = []
         for start in range(0, len(logits), _ROWS_AT_ONCE):

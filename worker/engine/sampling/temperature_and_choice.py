@@ -29,16 +29,16 @@ from promptq.worker.engine.sampling.filters import (
 from promptq.worker.engine.sampling.logprobs import ChosenLogprobs, report
 
 DRAWS = ("uniform", "temperature", *FILTERS)
-"""The inputs that decide a row's token besides its logits: a random number in [0, 1) and
-parameters. A temperature of 0 chooses the likeliest token."""
+"""The inputs besides logits that decide a row's token: a random number in [0, 1) and parameters.
+With a temperature of 0, the likeliest token is chosen."""
 
 _COLDEST = 1e-30
-"""Lower temperatures are raised to this value, because fp32 cannot represent their inverse."""
+"""Lower temperatures are raised to this value, because their inverse overflows fp32."""
 
 
 class Distributions:
-    """The parameters for drawing the tokens of some rows. Tensors are built only for kernels that
-    use them: Triton reads all parameters from the draws of the step."""
+    """The parameters for drawing the tokens of some rows. Tensors are built only if a kernel needs
+    them: Triton reads all parameters from the step's draws instead."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
         # Greedy rows are computed together with the others, which costs less than leaving them out,
@@ -69,7 +69,7 @@ class Distributions:
 
 
 Chosen = tuple[torch.Tensor, torch.Tensor]
-"""Token ids [R], and whether the row's largest logit is finite [R]; if not, ignore its token."""
+"""Token ids [R], and whether each row's largest logit is finite [R]; if not, ignore the token."""
 
 
 class TorchKernels:
@@ -80,7 +80,7 @@ class TorchKernels:
 
     def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
         """Choose a token in each row of `logits` [R, vocab_size]. `draws` [len(DRAWS), R], float64,
-        are random numbers and the parameters of `wanted`."""
+        have the random numbers and the parameters, which are also in `wanted`."""
         best, likeliest = logits.max(dim=1)
         is_sound = best.isfinite()
         if not wanted.any_is_sampled:
@@ -103,7 +103,7 @@ class TorchKernels:
 
 
 class NativeKernels:
-    """The functions of TorchKernels in native code, on a CPU for which the code is loaded."""
+    """Computes like TorchKernels, but in native code on a CPU."""
 
     def __init__(self) -> None:
         self._library = load_native()
@@ -152,7 +152,7 @@ class TritonKernels(TorchKernels):
 
 
 def kernels_on(device: torch.device, *, native: bool) -> TorchKernels | NativeKernels:
-    """Returns the fastest kernels for the device. `native` is for a CPU with loaded native code."""
+    """Returns the fastest kernels. `native`: the device is a CPU with loaded native code."""
     if native:
         return NativeKernels()
     # Triton is not installed everywhere.
@@ -161,7 +161,7 @@ def kernels_on(device: torch.device, *, native: bool) -> TorchKernels | NativeKe
 
 
 def _readable(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the logits in a dtype and layout that the native code reads."""
+    """Returns the logits, converted or copied if native code cannot read them directly."""
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
     return logits.contiguous()

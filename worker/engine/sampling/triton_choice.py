@@ -1,6 +1,6 @@
 """Chooses a token for each row in Triton, without sorting a row and without waiting for the device.
 
-The kernel reads the parameters from the device, so a launch in a CUDA graph works for all
+The kernel reads the parameters from the device, so one captured CUDA graph works for all
 parameters. A row does only the work that its parameters need.
 """
 
@@ -18,8 +18,8 @@ _LOWEST = tl.constexpr(-60.0)
 
 
 def choose_tokens(logits: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids [R] for `logits` [R, vocab_size], and whether the largest is finite.
-    `draws` [len(DRAWS), R] are float64 (see temperature_and_choice.py). Rows are independent."""
+    """Returns token ids [R] for `logits` [R, vocab_size], and whether each row's largest logit is
+    finite [R]. `draws` [len(DRAWS), R] are float64 (see temperature_and_choice.py)."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     best, token_ids = logits.max(dim=1)
@@ -49,7 +49,6 @@ def _draw_kernel(
     draws_stride: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program draws the token of one row. A greedy row keeps the likeliest token."""
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(draws + row)
     temperature = tl.load(draws + draws_stride + row).to(tl.float32)
@@ -96,7 +95,7 @@ def _draw_kernel(
 def _tile(
     row_logits: tl.tensor, vocab_size: tl.tensor, start: tl.tensor, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Returns TILE logits of a row from `start` on, float32; -inf beyond the row's end."""
+    """Returns TILE logits of a row from index `start` on, as float32; -inf beyond the row's end."""
     place = start + tl.arange(0, TILE)
     logit = tl.load(row_logits + place, mask=place < vocab_size, other=float("-inf"))
     return logit.to(tl.float32)
@@ -117,7 +116,6 @@ def _total(
     lowest: tl.tensor,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the sum of the weights of a row, float64."""
     total = tl.zeros((TILE,), dtype=tl.float32)
     for start in tl.range(0, vocab_size, TILE, num_stages=_NUM_STAGES):
         logit = _tile(row_logits, vocab_size, start, TILE)
@@ -136,13 +134,9 @@ def _reached(
     WEIGHS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the largest logit such that the tokens with at least this logit reach `wanted`, or
-    `lowest` if that is larger. `wanted` is a fraction of all weights if WEIGHS, else a count.
-
-    The function searches for the key of this logit (see `_key`). Each pass over the row finds two
-    bits of the key, from the highest bits down. Logits of 16 bits need fewer passes, because only
-    the highest bits of their keys differ.
-    """
+    """Returns the largest logit such that the tokens with at least this logit reach `wanted`; at
+    least `lowest`. `wanted` is a fraction of all weights if WEIGHS, else a number of tokens. Each
+    pass over the row finds two bits of the logit's key. Logits of 16 bits need fewer passes."""
     dtype: tl.constexpr = row_logits.dtype.element_ty
     num_passes: tl.constexpr = 8 if dtype == tl.bfloat16 else 10 if dtype == tl.float16 else 16
     if WEIGHS:
@@ -172,7 +166,7 @@ def _reached(
 
 @triton.jit
 def _key(logit: tl.tensor) -> tl.tensor:
-    """Returns the keys of float32 numbers: int32 numbers that have the same order."""
+    """Returns int32 numbers that have the same order as the float32 numbers."""
     bits = logit.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

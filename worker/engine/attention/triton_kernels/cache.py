@@ -60,7 +60,6 @@ def _write_kernel(
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ) -> None:
-    """Each program writes K and V of one row for one KV head."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     block = tl.load(write_blocks + row)

@@ -25,18 +25,16 @@ PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
 
 MAX_KEYS_PER_TILE = 64
 _A_CARD = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 2}
-"""The GPU for which the interpreter plans: few processors, so a program gets several parts."""
+"""The GPU's properties in the interpreter. With few processors, a program gets several parts."""
 
 
 @triton.jit
 def block_ids(
     table: tl.tensor, token: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Returns the block of each `token` below `end`, from a sequence's row of the block table.
-
-    Loops load the block ids of the next tile in advance. So a read of K and V does not wait for a
-    read of block ids, and the compiler can start it several iterations ahead.
-    """
+    """Returns the block ids of the tokens below `end`. `table` is a sequence's row of the block
+    table. Loops load the ids of the next tile in advance, so that loads of K and V need not wait
+    for ids."""
     return tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0)
 
 
@@ -44,7 +42,7 @@ def block_ids(
 def rows_of(
     cache: tl.tensor, place: tl.tensor, column: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Returns the rows of K or V at the indices `place`, zero outside of the mask."""
+    """Returns the rows `place` of K or V [rows, SIZE], and zeros outside of `mask`."""
     return tl.load(cache + place[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
 
 
@@ -77,7 +75,7 @@ def widened(tile: tl.tensor, queries: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def in_fp8(numbers: tl.tensor) -> tl.tensor:
-    """Returns numbers rounded to e4m3 as GPUs round them. Numbers beyond 448 become 448."""
+    """Returns the numbers rounded to FP8 (e4m3). Numbers beyond 448 become 448."""
     numbers = numbers.to(tl.float32)
     if INTERPRETED:  # the interpreter loses the carry when it rounds up
         bits = numbers.to(tl.int32, bitcast=True)
@@ -88,7 +86,7 @@ def in_fp8(numbers: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def as_kept(tile: tl.tensor, cache: tl.tensor) -> tl.tensor:
-    """Returns a tile of K or V in the format of `cache`: FP8 if its numbers have 8 bits."""
+    """Returns a tile of K or V in the dtype of `cache`. Only FP8 is converted."""
     if cache.dtype.element_ty.primitive_bitwidth == 8:
         tile = in_fp8(tile)
     return tile
@@ -102,7 +100,7 @@ def scores_of(
     softcap: tl.tensor,
     HAS_SOFTCAP: tl.constexpr,
 ) -> tl.tensor:
-    """Returns [queries, keys]: logits in base 2, for rows of queries and rows of keys."""
+    """Returns [queries, keys]: attention scores times log2(e), for a softmax with exp2."""
     none = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
     scores = dot(query, tl.trans(key), none) * scale
     if HAS_SOFTCAP:  # tanh(x) is 2 sigmoid(2 x) - 1
@@ -142,7 +140,8 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
 
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
-    """Returns a tile's number of keys, up to `most`. `num_tiles` tiles fit into shared memory."""
+    """Returns the most keys per tile, up to `most`, so that `num_tiles` tiles fit
+    `shared_memory`."""
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.
@@ -154,7 +153,7 @@ def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: i
 
 @cache
 def shared_memory_bytes(device: torch.device) -> int:
-    """Returns the bytes of a processor's shared memory that one program may use."""
+    """Returns the most bytes of shared memory that one program may use."""
     return _properties(device)["max_shared_mem"]
 
 
@@ -165,7 +164,7 @@ def num_processors(device: torch.device) -> int:
 
 @cache
 def architecture(device: torch.device) -> int:
-    """Returns ten times the compute capability of the device, which must be the current device."""
+    """Returns the compute capability times ten, such as 90. `device` must be the current device."""
     return 90 if INTERPRETED.value else int(driver.active.get_current_target().arch)
 
 

@@ -1,8 +1,9 @@
-"""Attention of sequences that have one query each, over the block table.
+"""Paged attention for decodes: sequences that have one query each.
 
-The heads of a group are the rows of one tile, so K and V are read once for all of them. Contexts
-are cut into parts (see decode_work.py). A program computes some successive parts. The last program
-of a sequence combines all parts (Dao and others, "Flash-Decoding for long-context inference").
+The query heads that share a KV head are the rows of one tile, so K and V are read once for all.
+Contexts are cut into parts (see decode_work.py). A Triton program computes some successive parts.
+The last one to finish combines a sequence's parts (Dao and others, "Flash-Decoding for long-context
+inference").
 """
 
 from __future__ import annotations
@@ -34,20 +35,18 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Programs on a processor. While one starts or ends a span, the others keep the memory busy."""
+"""Programs on a multiprocessor. While one begins or ends a span, the others use the memory."""
 NUM_WARPS = 2
 _MAX_REGISTERS = 255
-"""The most registers of a thread. With this number, the planned programs fit on a processor.
-Without it, the compiler may plan for more programs, which have fewer registers each and spill
-them."""
+"""The most registers of a thread. Without it, the compiler may plan for fewer, and spill them."""
 NUM_STAGES = 2
-"""The depth of the pipeline of loads: one tile of K and V is loaded while the previous one is
-computed from registers. The compiler does this only if a tile's block ids are known an iteration
-earlier (see `block_ids`). More stages, with fewer programs on a processor, were slower."""
+"""Pipeline depth: one tile of K and V is loaded while the previous one is computed. The compiler
+does this only if a tile's block ids are loaded an iteration earlier (see `block_ids`). More stages,
+with fewer programs on a multiprocessor, were slower."""
 _BESIDE_TILES = 12 * 1024
 """Bytes of shared memory that a program needs in addition to its tiles of K and V."""
 MAX_COMBINED = 2048
-"""The most numbers that are combined at a time: 16 in each thread, so no register is spilled."""
+"""The most numbers that `_combine` adds at a time: 16 for each thread, to spill no register."""
 
 _FIELDS = tl.constexpr(FIELDS)
 _MAX_PARTS = tl.constexpr(MAX_PARTS)
@@ -65,7 +64,7 @@ def decode(
 ) -> None:
     """Compute attention of `query` [num_sequences, num_heads, key_size], and write it to `output`.
 
-    `spans` is the key of the list to use in `work`. A context in this list includes the query's
+    `spans` is the key of the list to use in `work`. The contexts in this list include the query's
     token. A row with a context of 0 is padding, and its output is zero.
     """
     _, num_heads, key_size = query.shape
@@ -120,12 +119,12 @@ def decode(
 
 
 def num_programs(num_items: int, device: torch.device) -> int:
-    """Returns the number of programs that share `num_items`: at most as many as run in parallel."""
+    """Returns the number of programs to launch: `num_items`, or fewer if fewer run in parallel."""
     return min(num_items, PROGRAMS_PER_PROCESSOR * num_processors(device))
 
 
 def span_list(pattern: Pattern, num_kv_heads: int, device: torch.device) -> SpanList:
-    """Returns the key of the work list for layers of this pattern with `num_kv_heads` KV heads."""
+    """Returns the key (for DecodeWork) of the work list for layers with this pattern."""
     at_once = PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads
     return SpanList(pattern, max(1, at_once))
 
@@ -161,8 +160,8 @@ def _decode_kernel(
     COMBINED_HEADS: tl.constexpr,
     COMBINED_PARTS: tl.constexpr,
 ) -> None:
-    """Computes spans. Each of n programs takes every n-th pair of a span and a KV head. The length
-    of the work list is read from the device, so a captured launch can compute any list."""
+    """Computes pairs of a span and a KV head. Each of n programs takes every n-th pair. The number
+    of spans is read from the device, so a captured launch can compute any list."""
     in_group = tl.arange(0, HEAD_TILE)
     is_head = in_group < GROUP
     key_column = tl.arange(0, KEY_TILE)
@@ -268,8 +267,8 @@ def _combine(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Writes the output of one sequence and KV head from its parts, PARTS at a time, in order.
-    Other processors may have written the parts, so reads bypass the first-level cache (`.cg`)."""
+    """Writes the output of one sequence and KV head, combined from its parts in order. Loads bypass
+    the first-level cache, because other multiprocessors may have written the parts."""
     in_group = tl.arange(0, HEADS)
     is_head = in_group[None, :] < GROUP
     head = kv_head * GROUP + in_group

@@ -1,7 +1,7 @@
-"""Attention of chunks of prompts, packed one after the other, over the block table.
+"""Paged attention for chunks of prompts.
 
-A tile has some successive queries of one chunk, with all heads of a group. Positions that all of
-its queries see are computed without masks, and the others with masks.
+A tile has some successive queries of one chunk, with all query heads that share a KV head.
+Positions that all of its queries see are computed without masks, and the others with masks.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Scoring
 
 MAX_QUERY_TILE = 128
-"""The most rows of a tile that fit registers. Heads over 128 numbers halve it, fp32 quarters it."""
+"""The most rows of a tile that fit registers; half if heads are over 128, a quarter in fp32."""
 
 NUM_STAGES = 3
-"""The depth of the pipeline of loads: two tiles of K and V are loaded while a third is computed.
-This needs a tile's block ids an iteration earlier (see `block_ids`)."""
+"""Pipeline depth: two tiles of K and V are loaded while a third is computed. This needs a tile's
+block ids an iteration earlier (see `block_ids`)."""
 
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -133,7 +133,6 @@ def _prefill_kernel(
     VALUE_TILE: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one tile of queries for one KV head. A tile may have no rows."""
     tile = tiles + tl.program_id(0) * _FIELDS
     kv_head = tl.program_id(1)
     sequence = tl.load(tile).to(tl.int64)

@@ -28,9 +28,9 @@ class Activation:
     """The activation's name in ACTIVATIONS."""
     is_gated: bool = True
     is_interleaved: bool = False
-    """Whether numbers of the gate and of `up` alternate. Otherwise, the whole gate comes first."""
+    """Whether numbers of the gate and of `up` alternate. Otherwise the whole gate comes first."""
     limits: Limits = _UNLIMITED
-    """The limits of a limited gate, whose result is rounded once."""
+    """The limits of the activation `limited`, whose result is rounded only once."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns [T, size] for `inputs` [T, 2 * size], or without a gate for [T, size]."""
@@ -81,7 +81,6 @@ def _activation_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one row and one tile of its columns."""
     dtype = inputs.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)

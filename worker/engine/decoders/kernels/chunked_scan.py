@@ -1,4 +1,4 @@
-"""Scans the rows of chunks, in pieces of several rows.
+"""Computes recurrences over chunks of prompts, in pieces of several rows.
 
 See Yang et al. 2024, "Parallelizing linear transformers with the delta rule", and Dao and Gu 2024,
 "Transformers are SSMs". Operands of products have the dtype of the rows, sums are in fp32.
@@ -56,10 +56,10 @@ def chunked_scan_kernel(
     HAS_SKIP: tl.constexpr,
     PIECE: tl.constexpr,
 ) -> None:
-    """Each program scans one chunk for one value head and one tile of its state's columns.
+    """Each Triton program computes one chunk, for one value head and one tile of state columns.
 
-    Within a piece, the changes of all rows solve a triangular system. Only the state passes from
-    piece to piece. Drafted rows have separate pieces, after which the state is not stored.
+    In a piece (some successive rows), the state changes of all rows solve a triangular system.
+    Drafted rows have separate pieces at the end, after which the state is not stored.
     """
     NUM_TILES: tl.constexpr = (VALUE_SIZE + VALUE_TILE - 1) // VALUE_TILE
     index = num_sequences - 1 - tl.program_id(0)  # the last chunks are the longest

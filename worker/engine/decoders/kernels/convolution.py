@@ -70,8 +70,8 @@ def _inputs_at(
     NUM_CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the inputs [positions, channels] at each `position` within a sequence's rows. Inputs
-    at negative positions are those before the step, and come from the window.
+    """Returns the inputs [positions, channels] at each `position`, counted from a sequence's first
+    row in the step. Negative positions are before the step, and are read from the window.
 
     `entry` and `first` [positions] are the window's entry and the first row of each position's
     sequence.
@@ -108,8 +108,8 @@ def _convolution_kernel(
     ROW_TILE: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ) -> None:
-    """The first programs each compute a tile of rows and channels. The others each write a
-    sequence's window for a tile of channels. No entry is both read and written."""
+    """The first programs each compute a tile of rows and channels. Each further program writes a
+    sequence's window for a tile of channels. No entry of `windows` is both read and written."""
     num_tiles = (num_rows + ROW_TILE - 1) // ROW_TILE
     program = tl.program_id(0)
     channel = tl.program_id(1) * CHANNEL_TILE + tl.arange(0, CHANNEL_TILE)

@@ -1,4 +1,4 @@
-"""Scans one token of each sequence that decodes."""
+"""Computes one step of a recurrence for each sequence that decodes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decode_scan_kernel(
     IS_DELTA: tl.constexpr,
     HAS_SKIP: tl.constexpr,
 ) -> None:
-    """Each program scans a sequence's token for one value head and a tile of state columns."""
+    """Each Triton program computes one sequence, for one value head and a tile of state columns."""
     NUM_TILES: tl.constexpr = (VALUE_SIZE + VALUE_TILE - 1) // VALUE_TILE
     read, written, row, _, _ = sequence_at(table, tl.program_id(0), num_sequences)
     head, tile = tl.program_id(1) // NUM_TILES, tl.program_id(1) % NUM_TILES

@@ -21,7 +21,7 @@ _SOFTMAX, _SIGMOID, _SPARSEMIXER = map(tl.constexpr, range(len(SCORES)))
 
 
 class Experts:
-    """A layer of experts, with inputs and outputs [T, hidden size]. Never waits for the device."""
+    """A mixture-of-experts layer: [T, hidden size] in and out. Never waits for the device."""
 
     def __init__(self, parts: ExpertParts, shared: Product | None) -> None:
         """`shared` computes the shared experts; None if there are none."""
@@ -61,8 +61,8 @@ class Experts:
 
 
 def joined_experts(fused: QuantizedExperts) -> tuple[QuantizedWeight, QuantizedWeight]:
-    """Returns the gate and up weights of all experts, expert by expert, and the down weights. The
-    experts' weights become views of these two."""
+    """Returns two joined weights: the gate and up weights of all experts, expert by expert, and the
+    down weights. The experts' weights become views of them."""
     inputs = [each for *both, _ in fused.quantized for each in both if each is not None]
     downs = [down for _, _, down in fused.quantized]
     for weights in (inputs, downs):
@@ -72,7 +72,7 @@ def joined_experts(fused: QuantizedExperts) -> tuple[QuantizedWeight, QuantizedW
 
 def choose_experts(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the experts of each row, int32 [T, top_k], and their shares in fp32. `logits` [T,
-    outputs] are in fp32, and the experts' logits come first."""
+    outputs] are in fp32, with those of the experts first."""
     num_rows = len(logits)
     experts = logits.new_empty(num_rows, routing.top_k, dtype=torch.int32)
     shares = logits.new_empty(num_rows, routing.top_k)
@@ -150,7 +150,6 @@ def _choice_kernel(
     EXPERT_TILE: tl.constexpr,
     STRIDE: tl.constexpr,
 ) -> None:
-    """Each program chooses the experts of one row, as Routing.shares does."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERT_TILE)
     is_expert = expert < NUM_EXPERTS
@@ -199,8 +198,8 @@ def _of_best_groups(
     TOP_GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the ranks, and -inf outside of the groups whose two best ranks have the largest
-    sums."""
+    """Returns the ranks, but -inf outside of the TOP_GROUPS best groups. A group is rated by the
+    sum of its two best ranks."""
     group = expert // SIZE
     sums = tl.full((ranks.shape[0],), float("-inf"), tl.float32)
     for index in range(NUM_GROUPS):
@@ -230,7 +229,6 @@ def _sum_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program adds the results for one row and one tile of its columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     within = column < SIZE

@@ -14,8 +14,8 @@ _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 
 class FP8Product:
-    """A linear layer from rows [T, inputs] to [T, outputs]. Each row is rounded to FP8 with a
-    scale. Rows in fp32 are not rounded, and are slow."""
+    """A linear layer, [T, inputs] to [T, outputs], with weights and inputs in FP8 and a scale for
+    each input row. Inputs in fp32 are not rounded, which is slow."""
 
     def __init__(self, weight: FP8Weight, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -24,7 +24,7 @@ class FP8Product:
 
     @staticmethod
     def takes(weight: FP8Weight) -> bool:
-        """Whether the current device supports FP8 products, and products of this weight's size."""
+        """Whether torch has FP8 products for the current device and the size of this weight."""
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < HAS_FP8:
             return False
         return all(size % 16 == 0 for size in weight.shape)
@@ -47,8 +47,8 @@ class FP8Product:
 
 
 def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rows [T, inputs] in FP8, and their scales, fp32 [T, 1]. The largest number of a
-    row becomes the largest number of FP8."""
+    """Returns the rows [T, inputs] in FP8, and a scale for each row, fp32 [T, 1]. The scale maps
+    the row's largest number to FP8's largest number."""
     num_rows, num_inputs = rows.shape
     numbers = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
     scales = rows.new_empty(num_rows, 1, dtype=torch.float32)
@@ -72,7 +72,6 @@ def _round_kernel(
     NUM_INPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program rounds one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     within = column < NUM_INPUTS

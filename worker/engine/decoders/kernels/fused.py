@@ -46,8 +46,6 @@ from promptq.worker.engine.recurrent.state_pool import StatePool
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a step, for all layers."""
-
     step: PackedStep
     sequences: StepSequences | None
     """The sequences of the step; None if there are no recurrent layers."""
@@ -58,11 +56,9 @@ _Mixer = Callable[[torch.Tensor, _Rows], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Kernels for the parts of a layer, which compute rows [T, hidden size]."""
-
     parts: Layer
     mixers: tuple[tuple[_Mixer, float], ...]
-    """The kernels that mix positions, each with the factor of its result."""
+    """The kernels of attention or recurrence, each with the factor of its result."""
     mlp: Product | None
 
 
@@ -202,12 +198,12 @@ class FusedDecoder(Decoder):
         return logits
 
     def _states(self, last: _Sum, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the final norm of the sum `last`, for these rows only."""
+        """Returns the final hidden states of `rows`, which are the norm of the sum `last`."""
         hidden, update = last.hidden.index_select(0, rows), last.update.index_select(0, rows)
         return add_norm(hidden, update, self._parts.norm, last.after, last.scale)
 
     def _last_sum(self, step: PackedStep) -> _Sum:
-        """Returns the sum after the last layer. Its two terms are not added yet."""
+        """Returns the sum after the last layer, whose two terms are not added yet."""
         sequences = StepSequences.of(self.states.begin(step.items)) if self.states else None
         rows = _Rows(step, sequences)
         hidden = self._parts.embedding(step.input_ids[0])
@@ -264,7 +260,7 @@ def _dense(mlp: MLP | None) -> DenseMLP | None:
 
 
 def _joined_linears(layer: Layer) -> list[tuple[nn.Linear, ...]]:
-    """Returns groups of linear layers. The decoder joins each group to one linear layer."""
+    """Returns groups of linear layers. Each group is joined to one linear layer."""
     dense, recurrent = _dense(layer.mlp), layer.recurrent
     joined = [layer.mixer.qkv] if isinstance(layer.mixer, Attention) else []
     joined += [] if recurrent is None else [recurrent.parts.projections]
@@ -272,7 +268,6 @@ def _joined_linears(layer: Layer) -> list[tuple[nn.Linear, ...]]:
 
 
 def _require_kernels(layer: Layer) -> None:
-    """Raise NotOfThisKindError if the layer has a part that these kernels do not support."""
     if isinstance(layer.mixer, Attention):
         _require_kernels_of_attention(layer.mixer)
     mlp, dense = layer.mlp, _dense(layer.mlp)

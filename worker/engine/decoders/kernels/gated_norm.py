@@ -10,8 +10,9 @@ from promptq.worker.engine.recurrent.parts import GatedNorm
 
 
 def gated_norm(read: torch.Tensor, gates: torch.Tensor, norm: GatedNorm | None) -> torch.Tensor:
-    """Returns the norm of `read`, times SiLU of `gates`, rounded once to their dtype: [T, values].
-    `read` [T, values] is in fp32. `gates` [T, values] may be some columns of a larger tensor."""
+    """Returns [T, values]: the norm of `read`, times SiLU of `gates`, rounded once to the dtype of
+    `gates`. `read` [T, values] is in fp32. `gates` [T, values] may be columns of a larger
+    tensor."""
     num_rows, num_values = read.shape
     group = num_values if norm is None else norm.group
     output = gates.new_empty(num_rows, num_values)
@@ -49,7 +50,6 @@ def _gated_norm_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one row and one group of values. Groups may share weights."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP
     column = tl.arange(0, TILE)

@@ -1,7 +1,7 @@
-"""Products of each row with the weights of its experts.
+"""Products of rows with the weights of their experts (mixture of experts).
 
-Rows are sorted by expert, and a program multiplies a tile of one expert's rows. An expert without
-rows costs nothing, and no expert is padded to the size of another.
+Rows are sorted by expert, and a Triton program multiplies a tile of one expert's rows. An expert
+without rows costs nothing, and no expert is padded to the size of another.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _STAGES = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The pairs of a row and one of its experts, sorted by expert. Pair `row * top_k + slot`
-    belongs to the expert that the row has in this slot."""
+    """All pairs of a row and one of its `top_k` experts, sorted by expert. Pair `row * top_k +
+    slot` stands for the expert number `slot` of the row."""
 
     order: torch.Tensor
-    """int32 [pairs]: the indices of the pairs, sorted by expert."""
+    """int32 [pairs]: the pairs' indices, sorted by expert."""
     starts: torch.Tensor
-    """int32 [experts + 1]: the index in `order` at which an expert's pairs begin."""
+    """int32 [experts + 1]: the index in `order` of each expert's first pair, then the end."""
 
     @classmethod
     def of(cls, experts: torch.Tensor, num_experts: int) -> Groups:
@@ -54,8 +54,8 @@ class GroupedProduct:
         num_experts: int,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """`weight` is [experts, outputs, inputs] with any strides. A quantized weight has the
-        outputs of all experts one after the other instead. `bias` is [experts, outputs]."""
+        """`weight` is [experts, outputs, inputs] with any strides, or a quantized weight [experts *
+        outputs, inputs]. `bias` is [experts, outputs]."""
         self._bias, self._num_experts = bias, num_experts
         self._outputs, self._inputs = weight.shape[-2:]
         self._strides: tuple[int, ...] = (0, 0, 0)
@@ -70,7 +70,7 @@ class GroupedProduct:
             self._strides = weight.stride()
 
     def __call__(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Returns [pairs, outputs]. `rows` are [T, inputs], or [pairs, inputs]."""
+        """Returns [pairs, outputs]. `rows` are [T, inputs], or [pairs, inputs] (one row a pair)."""
         num_pairs = len(groups.order)
         output = rows.new_empty(num_pairs, self._outputs)
         mean = num_pairs // self._num_experts
@@ -117,7 +117,6 @@ def _sort_kernel(
     num_pairs: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Sorts pairs by expert. Each program reads all pairs, and writes those of one expert."""
     mine = tl.program_id(0)
     pair = tl.arange(0, TILE)
     earlier = tl.zeros((TILE,), tl.int32)
@@ -161,9 +160,8 @@ def _grouped_kernel(
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one tile of an expert's rows and one tile of outputs. Programs beyond
-    the tiles do nothing. A row has SLOTS pairs. Weights are the left side. BITS 0: not
-    quantized."""
+    """Each Triton program computes one tile of an expert's rows and one tile of its outputs. A row
+    has SLOTS pairs. BITS is 0 if weights are not quantized."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     IS_EVEN: tl.constexpr = NUM_INPUTS % STEP == 0
     index = tl.arange(0, EXPERT_TILE)

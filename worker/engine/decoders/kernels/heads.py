@@ -52,9 +52,9 @@ def place_heads(
 ) -> torch.Tensor:
     """Returns the queries [T, num_heads, head size], and writes K and V to the cache.
 
-    `qkv` [T, (num_heads + 2 * num_kv_heads) * head size] is the output of the projections.
-    `positions` are [T]. If `is_gated`, a gate follows the query of each head. `tables`, in the
-    model's dtype, rotate the first numbers of heads. Does not write rows with block -1 (padding).
+    `qkv` [T, (num_heads + 2 * num_kv_heads) * head size] is the output of the projections. If
+    `is_gated`, each query head is followed by its gate. `positions` are [T]. `tables`, in the
+    model's dtype, rotate the first numbers of heads. Rows with block -1 (padding) are not written.
     """
     num_rows = len(qkv)
     _, num_kv_heads, block_size, size = cache.key.shape
@@ -117,8 +117,6 @@ def _place_heads_kernel(
     HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program prepares one row for one KV head: its group of query heads, its key and its
-    value. Norms may come BEFORE the rotation, or AFTER it."""
     dtype = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Joins several linear layers to one, without a second copy of a weight."""
+"""Joins several linear layers to one, without keeping a second copy of their weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 def fused(*linears: nn.Linear) -> Product:
     """Returns one linear layer with the outputs of all `linears`, one after the other.
 
-    Either all of them have a bias, or none. Their weights become views of one weight. Weights of
-    several kinds are not joined, and each takes a launch.
+    All of them must have a bias, or none. Their weights become views of one weight. If their
+    weights are of several kinds, they are not joined, and each takes a kernel launch.
     """
     quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
     kinds = {linear.quantized.kind for linear in quantized}

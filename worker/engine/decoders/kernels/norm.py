@@ -78,7 +78,7 @@ def _add_norm(
 
 
 def _arguments(norm: Norm | None, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Returns the norm's weight, bias and epsilon, with `other` in place of a missing tensor."""
+    """Returns the norm's weight, bias and epsilon. `other` replaces a missing tensor."""
     if norm is None:
         return other, other, 0.0
     return norm.weight, other if norm.bias is None else norm.bias, norm.epsilon
@@ -88,8 +88,8 @@ def _arguments(norm: Norm | None, other: torch.Tensor) -> tuple[torch.Tensor, to
 def moments(
     rows: tl.tensor, within: tl.tensor, epsilon: tl.tensor, NORM: tl.constexpr, SIZE: tl.constexpr
 ) -> tl.tuple:
-    """Returns the mean that a norm subtracts from `rows` [rows, columns], and the factor of the
-    difference. Both are [rows, 1]. `within`: whether a column is one of the SIZE columns."""
+    """Returns the mean that a norm subtracts from `rows` [rows, columns], and the factor for the
+    difference. Both are [rows, 1]. `within` is false for columns that only pad the SIZE columns."""
     mean = tl.zeros((rows.shape[0], 1), tl.float32)
     if _IS_CENTERED & NORM:
         mean = tl.sum(tl.where(within, rows, 0.0), 1, keep_dims=True) / SIZE
@@ -108,8 +108,8 @@ def normed(
     NORM: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the norm of `rows` in fp32, rounded to the numbers of DTYPE. `weights` and `biases`
-    point to the weight and bias of each number."""
+    """Returns the norm of `rows` as fp32 numbers, rounded as if they had the dtype DTYPE. `weights`
+    and `biases` are pointers to each number's weight and bias."""
     rows = (rows - mean) * rate
     if _ROUNDS_TWICE & NORM:
         rows = rows.to(DTYPE).to(tl.float32)
@@ -144,7 +144,6 @@ def _add_norm_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one row. `hidden` and `output` have the same stride."""
     dtype = hidden.dtype.element_ty
     index = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)[None, :]

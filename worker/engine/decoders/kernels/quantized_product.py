@@ -24,25 +24,23 @@ from promptq.worker.engine.decoders.kernels.widening import (
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 FEW_ROWS = 256
-"""Up to this number of rows, weights are dequantized in registers, again for each tile of rows."""
+"""Up to this number of rows, kernels dequantize weights in registers."""
 _OUTPUT_TILE = 128
-"""Outputs of a tile. Tiles are large, because each tile reads the inputs of its rows again. The
-warps of a program divide its outputs, so each warp dequantizes a part of the weights."""
+"""Number of outputs in a tile. Tiles are large, because each tile reads the rows' inputs again."""
 _ROW_TILE = 64
 _LEAST_ITERATIONS = 12
-"""The fewest iterations of a program. With fewer, storing sums would take too long: the sum of a
-tile has as many bytes as the weights that four to eight iterations read."""
+"""The fewest iterations of a program. With fewer, it would take too long to store partial sums."""
 _NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
 """The approximate number of weights that are dequantized at a time, for many rows. In 16 bits they
 stay in the GPU's cache until they are multiplied."""
 _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
-"""Outputs and inputs of a program that only dequantizes."""
+"""Number of outputs and inputs in a tile of `_widen_kernel`."""
 
 
 def programs_per_processor(architecture: int) -> int:
-    """Returns the number of programs that a processor runs in parallel. On older GPUs, registers
-    would spill with a third program."""
+    """Returns the number of programs that a multiprocessor runs in parallel. On GPUs with an
+    architecture below 90, registers would spill with a third program."""
     return 3 if architecture >= 90 else 2
 
 
@@ -64,7 +62,7 @@ class QuantizedProduct:
 
     @staticmethod
     def takes(weight: QuantizedWeight) -> bool:
-        """Whether the kernels are fast for the group size of the weight."""
+        """Whether the kernels support the weight's group size, and are fast."""
         return weight.group >= weight.inputs or weight.group % 16 == 0
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -171,8 +169,8 @@ def _product_kernel(
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
 ) -> None:
-    """Each program computes one tile of rows and outputs, for one split of the inputs. Weights are
-    the left side of products. The last program of a tile adds the sums of all splits in order."""
+    """Each Triton program computes one tile of the result for one of SPLITS parts of the inputs.
+    The last program to finish a tile adds the sums of all parts in order."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     split = tl.program_id(2)
     place = tl.program_id(1) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
@@ -235,7 +233,6 @@ def _widen_kernel(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Each program writes the dequantized weights of one tile of outputs and inputs."""
     EACH: tl.constexpr = 8 // BITS
     ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
     NUM_GROUPS: tl.constexpr = (NUM_INPUTS + GROUP - 1) // GROUP

@@ -45,7 +45,8 @@ class Recurrence:
         num_values = parts.num_value_heads * parts.value_size
         sizes = [num_channels, num_values, len(places) - num_channels - num_values]
         self._order: torch.Tensor | None = None
-        """The columns of the projections in the order of the parts; None if that is their order."""
+        """Indices that bring the projections' columns into the parts' order; None: they have that
+        order."""
         if any((part.diff() != 1).any() for part in torch.split(places, sizes)):
             self._order, places = places.to(device), torch.arange(len(places), device="cpu")
         self._columns = [
@@ -79,7 +80,7 @@ def recurrent_layer(
 
 
 def places_of(parts: RecurrenceParts) -> torch.Tensor:
-    """Returns the places of `parts.inputs` among the outputs of all projections."""
+    """Returns the indices of `parts.inputs` among the joined outputs of `parts.projections`."""
     sizes = [linear.out_features for linear in parts.projections]
     firsts = dict(zip(parts.projections, accumulate(sizes, initial=0), strict=False))
     begins = [firsts[rows.linear] + rows.first for rows in parts.inputs]

@@ -20,9 +20,9 @@ from promptq.worker.engine.decoders.kernels.sequences import StepSequences
 from promptq.worker.engine.recurrent.parts import RecurrenceParts
 
 _VALUE_TILE = 32
-"""The most columns of a state that a program computes. Columns are independent."""
+"""The most columns of a state in one Triton program. Columns are independent."""
 _PIECE = 16
-"""The rows of a chunk that a program computes at a time. More rows would spill registers."""
+"""The rows of a chunk that are computed at a time. More rows would spill registers."""
 
 
 class Scan:
@@ -55,12 +55,11 @@ class Scan:
         states: torch.Tensor,
         sequences: StepSequences,
     ) -> torch.Tensor:
-        """Returns the values that rows read from the states: fp32 [T, value heads * value size].
+        """Returns the recurrence's outputs: fp32 [T, value heads * value size].
 
         `convolved` [T, channels] are queries, keys and values. `rates` are columns of a larger
-        tensor. The last ones are a time step for each value head. In the delta rule, an update rate
-        for each value head comes before them.
-        `states` [entries, value heads, key size, value size] are in fp32.
+        tensor: in the delta rule, an update rate for each value head; then always a time step for
+        each value head. `states` [entries, value heads, key size, value size] are in fp32.
         """
         parts, num_decodes = self._parts, sequences.num_decodes
         output = torch.empty(

@@ -1,4 +1,4 @@
-"""Computes the decays, rates and inverse lengths of the tokens of a scan."""
+"""Computes decays, update rates and inverse vector lengths for the tokens of a recurrence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EPSILON = tl.constexpr(1e-6)
 
 @triton.jit
 def inverse_lengths(vectors: tl.tensor) -> tl.tensor:
-    """Returns the factors [rows] that scale `vectors` [rows, key size] to length 1."""
+    """Returns the factors [rows] that scale each of `vectors` [rows, key size] to length 1."""
     vectors = vectors.to(tl.float32)
     return tl.rsqrt(tl.sum(vectors * vectors, 1) + _EPSILON)
 
@@ -28,8 +28,8 @@ def rates_of(
     NUM_HEADS: tl.constexpr,
     IS_DELTA: tl.constexpr,
 ) -> tl.tuple:
-    """Returns two tensors [rows] of one value head: the logarithms of the decays, and the update
-    rates. Both are zero where `is_row` is false.
+    """Returns the logarithms of the decays and the update rates of one value head, each [rows].
+    Both are zero where `is_row` is false.
 
     `rates` [rows] points to the model's numbers of each row. In the delta rule these are an update
     rate for each head, then a time step for each head. Otherwise there are only time steps, and a

@@ -13,7 +13,7 @@ from promptq.worker.engine.recurrent.rows import RecurrentRows
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """The sequences of a step, made once for all layers, without waiting for the device."""
+    """The sequences of a step, for all recurrent layers. Built without waiting for the device."""
 
     table: torch.Tensor
     """See `RecurrentRows.table`."""
@@ -33,8 +33,8 @@ class StepSequences:
 
 @triton.jit
 def sequence_at(table: tl.tensor, index: tl.tensor, num_sequences: tl.tensor) -> tl.tuple:
-    """Returns the state entry that a sequence reads, the entry that it writes, its first row, its
-    number of rows, and how many of these are not drafted."""
+    """Returns, for the sequence at `index`: the entry of the state before the step, the entry for
+    the state after it, the first row, the number of rows, and how many of these are not drafted."""
     place = table + index
     count = tl.load(place + 3 * num_sequences)
     return (

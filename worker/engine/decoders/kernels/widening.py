@@ -9,13 +9,13 @@ from promptq.worker.engine.attention.triton_kernels.common import dot
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 STEP = 64
-"""The number of inputs in an iteration."""
+"""The number of inputs that an iteration of `multiplied` reads."""
 _STAGES = tl.constexpr(4)
-"""The depth of the pipeline: three iterations' data are loaded while a fourth is computed."""
+"""Pipeline depth: three iterations' data are loaded while a fourth is computed."""
 
 
 def part_of(weight: QuantizedWeight) -> int:
-    """Returns the number of successive inputs of a step that always share a group."""
+    """Returns the number of successive inputs, at most STEP, that always share a group."""
     is_whole = weight.group >= weight.inputs
     return STEP if is_whole else min(STEP, weight.group & -weight.group)
 
@@ -36,10 +36,11 @@ def multiplied(
     STEP: tl.constexpr,
     PART: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the sum [outputs, rows] of the iterations from `start` to `end`.
+    """Returns the product [outputs, rows] in fp32, over the iterations `start` to `end`
+    (exclusive).
 
-    `read` [outputs] are outputs of the weight, and `inputs_of` [1, rows] points to rows. An
-    iteration has STEP inputs. Each PART of them is in one group.
+    `read` [outputs] are indices of outputs, and `inputs_of` [1, rows] points to the rows' inputs.
+    An iteration has STEP inputs. PART successive inputs always share a group.
     """
     EACH: tl.constexpr = 8 // BITS  # inputs of a byte
     ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
@@ -89,8 +90,8 @@ def groups_of(
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """Returns [outputs, COUNT]: the indices of the scales of COUNT parts. The first part begins at
-    input `first`. Parts beyond the last input have the scales of the last group."""
+    """Returns [outputs, COUNT]: indices of the scales of COUNT parts, of PART inputs each, from
+    input `first` on. Parts after the last input get the index of the last group."""
     part = first + PART * tl.arange(0, COUNT)
     return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
 
@@ -103,8 +104,8 @@ def scaled(
     HAS_OFFSETS: tl.constexpr,
     PART: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the fp32 weights of `numbers` [outputs, inputs]. Each scale, and each offset, is for
-    PART successive inputs of one output."""
+    """Returns the fp32 weights of the integers `numbers` [outputs, inputs]. PART successive inputs
+    of an output share a scale and an offset."""
     weights = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // PART, PART))
     weights *= scale.to(tl.float32)[:, :, None]
     if HAS_OFFSETS:
