@@ -1,7 +1,8 @@
 """Limits a worker's streams on a server that other clients use too.
 
-The limit rises additively and falls multiplicatively. So several workers come to even shares
-(Chiu and Jain, 1989).
+The limit rises additively and falls multiplicatively, so several workers come closer to even shares
+(Chiu and Jain, 1989). This needs workers that agree on the server's room. So the room is a part of
+the streams that run while others wait, and does not depend on a worker's earlier limits.
 """
 
 from __future__ import annotations

