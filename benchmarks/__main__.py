@@ -15,6 +15,7 @@ PROGRAMS = {
     "pairs-at-server": Program("benchmarks.engine.pairs_at_server"),
     "cancel": Program("benchmarks.engine.cancel"),
     "cancel-at-server": Program("benchmarks.engine.cancel_at_server"),
+    "sharing": Program("benchmarks.engine.sharing"),
     "drafting": Program("benchmarks.engine.drafting"),
     "formats": Program("benchmarks.engine.formats"),
     "quality": Program("benchmarks.engine.quality"),

@@ -120,6 +120,8 @@ class WorkerStats(_Observation):
     pid: int = 0
     state: str = "running"
     """`running`, `draining` after its last claim, or `no_server` without its inference server."""
+    holds_back: str = ""
+    """Why the worker claims less than its slots could run; empty if it does not."""
     started_at_ms: int = 0
     heartbeat_at: int = 0
     """Time of the heartbeat in Unix milliseconds, set by the server."""

@@ -44,9 +44,11 @@ class ClaimPolicy:
         if leases.has_suspect or not self._engine.is_accepting:
             return Room(max_count=0, token_budget=0, num_held=len(leases))
         preemptible = leases.preemptible
-        saved = self._engine.stats.num_saved_blocks * limits.block_size
+        stats = self._engine.stats
+        saved = stats.num_saved_blocks * limits.block_size
+        places = leases.num_places + self.depth if stats.max_running is None else stats.max_running
         return Room(
-            max_count=leases.num_places + self.depth - leases.num_counted,
+            max_count=places - leases.num_counted,
             token_budget=limits.kv_tokens - leases.kv_need + saved,
             capacity=limits.max_model_len,
             preemptible=[(holding.priority, holding.tokens) for holding in preemptible],

@@ -40,6 +40,7 @@ from promptq.worker.upstream.dialects.transport import (
     UnusableAnswerError,
 )
 from promptq.worker.upstream.forwarded_sequence import ForwardedSequence, preemption
+from promptq.worker.upstream.gate import Gate
 from promptq.worker.upstream.outbox import Outbox
 from promptq.worker.upstream.server_process import ServerProcess
 from promptq.worker.upstream.server_recovery import ServerRecovery
@@ -100,6 +101,7 @@ class ForwardingEngine:
         self._running: dict[int, ForwardedSequence] = {}  # by slot, until its connection is closed
         self._successors: dict[int, ForwardedSequence] = {}  # by the slot that was freed for it
         self._outbox = Outbox()
+        self._gate = Gate(limits.max_num_seqs)
         self._recovery = ServerRecovery(dialect, model, limits.max_model_len, process)
         self._tasks: set[asyncio.Task[None]] = set()
         self._totals = EngineStats(num_blocks=limits.kv_tokens // limits.block_size)
@@ -112,6 +114,7 @@ class ForwardingEngine:
 
     def start(self) -> None:
         self._server = Server(self._url, self._key, self._idle_seconds)
+        self._spawn(self._gate.watch(self._server, self._running.values, self._heed_gate))
 
     async def stop(self, patience: float) -> None:
         self.is_accepting = False  # so that no stream takes the place of one that ends
@@ -175,6 +178,8 @@ class ForwardingEngine:
             num_waiting=len(self._successors) + len(self._waiting),
             num_used_blocks=sum(-(-sequence.num_tokens // block_size) for sequence in running),
             busy_seconds=self._totals.busy_seconds + busy,
+            max_running=self._gate.limit if self._gate.is_lowered else None,
+            holds_back=self._gate.why,
         )
 
     @property
@@ -190,13 +195,11 @@ class ForwardingEngine:
     def _schedule(self) -> None:
         """Give free slots to waiting sequences, and free a slot for one that may preempt."""
         while self._waiting and self.is_accepting:
-            free = next(
-                (each for each in range(self.limits.max_num_seqs) if each not in self._running),
-                None,
-            )
-            if free is None:
+            if len(self._running) >= self._gate.limit:
                 self._preempt()
                 break
+            slots = range(self.limits.max_num_seqs)
+            free = next(slot for slot in slots if slot not in self._running)
             self._run(heapq.heappop(self._waiting), free)
         if self._running and self._busy_since is None:
             self._busy_since = time.monotonic()
@@ -246,6 +249,16 @@ class ForwardingEngine:
             if sequence.slot == slot and sequence.sequence_id in self._sequences
         ]
 
+    def _heed_gate(self) -> None:
+        """Give back the sequences for which the gate has no place, as another server may have."""
+        if self._gate.is_lowered:
+            num_places = max(0, self._gate.limit - len(self._running))
+            self._waiting.sort()
+            self._waiting, surplus = self._waiting[:num_places], self._waiting[num_places:]
+            for sequence in surplus:
+                self._give_back(sequence, self._gate.why)
+        self._schedule()
+
     # ------------------------------------------------------------ a stream
 
     async def _stream(self, sequence: ForwardedSequence) -> None:
@@ -261,6 +274,8 @@ class ForwardingEngine:
             seconds = _OVERLOADED_SECONDS if error.seconds is None else error.seconds
             why = f"the server is overloaded: {error}"
             self._give_back(sequence, why, is_blameless=True, seconds=seconds)
+            if self.is_accepting:  # the first of those that the server refuses together
+                self._gate.overloaded(len(self._running) - 1)
             self._recover(str(error), seconds)
         except NoTokenError as error:
             self._put_end(sequence, FinishReason.ERROR, error=str(error), is_refused=True)
@@ -428,7 +443,7 @@ class ForwardingEngine:
         if self.abilities != before:
             refused = " ".join(self.abilities.refused)
             self._log.warning("the server's abilities have changed", refused=refused)
-        self.is_accepting = True
+        self.is_accepting = self._gate.is_load_reported = True
         self._schedule()
 
     def _fail(self, error: Exception) -> None:

@@ -27,7 +27,7 @@ _RECENT_MS = 60_000
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LATE_SECONDS = 3
 _DROPPED_FIRST = (
-    *("refuses", "starved", "slot wait", "prepared"),
+    *("refuses", "holds back because", "starved", "slot wait", "prepared"),
     *("preempted", "step", "KV blocks", "state", "heartbeat", "tokens/s"),
 )
 
@@ -166,10 +166,11 @@ def _workers_table(overview: Overview, width: int) -> RenderableType:
         "slot wait": [milliseconds(worker.mean_prefetch_wait_ms) for worker in overview.workers],
         "starved": [f"{worker.num_prefetch_empty:,}" for worker in overview.workers],
     }
-    if any(worker.refused for worker in overview.workers):
-        columns["refuses"] = [printable(worker.refused) for worker in overview.workers]
+    for title, name in (("refuses", "refused"), ("holds back because", "holds_back")):
+        if any(getattr(worker, name) for worker in overview.workers):
+            columns[title] = [printable(getattr(worker, name)) for worker in overview.workers]
     kept = fitting(columns, width, _DROPPED_FIRST)
-    table = plain_table(*kept, left=("worker", "state", "refuses"))
+    table = plain_table(*kept, left=("worker", "state", "refuses", "holds back because"))
     for worker, *cells in zip(overview.workers, *kept.values(), strict=True):
         is_well = worker.state == "running" and _silent_seconds(overview, worker) <= _LATE_SECONDS
         table.add_row(*map(Text, cells), style="" if is_well else "yellow")

@@ -233,6 +233,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
 
     return {
         "state": each(lambda w: w.state),
+        "holds back because": each(lambda w: printable(w.holds_back)),
         "model": each(lambda w: w.model),
         "device": each(lambda w: f"{w.device} {w.dtype}".strip()),
         "refused fields": each(lambda w: printable(w.refused) or "–"),

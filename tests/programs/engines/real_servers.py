@@ -133,7 +133,7 @@ class RealServer:
             *("--host", "127.0.0.1", "--port", str(self.port), "--parallel", str(self.slots)),
             *("--ctx-size", str(self.slots * self.length), "--threads-http", "64", "--no-webui"),
             *("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"),
-            *("--threads", "2", "--slots"),
+            *("--threads", "2", "--slots", "--metrics"),
         ]
         return command, {}
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--token-seconds", type=float, default=0.003)
+    parser.add_argument("--kv-tokens", type=int, default=None)
+    parser.add_argument(
+        "--most-at-once", type=float, default=math.inf, help="refuse further requests with 429"
+    )
+    parser.add_argument("--without-metrics", action="store_true")
     parser.add_argument(
         "--without-ids", action="store_true", help="behave like a server without --enable-scale-out"
     )
@@ -47,13 +53,21 @@ def main() -> None:
         "--plugin", action="store_true", help="with --grammars: behave as vLLM with our plugin does"
     )
     options = parser.parse_args()
-    batch = Batch(options.max_num_seqs, options.max_model_len, options.token_seconds)
+    batch = Batch(
+        options.max_num_seqs,
+        options.max_model_len,
+        options.token_seconds,
+        options.kv_tokens,
+        options.most_at_once,
+    )
 
     @web.middleware
     async def check_key(request: web.Request, handler: web.Handler) -> web.StreamResponse:
         wanted = f"Bearer {options.key}"
         if options.key is not None and request.headers.get("Authorization") != wanted:
             return web.json_response({"error": "Unauthorized"}, status=401)
+        if options.without_metrics and request.path == "/metrics":
+            return web.json_response({"error": "not supported"}, status=501)
         return await handler(request)
 
     async def tell(_: web.Request) -> web.Response:

@@ -80,14 +80,31 @@ class BrokenError(Exception):
 class Batch:
     """Runs sequences. `told` counts the requests and their ends."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, token_seconds: float) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        token_seconds: float,
+        kv_tokens: int | None = None,
+        most_at_once: float = math.inf,
+    ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
+        self.kv_tokens = kv_tokens or max_num_seqs * max_model_len
+        self._most_at_once = most_at_once
+        self._tokens: dict[int, list[int]] = {}  # of running requests, by their numbers
         self.fault = ""
         self._token_seconds = token_seconds
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._running = self._waiting = 0
-        self._counts = {"started": 0, "ended": 0, "broken_off": 0, "most_running": 0}
+        self._counts = {
+            "started": 0,
+            "ended": 0,
+            "broken_off": 0,
+            "most_running": 0,
+            "refused": 0,
+            "waited": 0,
+        }
         self._last_broken = math.inf
 
     def fail(self, fault: str) -> None:
@@ -97,6 +114,16 @@ class Batch:
 
     def told(self) -> dict[str, Any]:
         return {"running": self._running, "waiting": self._waiting, **self._counts}
+
+    @property
+    def kv_usage(self) -> float:
+        return sum(map(len, self._tokens.values())) / self.kv_tokens
+
+    def refuses_more(self) -> bool:
+        """Whether the next request is one too many. Counts those that are."""
+        is_full = self._running + self._waiting >= self._most_at_once
+        self._counts["refused"] += is_full
+        return is_full
 
     async def generate(
         self,
@@ -112,6 +139,7 @@ class Batch:
     ) -> AsyncIterator[tuple[int, str | None]]:
         """Yields each token, with a finish reason on the last one. Raises BrokenError."""
         self._waiting += 1
+        self._counts["waited"] += self._slots.locked()
         try:
             await self._slots.acquire()
         finally:
@@ -121,6 +149,7 @@ class Batch:
         number_of_stream = self._counts["started"]
         self._counts["most_running"] = max(self._running, self._counts["most_running"])
         tokens, is_over = [*prompt], False
+        self._tokens[number_of_stream] = tokens
         banned = {token for token, by in (bias or {}).items() if by is False or by <= -50}
         try:
             num_tokens = min(num_tokens, self.max_model_len - len(prompt))
@@ -153,6 +182,7 @@ class Batch:
             if not is_over:
                 self._counts["broken_off"] += 1
             self._running -= 1
+            del self._tokens[number_of_stream]
             self._slots.release()
             if self.fault in _OF_STREAMS and not self._running:
                 self.fault = ""

@@ -14,6 +14,12 @@ from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch, BrokenError
 _LEFT_OUT = ord(" ")
 _MOST_REMEMBERED = 10**9
 """The server reserves four bytes for each token that a penalty looks back at."""
+_METRICS = """\
+# TYPE llamacpp:requests_processing gauge
+llamacpp:requests_processing {running}
+# TYPE llamacpp:requests_deferred gauge
+llamacpp:requests_deferred {waiting}
+"""
 _TYPES = {"stop": "eos", "length": "limit"}
 
 
@@ -34,6 +40,15 @@ def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.Rout
             }
         )
 
+    async def metrics(_: web.Request) -> web.Response:
+        told = batch.told()
+        return web.Response(text=_METRICS.format(**told))
+
+    async def slots(_: web.Request) -> web.Response:
+        num_running = batch.told()["running"]
+        told = [{"id": it, "is_processing": it < num_running} for it in range(batch.max_num_seqs)]
+        return web.json_response(told)
+
     async def tokenize(request: web.Request) -> web.Response:
         return web.json_response({"tokens": [*(await request.json())["content"].encode()]})
 
@@ -42,6 +57,8 @@ def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.Rout
         prompt, is_stream = body["prompt"], body.get("stream", False)
         if batch.fault == "overload":
             return error("Loading model", "unavailable_error", 503)
+        if batch.refuses_more():
+            return error("Too many requests", "unavailable_error", 429)
         if max(prompt) >= VOCAB_SIZE:
             return error("Prompt contains invalid tokens", "invalid_request_error", 400)
         if len(prompt) >= batch.max_model_len:
@@ -98,6 +115,8 @@ def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.Rout
 
     return [
         web.get("/props", props),
+        web.get("/metrics", metrics),
+        web.get("/slots", slots),
         web.post("/tokenize", tokenize),
         web.post("/completion", completion),
     ]

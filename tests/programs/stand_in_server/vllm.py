@@ -16,6 +16,10 @@ from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch, BrokenError
 _METRICS = """\
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{engine="0",model_name="{model}"}} {running}
+vllm:num_requests_waiting{{engine="0",model_name="{model}"}} {waiting}
+vllm:num_requests_waiting_by_reason{{engine="0",model_name="{model}",reason="capacity"}} {waiting}
+vllm:num_requests_waiting_by_reason{{engine="0",model_name="{model}",reason="deferred"}} 7.0
+vllm:kv_cache_usage_perc{{engine="0",model_name="{model}"}} {kv_usage}
 vllm:cache_config_info{{block_size="16",cache_dtype="auto",kv_cache_size_tokens="{kv_tokens}"}} 1.0
 """
 
@@ -75,7 +79,9 @@ def vllm_routes(
         text = _METRICS.format(
             model=model,
             running=float(batch.told()["running"]),
-            kv_tokens=batch.max_num_seqs * batch.max_model_len,
+            waiting=float(batch.told()["waiting"]),
+            kv_usage=batch.kv_usage,
+            kv_tokens=batch.kv_tokens,
         )
         return web.Response(text=text)
 
@@ -98,6 +104,9 @@ def vllm_routes(
         if batch.fault == "overload":
             said = "The server has too many queued requests"
             return web.json_response(error(said, "ServiceUnavailable", 503), status=503)
+        if batch.refuses_more():
+            said = error("Too many requests", "TooManyRequests", 429)
+            return web.json_response(said, status=429, headers={"Retry-After": "0"})
         params, prompt = body["sampling_params"], body["token_ids"]
         if batch.fault == "break_reports" and params.get("prompt_logprobs") is not None:
             return web.json_response(error("broken", "InternalServerError", 500), status=500)

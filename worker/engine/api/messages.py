@@ -194,6 +194,10 @@ class EngineStats:
     """Duration of the last step, in seconds."""
     busy_seconds: float = 0.0
     """Duration of all steps together, in seconds."""
+    max_running: int | None = None
+    """The most sequences that the engine runs now; None: as many as there are slots."""
+    holds_back: str = ""
+    """Why there is such a limit."""
 
 
 @dataclass(slots=True)

@@ -201,7 +201,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         raise ConfigurationError(f"--upstream-key: the server refuses the key: {text}")
     if response.status in _OVERLOADED:
         raise OverloadedError(text, _seconds(response.headers.get("Retry-After")))
-    if response.status >= 500:
+    if response.status >= 500 and response.status != 501:
         raise ServerFaultError(f"status {response.status}: {text}")
     raise RefusedError(text, response.status)
 

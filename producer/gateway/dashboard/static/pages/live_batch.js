@@ -41,6 +41,7 @@ function view({ stats, slots, told_at: reportedAt }, now) {
       ["Prompt tokens", `${count(stats.prompt_tokens)}, and ${count(reported(stats, "cached_tokens"))} from the cache`],
       ["Generated tokens", count(stats.generation_tokens)],
       ["Drafted, accepted", `${count(reported(stats, "drafted_tokens"))}, ${count(reported(stats, "accepted_tokens"))}`],
+      ["Holds back because", stats.holds_back || "–"],
       ["Refused fields", stats.refused.replaceAll(" ", ", ") || "–"],
       ["Recurrent states", stats.state_bytes ? bytes(stats.state_bytes) : "–"],
       ["Peak memory", stats.peak_memory_bytes ? bytes(stats.peak_memory_bytes) : "–"],

@@ -96,7 +96,7 @@ function workersOf(overview, now) {
   }
   return section("Workers", table([
     { name: "Worker", of: (one) => workerLink(one.worker_id) },
-    { name: "State", of: (one) => badge(one.state) },
+    { name: "State", of: (one) => [badge(one.state), one.holds_back && h("span", { class: "quiet" }, one.holds_back)] },
     { name: "Heartbeat", of: (one) => heartbeat(now - one.heartbeat_at), number: true },
     { name: "Slots", of: (one) => bar(one.num_running / one.max_num_seqs, `${one.num_running} of ${one.max_num_seqs}`) },
     { name: "KV blocks", of: (one) => bar(one.kv_used_blocks / one.kv_blocks, `${count(one.kv_used_blocks)} of ${count(one.kv_blocks)}`) },

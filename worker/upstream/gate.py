@@ -1,0 +1,122 @@
+"""Limits a worker's streams on a server that other clients use too.
+
+The limit rises additively and falls multiplicatively, so several workers come closer to even shares
+(Chiu and Jain, 1989). This needs workers that agree on the server's room. So the room is a part of
+the streams that run while others wait, and does not depend on a worker's earlier limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+from promptq.worker.upstream.dialects.transport import OverloadedError, Server, ServerFaultError
+from promptq.worker.upstream.forwarded_sequence import ForwardedSequence
+from promptq.worker.upstream.server_load import ServerLoad, read_load
+
+_INTERVAL_SECONDS = 1.0
+_STEPS = 16
+"""The limit rises to all slots in this number of intervals."""
+_FULL_SHARE = 0.9
+_KEPT = 0.75
+"""The part of a full server that is used from then on, so that other clients find room."""
+_FORGET_SECONDS = 500.0
+"""In this time, a server's known room grows by its own size. A request of another client may have
+to wait each time that the known room reaches the real one, after about 150 s."""
+
+
+class Gate:
+    """Decides how many streams a worker may have on a server.
+
+    Requests that wait at the server count only if they are those of other clients: a worker alone
+    on its server has all slots, however many prompts wait to be computed.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """Begins with `num_slots`, the most streams that there can ever be."""
+        self.is_load_reported = True
+        """False once the server has refused to report its load; set this when it is another."""
+        self._num_slots = num_slots
+        self._most = float(num_slots)
+        self._room = math.inf  # for streams of all clients
+        self._num_others = 0.0  # streams of other clients
+        self._reason = ""
+
+    @property
+    def limit(self) -> int:
+        """The most streams for now, at least 1: an idle worker may try whether there is room."""
+        return max(1, int(self._most))
+
+    @property
+    def why(self) -> str:
+        """The reason why the limit is below the number of slots; empty if it is not."""
+        return f"{self._reason}: at most {self.limit} streams" if self.is_lowered else ""
+
+    @property
+    def is_lowered(self) -> bool:
+        return self.limit < self._num_slots
+
+    async def watch(
+        self,
+        server: Server,
+        streams: Callable[[], Collection[ForwardedSequence]],
+        heed: Callable[[], None],
+    ) -> None:
+        """Read the server's load once a second, set the limit, and call `heed`.
+
+        `streams` returns those of this worker that are open. Never returns.
+        """
+        load, num_before = None, 0
+        while True:
+            await asyncio.sleep(_INTERVAL_SECONDS)
+            own, silent = _count(streams())
+            with suppress(ServerFaultError, OverloadedError):  # the streams notice this too
+                if self.is_load_reported:
+                    load = await read_load(server)
+                    self.is_load_reported = load is not None
+            now, silent_now = _count(streams())
+            # The report may be older than the end of a stream.
+            self._read(load, max(own, now, num_before), max(silent, silent_now), now)
+            num_before = now
+            heed()
+
+    def overloaded(self, num_streams: int) -> None:
+        """Lower the limit: the server accepts no more than these streams."""
+        self._room = max(1.0, _KEPT * (num_streams + self._num_others))
+        self._set_limit(num_streams, "the server refused requests for now")
+
+    def _read(self, load: ServerLoad | None, own: int, silent: int, num_streams: int) -> None:
+        """Take the load once a second. Of the worker's `own` streams, `silent` ones may be waiting
+        at the server. `num_streams` are open now."""
+        load = load or ServerLoad(0.0)
+        self._num_others = max(0.0, load.num_running + load.num_waiting - own)
+        num_waiting = min(self._num_others, load.num_waiting - silent)
+        is_full = self._num_others > 0 and load.used_share > _FULL_SHARE
+        kept = _KEPT * load.num_running
+        if num_waiting > 0:
+            reason = f"{num_waiting:.0f} requests of other clients wait at the server"
+            if not is_full:  # else the size of the requests is the reason, and not their number
+                self._room = min(self._room, max(1.0, kept))
+        else:
+            reason = f"the server is {load.used_share:.0%} full" if is_full else ""
+            self._room = max(self._room, kept) * (1 + 1 / _FORGET_SECONDS)
+        self._set_limit(num_streams, reason, load.used_share / _FULL_SHARE if is_full else 0.0)
+
+    def _set_limit(self, num_streams: int, reason: str, pressure: float = 0.0) -> None:
+        """Lower the limit in proportion to the streams if there is pressure, else raise it."""
+        pressure = max(pressure, (num_streams + self._num_others) / self._room)
+        if reason:
+            pressure = max(pressure, 1 / _KEPT)
+        self._reason = reason or "the server was full lately"
+        if pressure > 1:
+            self._most = min(self._most, num_streams / pressure)
+        else:
+            raised = self._most + max(1.0, self._num_slots / _STEPS)
+            self._most = min(self._num_slots, raised, self._room - self._num_others)
+
+
+def _count(streams: Collection[ForwardedSequence]) -> tuple[int, int]:
+    """Returns the numbers of all streams and of those without a token."""
+    return len(streams), sum(stream.timing.first_token_at is None for stream in streams)
