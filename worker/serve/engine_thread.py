@@ -104,7 +104,6 @@ class EngineThread:
         return time.monotonic() - self._last_progress
 
     def _wake(self) -> None:
-        """Wake the thread if it waits. Waking costs time, so a running thread is not woken."""
         if self._is_waiting:
             with self._inbox:
                 self._is_waiting = False
@@ -137,7 +136,7 @@ class EngineThread:
             return self._engine.recover(error)
 
     def _apply_inbox(self) -> bool:
-        """Wait for work, and apply additions and aborts. Returns False if the thread must stop."""
+        # Returns False if the thread must stop.
         if not self._engine.has_work:
             self._wait()
         # Read the aborts first, so that an addition made before its abort is not read after it.
@@ -166,7 +165,6 @@ class EngineThread:
         return not self._stopping
 
     def _wait(self) -> None:
-        """Wait until the inbox has a message, or until `stop` is called."""
         with self._inbox:
             self._is_waiting = True  # before the check, so that no later message is missed
             while not (self._stopping or self._additions or self._aborts or self._snapshots):
@@ -190,5 +188,5 @@ class EngineThread:
 
 
 def _all_of(mail: deque[T]) -> list[T]:
-    """Remove and return all messages so far. Another thread may add more meanwhile."""
+    # Another thread may append meanwhile.
     return [mail.popleft() for _ in range(len(mail))]
