@@ -31,8 +31,8 @@ _GRACE = 1.25  # if only the engine hangs, EngineWatchdog acts first and the wor
 
 
 class EngineStuckError(PromptqError):
-    """Raised if the engine makes no progress, or the preparation of a request makes none. The
-    worker then gives all requests back to the queue and ends."""
+    """Raised if the engine, or the preparation of a request, makes no progress. The worker then
+    gives all requests back to the queue and ends."""
 
 
 class EngineWatchdog:

@@ -94,7 +94,7 @@ class Leases:
 
     @property
     def due_back(self) -> list[Lease]:
-        """The leases in the state RETURNING."""
+        """The leases whose requests go back to the queue (state RETURNING)."""
         return [lease for lease in self if lease.state is _RETURNING]
 
     @property

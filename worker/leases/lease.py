@@ -66,7 +66,7 @@ class Lease:
 
     @property
     def kv_need(self) -> int:
-        """Number of KV tokens that the request is expected to need; 0 while it does not count."""
+        """Number of KV tokens that the request is expected to need; 0 while `counts` is false."""
         if not self.counts:
             return 0
         prepared = self.prepared_or_none

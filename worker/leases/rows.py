@@ -76,8 +76,8 @@ class PreparedRequest:
     rows: list[Row] = field(default_factory=list)
     """The rows of this attempt, in order. The publisher sends them again if Redis loses some."""
     unsent: list[Row] = field(default_factory=list)
-    """The row with the request's output prefix, until it is sent. It is sent together with the
-    first generated tokens, because until then the output has not begun."""
+    """The row with the request's output prefix, until the publisher has sent it. This row is sent
+    together with the first generated tokens, because until then the output has not begun."""
 
     @property
     def request_id(self) -> str:

@@ -1,8 +1,8 @@
 """The thread that drives the engine, and the two queues between it and the rest of the worker.
 
 The thread reads the inbox between steps, and nothing else changes the engine from outside. So only
-the engine frees KV blocks. Aborts never wait behind additions. The outbox is bounded: while nobody
-fetches its outputs, the engine pauses.
+the engine frees KV blocks. Aborts never wait behind new requests. The outbox has a limit: if nobody
+fetches outputs, the outbox fills up and the engine pauses.
 """
 
 from __future__ import annotations

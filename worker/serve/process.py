@@ -58,7 +58,8 @@ class Turn(Protocol):
         ...
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
-        """Report that the worker claims requests from now on. `line` is its ready line."""
+        """Report that the worker claims requests from now on. `line` describes the worker for the
+        log."""
         ...
 
 

@@ -43,7 +43,7 @@ class Report(StrEnum):
     NO_ROOM = "no room"
     """The model does not fit into memory beside the loaded models."""
     SERVING = "serving"
-    """The process claims requests. The text is its ready line."""
+    """The process claims requests. The text describes the worker for the log."""
     FAILED = "failed"
     """The process ends after an error. The text is a sentence with the reason."""
 
@@ -117,7 +117,8 @@ class Standby:
         return verdict
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
-        """Report that the process claims requests from now on. `line` is its ready line."""
+        """Report that the process claims requests from now on. `line` describes the worker for the
+        log."""
         known = None if verdict is None else Known(self._fingerprint, pickle.dumps(verdict))
         self.report(Report.SERVING, line, known)
 

@@ -90,7 +90,7 @@ class Swapper:
 
     async def start(self, stop: asyncio.Event) -> None:
         """Wait until each process has registered its model and the first model serves, or until
-        `stop`.
+        `stop` is set.
 
         Raises ModelFailedError if a model cannot be served.
         """
@@ -107,7 +107,7 @@ class Swapper:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Change the loaded model as the queues' work requires, until `stop`."""
+        """Change the loaded model as the queues' work requires, until `stop` is set."""
         reading = asyncio.create_task(self._read_on())
         try:
             while not stop.is_set():

@@ -58,7 +58,7 @@ class StoredResponses:
         self._queue = queue
         self._keys = queue.keys
         self.turns = turns
-        """Runs long work with outputs in slices."""
+        """Runs work on large outputs in slices, so that other tasks run in between."""
         self._limits = (seconds * 1000, most, most_bytes)
 
     async def add(self, new: NewResponse, tenant: str, queue: str) -> None:

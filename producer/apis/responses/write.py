@@ -294,8 +294,8 @@ def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
 
 
 def error_frame(error: ApiError, number: int) -> str:
-    """Returns the event that reports why a stream ends early. OpenAI's client raises it as an
-    error."""
+    """Returns the event that reports why a stream ends early. OpenAI's client raises an error for
+    this event."""
     details: Any = error.body["error"]
     shown = {name: details[name] for name in ("code", "message", "param")}
     body = {"type": "error", "sequence_number": number, **shown, "error": details}
