@@ -1,2 +1,2 @@
-"""The HTTP APIs. Each folder has the code of one API: it reads calls, writes answers, and has the
+"""The HTTP APIs. Each folder has one API: code that reads calls, code that writes answers, and the
 routes (`router`). A small API is a single file."""

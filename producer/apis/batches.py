@@ -33,8 +33,7 @@ class Expiry(BaseModel):
 
 
 def _check_number(metadata: Any) -> Any:
-    """Raises ValueError if `metadata` has too many entries. This check runs before those of
-    pydantic, which would report every wrong entry."""
+    # pydantic's own checks would report each of many wrong entries
     if isinstance(metadata, dict) and len(metadata) > _MOST_METADATA:
         raise ValueError(f"{len(metadata)} are more than the {_MOST_METADATA} allowed")
     return metadata

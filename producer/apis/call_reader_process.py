@@ -1,4 +1,5 @@
-"""The process that `CallReader` starts. It answers queries one after the other, until its input
+"""The child process in which a gateway parses the bodies of calls. `CallReader` starts the process,
+and sends queries to its standard input. The process answers one query at a time, until the input
 ends.
 
 `python -m promptq.producer.apis.call_reader_process LOG_LEVEL LOG_FORMAT` runs it.
@@ -17,8 +18,7 @@ from promptq.producer.apis.readers import READERS
 from promptq.producer.calls.call_reader import LENGTH_BYTES, OUT_OF_MEMORY, answer, head
 from promptq.shared.runtime.logs import configure_logs
 
-_MOST_BYTES = 2 << 30
-"""Limit of the process's memory, in bytes. The worst valid body of 8 MB needs half of this."""
+_MOST_BYTES = 2 << 30  # bytes of memory; the worst valid body of 8 MB needs half
 _NICENESS = 15
 
 

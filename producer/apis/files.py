@@ -27,8 +27,7 @@ from promptq.producer.http.state import ThisGateway
 from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.turns import Work
 
-_FORM_BYTES = 1 << 16
-"""The most bytes of an upload's form besides its file. These bytes do not count as the file's."""
+_FORM_BYTES = 1 << 16  # of an upload's form besides its file
 
 router = APIRouter(
     tags=["files"],
@@ -39,7 +38,6 @@ router = APIRouter(
 _MOST_FIELDS = 16
 _FIELD_BYTES = 1024
 _CHARSETS = ("utf-8", "ascii", "iso8859-1")
-"""The supported charsets of a form, by the names of Python's codecs."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 LEAST_EXPIRY_SECONDS = 3600
@@ -62,7 +60,7 @@ _BODY = {"content": {"multipart/form-data": {"schema": _FORM}}, "required": True
 
 
 def file_store(gateway: ThisGateway) -> FileStore:
-    """Returns the store with the files of the gateway."""
+    """Returns the gateway's store of uploaded files."""
     return gateway.file_quotas.store
 
 
@@ -101,9 +99,8 @@ async def upload(
 async def _charged(
     pieces: AsyncIterator[bytes], upload: Upload, counted: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the pieces of an upload's body, and charges their bytes to the tenant's quota. The
-    first `_FORM_BYTES` are free, and the next `counted` bytes were charged before. Raises
-    FileQuotaError."""
+    """Yields the pieces, and charges their bytes to the tenant's file quota, except the first
+    `_FORM_BYTES` and the next `counted` bytes (charged before). Raises FileQuotaError."""
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)
@@ -115,7 +112,6 @@ async def _charged(
 
 
 async def _add(upload: Upload, form: FormData) -> StoredFile:
-    """Stores the file of a form. Raises InvalidRequestError, FileQuotaError."""
     file, purpose = form.get("file"), form.get("purpose")
     if not isinstance(file, UploadFile):
         raise wrong_field("file", "is missing")
@@ -192,8 +188,8 @@ def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
 
 
 def _checked(headers: Headers) -> Headers:
-    """Returns an upload's headers unchanged. Raises ApiError 400 if they announce no multipart
-    form, or an unsupported charset."""
+    """Returns an upload's headers unchanged. Raises ApiError 400 if the upload is not a multipart
+    form, or if its charset is not supported."""
     kind, options = parse_options_header(headers.get("content-type"))
     if not kind.startswith(b"multipart/"):
         raise ApiError(
@@ -210,7 +206,6 @@ def _checked(headers: Headers) -> Headers:
 
 
 def _expiry(seconds: object, anchor: object) -> int | None:
-    """Returns the seconds after which a form's file expires; None if the form does not say."""
     if seconds is None and anchor is None:
         return None
     least, most = LEAST_EXPIRY_SECONDS, BATCH_FILE_SECONDS

@@ -19,13 +19,14 @@ from promptq.producer.calls.completion import new_completion_id, new_embedding_i
 
 
 def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
-    """Adapts `read`, which uses neither an id nor a history, to the signature of `Read`. The
-    calls that `read` returns never continue an earlier call."""
+    """Adapts `read` to the signature of `Read`. Ignores the two further arguments: the new id, and
+    the history (the items of earlier calls)."""
     return lambda body, headers, new_id, history: read(body, headers)
 
 
 def _read_message_fork(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Returns the call for a fork of a message: a chat whose answer is a message."""
+    """Parses a call that forks a message. Its body is that of a chat, and its answer is a
+    message."""
     call = read_chat(body, headers)
     if call.n > 1:
         raise wrong_field("n", "is not a field of messages")

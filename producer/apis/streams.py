@@ -41,8 +41,7 @@ from promptq.shared.queue import scripts
 from promptq.shared.queue.call import carry_out_async
 from promptq.shared.runtime.logs import bind
 
-_MOST_BYTES = 65_536
-"""The most bytes of a fork's body. Reading them takes a few milliseconds at worst."""
+_MOST_BYTES = 65_536  # of a fork's body; reading them takes a few milliseconds at worst
 
 router = APIRouter(
     tags=["streams"],
@@ -56,8 +55,8 @@ first of these statuses that one of its requests has, or else `finished`."""
 
 
 class ForkOptions(BaseModel):
-    """The body of a fork. Other fields (`changes`) replace fields of the forked call, the
-    source."""
+    """The body of a call that forks a completion, the source. Each field without a name below
+    (`changes`) replaces that field of the source's call."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

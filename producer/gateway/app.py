@@ -59,12 +59,11 @@ _ROUTERS = (
     pages.router,
     actions.router,
 )
-_ANSWER_SECONDS = 5.0
-"""The most seconds to wait for the server's answer to a subscription."""
+_ANSWER_SECONDS = 5.0  # for the server to accept or refuse a subscription
 _UPLOADS_OF_TENANT = 4
 _UPLOADS = 16
-"""How many uploads of the largest size may run at the same time. Until an upload is complete, it
-uses twice its size on the disk."""
+"""The most uploads of the largest size that run at the same time. An upload uses twice its size on
+the disk until it is complete."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -155,8 +154,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 async def _look_at_server(gateway: Gateway) -> None:
-    """Logs at the start if calls will get 503, and why. Then logs regularly if the Redis server
-    may evict keys."""
+    # Logs why calls would get status 503, before the first call.
     try:
         await gateway.queue.run([api_keys.count(gateway.keys), scripts.try_channels()])
         async with gateway.queue.redis.pubsub() as channel:
@@ -174,8 +172,7 @@ async def _look_at_server(gateway: Gateway) -> None:
 
 
 def _make_routes(app: FastAPI) -> None:
-    """Makes FastAPI build the routes of included routers now, so that the first call need not wait
-    for this."""
+    # FastAPI otherwise builds the routes of included routers at the first call.
     call = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
     for route in app.routes:
         route.matches(call)

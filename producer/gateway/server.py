@@ -16,10 +16,8 @@ from promptq.shared.runtime.quick_imports import quick_imports
 if TYPE_CHECKING:
     from promptq.producer.settings.gateway import GatewaySettings
 
-_BACKLOG = 4096
-"""The most connections that the operating system keeps until the gateway accepts them."""
-_OBJECTS_BEFORE_COLLECTION = 50_000
-"""Number of new objects after which Python looks for garbage."""
+_BACKLOG = 4096  # connections that the system keeps until the gateway accepts them
+_OBJECTS_BEFORE_COLLECTION = 50_000  # new objects between two garbage collections
 
 
 def run_gateway(settings: GatewaySettings) -> None:
@@ -106,8 +104,7 @@ def _names(settings: GatewaySettings) -> str:
 
 
 def _reduce_garbage_collection() -> None:
-    """Excludes all present objects from garbage collection, and makes collections rarer, because a
-    full collection pauses all streams."""
+    # A full collection pauses all streams.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)

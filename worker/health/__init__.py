@@ -1,1 +1,2 @@
-"""Heartbeats, probes and watchdogs of a worker, and the reaper of crashed workers' requests."""
+"""Heartbeats, health probes and watchdogs of a worker, and the reaper, which returns the requests
+of crashed workers to the queue."""

@@ -1,5 +1,5 @@
-"""Publishes a worker's statistics and its batch, and adds its work to the queue's statistics, once
-a second."""
+"""Once a second, publishes a worker's statistics and its batch, and adds the work since the last
+second to the queue's statistics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from promptq.worker.leases.rows import PreparedRequest
 INTERVAL_SECONDS = 1.0
 _ENGINE_FIELDS = {each.name for each in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
-"""Seconds that a heartbeat waits for a snapshot. The engine takes it after the running step. If the
-step takes longer, a later heartbeat publishes the snapshot."""
+"""The most seconds to wait for the engine's snapshot of the batch, which comes after the running
+step. If a step takes longer, a later heartbeat publishes the snapshot."""
 
 
 class Heartbeat:
-    """Publishes heartbeats. `about` has the values that seldom change, such as names and limits."""
+    """Publishes heartbeats of a worker. `about` has the values that seldom change, such as names
+    and limits."""
 
     def __init__(
         self,
@@ -109,7 +110,6 @@ class Heartbeat:
             self._snapshot, self._next_snapshot = self._next_snapshot.result(), None
 
     def _contribution(self) -> statistics.Contribution:
-        """Returns the work since the last heartbeat, for the statistics of the queue."""
         work, now, stats = self._meter.take_contribution(), time.monotonic(), self._engine.stats
         work.generated_tokens = stats.generation_tokens - self._reported.generation_tokens
         work.prompt_tokens = stats.prompt_tokens - self._reported.prompt_tokens

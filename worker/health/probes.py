@@ -13,13 +13,13 @@ from typing import Any
 from promptq.shared.errors import ConfigurationError
 
 PATHS = ("/startupz", "/livez", "/readyz")
-_MAX_IDLE_SECONDS = 5.0
-"""A client that sends nothing for this many seconds is disconnected."""
+_MAX_IDLE_SECONDS = 5.0  # a client that sends nothing for this long is disconnected
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A worker's health. `hangs` is the part that makes no progress; empty if no part hangs."""
+    """A worker's health. `hangs` names the part of the worker that makes no progress; empty if all
+    make progress."""
 
     has_started: bool = False
     is_claiming: bool = False
@@ -86,7 +86,6 @@ def url_of(address: Any) -> str:
 
 
 def _replies(health: Health) -> dict[str, tuple[int, str]]:
-    """Returns the HTTP status and the text for each path."""
     started = (200, "started") if health.has_started else (503, "loading the model")
     alive = (503, f"{health.hangs} makes no progress") if health.hangs else (200, "alive")
     ready = (200, "ready") if health.is_claiming else (503, "takes no requests")

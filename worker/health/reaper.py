@@ -1,5 +1,5 @@
-"""Returns requests of crashed workers to the queue, and removes orphaned keys. A server outage does
-not count as a crash."""
+"""Returns requests of crashed workers to the queue, and deletes orphans (keys that nothing refers
+to). An outage of the Redis server does not count as a crash."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Reaper:
     `lease_ms`.
 
     No worker can renew its leases while the server is away, so an expired lease does not prove a
-    crash. If a worker could not reach the server for half of `lease_ms`, it waits for
-    another half of `lease_ms` before it reaps, so that others can renew their leases. So does a
-    worker that was frozen, or that has just started and does not know when the server came back.
+    crash. After an outage of at least half of `lease_ms`, the reaper waits for another half, so
+    that all workers can renew their leases first. The reaper also waits after its process was
+    frozen, and after its start, because an outage may just have ended.
 
-    Each call also searches one page of the server's keys for orphans, unless the server's access
-    rules forbid workers to list keys.
+    Each call also searches one page of the server's keys for orphans (keys that nothing refers to),
+    unless the server's access rules forbid workers to list keys.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Reaper:
         self._may_sweep = True
 
     async def run_once(self) -> None:
-        """Reap expired leases, if the other workers have had time to renew theirs. Raises
-        RedisError, OSError."""
+        """Return requests with expired leases to the queue, if the other workers have had time to
+        renew theirs. Raises RedisError, OSError."""
         now = self._clock()
         was_silent = now - self.reached_at > self._patience
         if was_silent or now < self._patient_until:

@@ -2,8 +2,8 @@
 
 Code that never releases the interpreter's lock (an endless regular expression, a C extension) stops
 every thread, also the one that renews leases and watches the engine. So `faulthandler` watches from
-a thread that needs no lock. If the process hangs, it writes the stack of each thread to standard
-error, and exits with status 1.
+a thread that needs no lock. If the process hangs, that thread writes the stack of each thread to
+standard error, and ends the process with status 1.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _GRACE = 1.25  # if only the engine hangs, EngineWatchdog acts first and the wor
 
 
 class EngineStuckError(PromptqError):
-    """Raised if the engine or the preparation of a request makes no progress. The worker then gives
-    all requests back and ends."""
+    """Raised if the engine, or the preparation of a request, makes no progress. The worker then
+    gives all requests back to the queue and ends."""
 
 
 class EngineWatchdog:
-    """Finds a part of the worker that hangs: a part that makes no progress for `seconds`."""
+    """Checks whether a part of the worker hangs: whether it makes no progress for `seconds`."""
 
     def __init__(self, engine: EnginePort, prefetcher: Prefetcher, seconds: float) -> None:
         self.seconds = seconds
@@ -84,7 +84,7 @@ async def renew_leases(
 
 @asynccontextmanager
 async def watched(seconds: float) -> AsyncIterator[None]:
-    """Inside this context, end the process if the event loop stands still for 1.25 times
+    """Inside this context, ends the process if the event loop stands still for 1.25 times
     `seconds`."""
     restarting = asyncio.create_task(_restart_timer(seconds))
     try:

@@ -1,7 +1,8 @@
-"""Limits the rate of events: above the limit, one event has the tokens of several steps.
+"""Limits the rate of events that a worker sends. Above the limit, one event has the tokens of
+several steps.
 
-An event with three tokens costs the worker, the server and the subscriber as much as an event with
-one token. If these processes run on the engine's cores, they take time from the engine. Below the
+An event with three tokens costs the worker, Redis and the client as much as an event with one
+token. If these processes run on the engine's cores, they take time from the engine. Below the
 limit, each token is sent alone. Network cards limit their interrupts in the same way. An infinite
 rate disables the limit.
 """
@@ -15,10 +16,10 @@ from collections.abc import Callable, Sequence
 from promptq.worker.engine.api.messages import SequenceOutput
 
 _EVENTS_PER_CORE = 500
-"""Limit of events per second for each core. Worker, Redis and subscriber together need about 30 µs
-for an event, so events take about 1.5 % of the cores' time."""
+"""Events per second. Worker, Redis and client together need about 30 µs for an event, so events
+take about 1.5 % of the cores' time."""
 LONGEST_SECONDS = 0.1
-"""The longest time in seconds that a token waits here, however many streams there are."""
+"""The most seconds that a token is delayed, however many streams there are."""
 
 
 def default_rate() -> float:
@@ -42,7 +43,8 @@ class Coalescer:
         self._due_at = 0.0
 
     def take(self, output: SequenceOutput, at_once: bool = False) -> Sequence[SequenceOutput]:
-        """Add an output. Returns the outputs of its sequence to send now. May return none."""
+        """Add an output of a sequence. Returns the outputs of this sequence that the caller must
+        send now, perhaps none."""
         before = self._waiting.pop(output.sequence_id, None)
         if before is not None and output.token_ids:
             output.token_ids = before.token_ids + output.token_ids

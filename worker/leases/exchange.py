@@ -1,7 +1,8 @@
-"""Calls to the server about held requests: renew a lease, carry out a cancel, give a request back.
+"""Calls to Redis about requests that this worker holds: renew a lease, carry out a cancel, give a
+request back to the queue.
 
-The publisher sends rows, and passes the server's answers to this module. An answer may change the
-state of a lease. If the request then leaves the worker, `ExitLog` records this.
+The publisher sends rows (events), and passes the server's answers to this module. An answer may
+change the state of a lease. If the request then leaves the worker, `ExitLog` records this.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from promptq.worker.leases.lease import Lease
 
 _RETRY_SECONDS = 0.2
 _UNSERVED_DELAY_MS = 1000
-_MOST_ATTEMPTS = 300
-"""A stream that no live worker can continue ends after this number of attempts."""
+_MOST_ATTEMPTS = 300  # after which a stream ends that no live worker can continue
 
 
 class Exchange:
@@ -71,13 +71,15 @@ class Exchange:
     def take_answers(
         self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
     ) -> None:
-        """Act on the server's answers to a call that sent `sent`, one for each lease."""
+        """Act on Redis's answers to a call that sent `sent`. Each lease has one element of `sent`,
+        and one answer in `statuses`."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
             lease.reported(held)
             self.take_answer(lease, status)
 
     def take_answer(self, lease: Lease, status: RowStatus, reason: str = "") -> None:
-        """Act on the server's answer about one lease. For `reason` see `Leases.answered`."""
+        """Act on Redis's answer about one lease. `reason` is the finish reason if the answer is
+        about the request's last row, otherwise empty."""
         self._exit_log.note(lease, self._leases.answered(lease, status, reason))
 
     def cancel(self, request_id: str) -> None:
@@ -115,7 +117,8 @@ class Exchange:
             await self._queue.run(scripts.cancel(others, "flagged"))
 
     async def run_returns(self) -> None:
-        """Give back the leases in the state RETURNING, until this task is cancelled.
+        """Give requests whose leases are RETURNING back to the queue. Runs until this task is
+        cancelled.
 
         If the server cannot be reached, the worker keeps and renews these leases, and tries again.
         """
@@ -128,7 +131,8 @@ class Exchange:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def give_back(self, seconds: float = 0.0) -> None:
-        """Give back all leases in the state RETURNING.
+        """Give all requests whose leases are RETURNING back to the queue. Retries for up to
+        `seconds`.
 
         Raises the last RedisError or OSError if the server has accepted nothing for `seconds`.
         """
@@ -153,22 +157,22 @@ class Exchange:
 
     @property
     def _beats(self) -> bool:
-        """Whether the server has accepted a heartbeat recently."""
         return self._clock() - self._beat_at < RECORD_MS / 1000 / 2
 
     @property
     def _knows_others(self) -> bool:
-        """Whether every live worker has had time to send a heartbeat."""
+        # Every live worker has had time to send a heartbeat.
         return self._beats and self._clock() - self._beating_since > RECORD_MS / 1000
 
     async def leave_to_others(self, unserved: Sequence[tuple[Lease, str]]) -> None:
-        """Give back requests, each with a field that this worker's engine cannot serve.
+        """Give requests back to the queue so that other workers take them. Each request comes with
+        the name of a field that this worker's engine cannot serve.
 
-        If no live worker can serve the field, this worker keeps the lease, so that the calling
-        code can end the request. In two cases, it gives the request back with a delay instead: an
-        earlier attempt has generated output, so the field was served and may be again in minutes;
-        or after a start or an outage, other workers may not have sent a heartbeat yet. Raises
-        RedisError, OSError.
+        If no live worker can serve the field, this worker keeps the lease, so that the calling code
+        can end the request. There are two exceptions, in which the request goes back with a delay.
+        First: an earlier attempt has generated output, so a worker could serve the field, and one
+        may come back. Second: after a start or an outage, other workers may not have sent a
+        heartbeat yet. Raises RedisError, OSError.
         """
         held = [lease.as_held() for lease, _ in unserved]
         needs = [field for _, field in unserved]
@@ -183,8 +187,7 @@ class Exchange:
                 self._leases.returning(lease, delay_ms=_UNSERVED_DELAY_MS)
 
     async def _release(self, leases: Sequence[Lease]) -> None:
-        """Give leases back in one call. All or none of them count as a crash, and all or none have
-        a delay."""
+        # All or none of these leases are blamed, and all or none have a delay.
         held = [lease.as_held() for lease in leases]
         delays_ms = [lease.delay_ms for lease in leases if lease.delay_ms is not None]
         crashed = leases[0].is_blamed

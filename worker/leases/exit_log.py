@@ -1,4 +1,4 @@
-"""Records in the log, the meter and the trace how each request leaves the worker.
+"""Records how each request leaves the worker: in the log, the metrics and the trace.
 
 A trace span is created only when its request leaves, so that tokens cost nothing. Attributes have
 the names of OpenTelemetry's conventions for generative AI and messaging.
@@ -33,7 +33,8 @@ class ExitLog:
         self._log = get_logger(worker_id=worker_id).bind()  # once, not at each line
 
     def note(self, lease: Lease, outcome: Outcome | None) -> None:
-        """Record that a request has left the worker. Does nothing if the outcome is None."""
+        """Record that a request has left the worker with this outcome. Does nothing if `outcome` is
+        None."""
         if outcome is None:
             return
         prepared = lease.prepared_or_none
@@ -47,11 +48,8 @@ class ExitLog:
             self._trace(prepared, outcome, self._tracing)
 
     def _trace(self, prepared: PreparedRequest, outcome: str, tracing: Tracing) -> None:
-        """Create the span of an attempt. `outcome` is a FinishReason or an Exit.
-
-        The span of the first attempt begins when the request was enqueued. The span of a later
-        attempt begins at its claim. Times are those of the server's clock.
-        """
+        # The first attempt's span begins at the enqueueing, a later one's at its claim. The
+        # times are those of the server's clock.
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         claim, timing = prepared.claim, prepared.timing

@@ -1,8 +1,8 @@
 """All leases that this worker holds. Only this module changes the state of a lease.
 
-Several calls to the server run at the same time, and a thread may still prepare a request whose
-lease is already lost. So an event may come too late, and then has no effect. A change of state that
-is not in `_NEXT` raises RuntimeError.
+Several calls to Redis run at the same time, and a thread may still prepare a request whose lease is
+already lost. So a report about a lease may come too late, and then has no effect. A change of state
+that is not in `_NEXT` raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ _NEXT = {
 }
 _MAX_ASIDE = 64
 _MAX_ASIDE_BYTES = 64 * 2**20
-_TENANTS_ASIDE = 4
-"""One tenant may use a quarter of each limit on leases that are set aside (see `set_aside`)."""
+_TENANTS_ASIDE = 4  # a tenant may use a quarter of each limit
 
 
 class Exit(StrEnum):
-    """How a request leaves a worker before its end."""
+    """Ways in which a request leaves a worker before the request's end."""
 
     FENCED = "fenced"
-    """The server refused the lease: another attempt holds the request, or none does."""
+    """Redis refused the lease, because another attempt holds the request, or none does."""
     GIVEN_BACK = "given_back"
     FAILED = "error"
-    """The attempt counts as a crash, or the request's log in Redis does not accept events."""
+    """The attempt counts as a crash of the request, or the request's event log in Redis accepts no
+    events."""
 
     @classmethod
     def of(cls, lease: Lease) -> Exit:
-        """Returns FAILED if giving the lease back counts as a crash, otherwise GIVEN_BACK."""
+        """Returns FAILED if the lease's return counts as a crash of the request, otherwise
+        GIVEN_BACK."""
         return cls.FAILED if lease.is_blamed else cls.GIVEN_BACK
 
 
@@ -54,11 +55,11 @@ Outcome = FinishReason | Exit
 
 
 class Leases:
-    """All leases of a worker, indexed by request and by sequence. Makes every change of state.
+    """All leases of a worker, by request and by sequence. Makes every change of a lease's state.
 
-    `answered` and `released` act on an answer of the server. If the answer reports how the attempt
-    ended, they return this outcome, otherwise None. The server reports each outcome only once. So
-    the caller must record an outcome even if the lease is already GONE.
+    `answered` and `released` act on an answer of Redis, and return how the attempt ended if the
+    answer reports it, otherwise None. Redis reports each outcome only once. So the caller must
+    record an outcome even if the lease is already GONE.
     """
 
     def __init__(self, engine: EnginePort) -> None:
@@ -93,7 +94,7 @@ class Leases:
 
     @property
     def due_back(self) -> list[Lease]:
-        """The leases in the state RETURNING."""
+        """The leases whose requests go back to the queue (state RETURNING)."""
         return [lease for lease in self if lease.state is _RETURNING]
 
     @property
@@ -104,8 +105,8 @@ class Leases:
     # ------------------------------------------------------------ events
 
     def claimed(self, claims: Iterable[Claim]) -> list[Lease]:
-        """Add and return a lease for each claim. Earlier attempts at the same requests become
-        GONE."""
+        """Add a lease for each claim, and return the new leases. Leases of earlier attempts at the
+        same requests become GONE."""
         leases = [Lease(claim) for claim in claims]
         for lease in leases:
             if (earlier := self._by_request.get(lease.request_id)) is not None:
@@ -114,10 +115,11 @@ class Leases:
         return leases
 
     def set_aside(self, lease: Lease) -> bool:
-        """Set a lease aside: it counts for no slot and no KV memory until it is prepared.
+        """Set a lease aside, for the slow lane: until the request is prepared, the lease counts for
+        no slot and no KV memory.
 
-        Returns False if a limit is reached, that of all tenants or that of this tenant. The limits
-        bound the memory of the payloads, which nothing else bounds.
+        Returns False if a limit of all tenants or of this tenant is reached. The limits bound the
+        memory of the payloads.
         """
         claim = lease.claim
         others = [other.claim for other in self if not other.counts]
@@ -130,8 +132,8 @@ class Leases:
         return True
 
     def prepared(self, lease: Lease, prepared: PreparedRequest) -> None:
-        """Store a prepared request. Its lease becomes READY, or ENDING if nothing is left to
-        generate.
+        """Store a prepared request in its lease. The lease becomes READY, or ENDING if nothing is
+        left to generate.
 
         Has no effect if the lease is lost or is being given back.
         """
@@ -140,8 +142,8 @@ class Leases:
             self._set_state(lease, _ENDING if prepared.is_at_end else _READY)
 
     def feed(self) -> None:
-        """Hand ready requests to the engine while it has free places. Then also hand over those
-        that may preempt a running request."""
+        """Hand ready requests to the engine while it has free slots. Then also hand over ready
+        requests that may preempt a running one."""
         while (lease := self._next_to_run()) is not None:
             self._set_state(lease, _RUNNING)
         self.wake_up.room_freed()
@@ -158,15 +160,17 @@ class Leases:
     ) -> None:
         """Schedule the return of the request to the queue.
 
-        `crashed` counts the return as a crash of the request. After the return, no worker can claim
-        the request for `delay_ms` milliseconds. Has no effect if the lease is GONE or RETURNING.
+        With `crashed`, the return counts as a crash of the request. After the return, no worker can
+        claim the request for `delay_ms` milliseconds. Has no effect if the lease is GONE or
+        RETURNING.
         """
         if lease.state not in (_RETURNING, _GONE):
             lease.is_blamed, lease.delay_ms = crashed, delay_ms
             self._set_state(lease, _RETURNING)
 
     def answered(self, lease: Lease, status: RowStatus, reason: str = "") -> Outcome | None:
-        """Act on the server's answer about a lease or a row. Returns the outcome or None.
+        """Act on Redis's answer about a lease or a row. Returns how the attempt ended, if the
+        answer reports it.
 
         `reason` is the finish reason if the answer is about the request's last row, otherwise
         empty.
@@ -192,7 +196,8 @@ class Leases:
         return None
 
     def released(self, lease: Lease, status: str) -> Outcome | None:
-        """Act on the server's answer to giving a lease back. Returns the outcome or None."""
+        """Act on Redis's answer to the return of a request. Returns how the attempt ended, if the
+        answer reports it."""
         was_held = lease.is_held
         if was_held and lease.state is not _RETURNING:
             raise RuntimeError(f"{lease.request_id} is not on its way back")
@@ -211,7 +216,7 @@ class Leases:
 
     @property
     def num_counted(self) -> int:
-        """Number of held requests that count for a slot."""
+        """Number of held requests that count for a slot. Requests in the slow lane do not."""
         return sum(lease.counts for lease in self)
 
     @property
@@ -221,7 +226,7 @@ class Leases:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a held request may crash the worker, and so must run alone."""
+        """Whether a held request may crash the worker. The worker then claims nothing else."""
         return any(lease.claim.is_suspect for lease in self)
 
     @property
@@ -233,8 +238,8 @@ class Leases:
         ]
 
     def by_tenant(self, preemptible: Iterable[Holding]) -> list[Holding]:
-        """Returns `preemptible` added up for each priority and tenant. Each tenant with a held
-        request has an entry, with zeros if none of its sequences can be preempted."""
+        """Returns the sums of `preemptible` for each priority and tenant. Each tenant with a held
+        request has an entry, perhaps with zeros."""
         by_level = {(0, lease.claim.tenant): (0, 0) for lease in self._by_request.values()}
         for priority, num_running, tokens, tenant in preemptible:
             numbers = by_level.get((priority, tenant), (0, 0))
@@ -244,8 +249,6 @@ class Leases:
         ]
 
     def _next_to_run(self) -> Lease | None:
-        """Returns the next request for the engine; None if no request is ready, or if the engine
-        cannot take one now."""
         lease = self.ready.first()
         if self.num_running < self.num_places:
             self.ready.num_empty += lease is None
@@ -271,11 +274,7 @@ class Leases:
         return (each for each in self._running.values() if may_preempt(each.prepared.request))
 
     def _set_state(self, lease: Lease, state: LeaseState, *, is_removed: bool = False) -> None:
-        """Change the state of a lease. Updates the indices, and adds or aborts the sequence in the
-        engine.
-
-        `is_removed`: the engine has already removed the sequence, so it needs no abort.
-        """
+        # `is_removed`: the engine has already removed the sequence, so it needs no abort.
         before = lease.state
         if state not in _NEXT[before]:
             raise RuntimeError(f"{lease.request_id} cannot go from {before.name} to {state.name}")

@@ -11,8 +11,7 @@ from promptq.worker.leases.rows import PreparedRequest
 
 
 class LeaseState(Enum):
-    """States of a lease, from the claim until the worker has nothing more to do with the
-    request."""
+    """States of a lease, from the claim until the worker has nothing left to do for the request."""
 
     PREPARING = auto()
     READY = auto()
@@ -22,8 +21,7 @@ class LeaseState(Enum):
     ENDING = auto()
     """The engine has finished the request. The last row is on its way to the server."""
     RETURNING = auto()
-    """The worker has to give the request back to the queue, and has no answer from the server
-    yet."""
+    """The worker is giving the request back to the queue, until Redis confirms the return."""
     GONE = auto()
 
 
@@ -68,7 +66,7 @@ class Lease:
 
     @property
     def kv_need(self) -> int:
-        """Number of KV tokens that the request is expected to need; 0 while it does not count."""
+        """Number of KV tokens that the request is expected to need; 0 while `counts` is false."""
         if not self.counts:
             return 0
         prepared = self.prepared_or_none
@@ -80,18 +78,19 @@ class Lease:
         return self.prepared_or_none is not None and not self.is_length_reported
 
     def with_unsent(self, row: Row) -> list[Row]:
-        """Returns the request's unsent rows followed by `row`, and forgets the unsent rows."""
+        """Returns the request's unsent rows followed by `row`, and removes the unsent rows from the
+        request."""
         if (prepared := self.prepared_or_none) is None:
             return [row]
         unsent, prepared.unsent = prepared.unsent, []
         return [*unsent, row]
 
     def as_held(self) -> Held:
-        """Returns the data that the server needs to renew or end the lease, with the prompt's
-        length if the server does not know it yet."""
+        """Returns the data with which Redis can renew or end the lease. Has the prompt's length if
+        Redis has not received it yet."""
         length = self.prepared.num_prompt_tokens if self.has_unreported_length else None
         return Held(self.request_id, self.claim.fence, length)
 
     def reported(self, held: Held) -> None:
-        """Record that the server has received `held`."""
+        """Record that Redis has received `held`, perhaps with the prompt's length."""
         self.is_length_reported = self.is_length_reported or held.prompt_tokens is not None

@@ -12,8 +12,7 @@ from promptq.shared.runtime.metrics import Histogram, Spec
 from promptq.worker.engine.api.messages import StepOutput
 from promptq.worker.leases.rows import PreparedRequest
 
-_MAX_TIMES = 2048
-"""The most times to the first token that one heartbeat reports. It leaves out further times."""
+_MAX_TIMES = 2048  # in one heartbeat, which leaves out further times
 
 _MEANS = ("queue_ms", "prompt_ms", "generation_ms")
 
@@ -51,7 +50,7 @@ class Meter:
         prepared.last_token_at = at
 
     def note_step(self, step: StepOutput) -> None:
-        """Record a step, after `note_output` for all its outputs."""
+        """Record a step of the engine. First call `note_output` for each output of the step."""
         for last, count in self._gaps.items():
             self.observe(metrics.BETWEEN_TOKENS, step.ended_at - last, count)
         self._gaps.clear()
@@ -90,11 +89,12 @@ class Meter:
         self.observe(metrics.ATTEMPTS, claim.attempt)
 
     def mean_ms(self, name: str) -> float:
-        """Returns the mean of the field `name` of `Stats` over all ended requests, in ms."""
+        """Returns the mean of the field `name` of `Stats`, in milliseconds, over all ended requests
+        of this worker."""
         return self._sums[name] / max(1, self._num_with_stats)
 
     def take_contribution(self) -> Contribution:
-        """Returns the counts since the last call, for the statistics of the queue."""
+        """Returns what this worker counted since the last call, for the statistics of the queue."""
         taken, self._contribution = self._contribution, Contribution()
         return taken
 

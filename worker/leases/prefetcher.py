@@ -35,24 +35,23 @@ from promptq.worker.text.grammars.schema_masks import TakesLongError
 
 _JITTER_SECONDS = 0.001
 _PUT_OFF_POLL_SECONDS = 0.1
-"""Seconds between polls while requests that this worker returned have a delay. No message reports
-the end of a delay, so the usual interval would be too long."""
+"""Seconds between two polls while requests that this worker returned have a delay, because no
+message reports the end of a delay."""
 
-_WALK_SECONDS = 0.1
-"""Seconds between two claims that find only requests that this worker can never take."""
+_WALK_SECONDS = 0.1  # between claims that look further along the queue
 
 _Result = PreparedRequest | InvalidRequestError | TakesLongError | None
-"""The result of preparing a request; None if its lease was lost or returned beforehand."""
+"""Result of the preparation of a request; None if the lease was lost or returned before that."""
 
 
 class Prefetcher:
-    """Keeps prepared requests ready, in queue order.
+    """Claims requests ahead of need, and prepares them in queue order.
 
     A thread prepares the requests of a claim one after another. A request whose preparation may
-    take long goes to the slow lane instead. If the slow lane is full, the request returns to the
-    queue with a delay, so that it uses no slot while it waits. The prefetcher ends requests that
-    cannot be prepared, and requests that have nothing left to generate. A preparation that takes
-    longer than `stuck_seconds` counts as hung.
+    take long goes to the slow lane (separate threads) instead. If the slow lane is full, the
+    request returns to the queue with a delay, so that it uses no slot while it waits. The
+    prefetcher ends requests that cannot be prepared, and requests that have nothing left to
+    generate. A preparation that takes longer than `stuck_seconds` counts as hung.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Prefetcher:
     async def stop(self) -> None:
         """Stop claiming, and give back the requests that are ready or being prepared.
 
-        For a request whose preparation hangs, this counts as a crash. If the server cannot be
+        If a preparation hangs, its return counts as a crash of the request. If the server cannot be
         reached, the worker keeps the leases. Raises RedisError, OSError.
         """
         if self._task is not None:
@@ -130,7 +129,8 @@ class Prefetcher:
 
     @property
     def hangs_on(self) -> Lease | None:
-        """The lease whose preparation hangs; None if no preparation hangs. The lease may be lost.
+        """The lease of a request whose preparation hangs; None if no preparation hangs. The lease
+        may already be lost.
 
         Always None after `stop`, because then nothing waits for the thread that prepares.
         """
@@ -165,7 +165,7 @@ class Prefetcher:
             await asyncio.sleep(random.uniform(0, jitter))  # noqa: S311 # spreads claims
 
     async def _fill(self) -> int:
-        """Claim and prepare requests once. Returns the number of requests that were claimed."""
+        # Returns the number of requests that were claimed.
         work_came = self._wake_up.take()
         if self._failure is not None:
             raise self._failure
@@ -195,10 +195,7 @@ class Prefetcher:
         return len(claims)
 
     async def _take(self, leases: list[Lease], results: list[_Result]) -> None:
-        """Act on the result of each preparation. Ends requests that are invalid or complete.
-
-        A request goes back to the queue if its end cannot be published. Raises RedisError, OSError.
-        """
+        # Gives a request back if its end cannot be published.
         failed: list[tuple[Lease, InvalidRequestError]] = []
         for lease, result in zip(leases, results, strict=True):
             if result is None or lease.state is not LeaseState.PREPARING:
@@ -255,14 +252,13 @@ class Prefetcher:
             self._wake_up.work_came()
 
     async def _report_prompt_lengths(self) -> None:
-        """Report the prompt lengths of ready requests. Those of running requests go with rows."""
+        # Lengths of running requests are sent with their rows.
         ready = (lease for lease in self._leases if lease.state is LeaseState.READY)
         if unreported := [lease for lease in ready if lease.has_unreported_length]:
             with suppress(RedisError, OSError):  # the next renewal of the leases sends them too
                 await self._exchange.renew(unreported)
 
     def _prepare(self, leases: list[Lease], *, only_quick: bool = True) -> list[_Result]:
-        """Prepare requests in the current thread. Returns one result for each lease."""
         try:
             return [self._prepare_one(lease, only_quick) for lease in leases]
         finally:

@@ -1,4 +1,5 @@
-"""Turns a claim into a prepared request: parses, checks, renders, tokenises and compiles.
+"""Turns a claim into a prepared request: parses and checks the payload, renders the chat,
+tokenises, and compiles the grammar.
 
 The request may come from a stranger, so each part's size is checked before the part is processed.
 """
@@ -28,12 +29,11 @@ from promptq.worker.text.tokenizer import Tokenizer
 
 _QUICK_BYTES = 32 * 1024
 _QUICK_MESSAGES = 128
-_QUICK_TOKENS = 1024
-"""A quick preparation decodes at most this many tokens of earlier attempts or of a prefix."""
+_QUICK_TOKENS = 1024  # of earlier attempts or a prefix, outside the slow lane
 
 _MAX_VALUES = 100_000
-"""The most JSON values in a payload, not counting the token ids of its prompt. The parser creates
-an object for each value, all in one call during which no other thread runs."""
+"""The most JSON values in a payload, besides token ids of the prompt. The parser creates an object
+for each value, and no other thread runs meanwhile."""
 
 _CHANGES_LOGITS = (
     *("bad_words", "frequency_penalty", "logit_bias", "min_p", "min_tokens", "presence_penalty"),
@@ -41,8 +41,7 @@ _CHANGES_LOGITS = (
 )
 """Fields that change the odds of tokens, which log-probabilities do not show."""
 
-_SEPARATORS = (b",", b"[", b"{")
-"""One of these characters stands before each JSON value and each key."""
+_SEPARATORS = (b",", b"[", b"{")  # one before each element of an array and each member of an object
 
 _sequence_ids = itertools.count(1)
 
@@ -170,8 +169,8 @@ class Preparation:
         )
 
     def _stop_tokens(self, request: Request) -> dict[int, str]:
-        """Returns the stop strings that are exactly one added token, by token id. Such a token may
-        be special, and a special token cannot be found in the output's text."""
+        """Maps token ids to stop strings, for stop strings that are exactly one added token. Such a
+        token may be special, and a special token cannot be found in the output's text."""
         return {
             token_id: stop
             for stop in request.stop_strings
@@ -180,10 +179,8 @@ class Preparation:
         }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
-        """Returns the tokens of the request's output prefix; an empty list if there is none.
-
-        Leaves out an end token at the end of the prefix, because the output continues there.
-        """
+        """Returns the tokens of the request's output prefix. Leaves out an end token after its
+        token ids, because the output continues there."""
         if (wanted := request.output_prefix) is None:
             return []
         prefix = [*wanted.token_ids]
@@ -203,8 +200,7 @@ class Preparation:
         return prefix
 
     def _check_values(self, payload: bytes) -> None:
-        """Raise InvalidRequestError if a payload has too many JSON values. Does not parse the
-        payload."""
+        # Counts values before the payload is parsed.
         most = _MAX_VALUES + self.limits.max_model_len
         if len(payload) > most and sum(map(payload.count, _SEPARATORS)) > most < _num_values(
             payload
@@ -244,7 +240,6 @@ class Preparation:
             raise _unsupported(min(uncounted), why)
 
     def _pooling(self, embed: Embed | None) -> Pooling | None:
-        """Returns how to pool the prompt into a vector; None if the request wants no vector."""
         if embed is None:
             return None
         size = self.limits.embedding_size
@@ -322,8 +317,8 @@ class Preparation:
         is_prefix: bool,
         only_quick: bool,
     ) -> Grammar | None:
-        """Returns the grammar after the tokens `emitted`; None if the request has no grammar.
-        `is_prefix`: the tokens are the output prefix."""
+        """Returns the grammar's state after the tokens `emitted`. `is_prefix`: these are the output
+        prefix."""
         wanted, grammars = request.wanted_output, self.grammars
         if wanted is None:
             return None
@@ -351,7 +346,7 @@ class Preparation:
     def _bad_token_sequences(
         self, request: Request, max_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Returns the token sequences of bad words, without those longer than `max_tokens`."""
+        # Leaves out sequences that are longer than the output can be.
         spellings = map(tuple, self.tokenizer.encode_words(request.bad_words or ()))
         return tuple(sorted({tokens for tokens in spellings if len(tokens) <= max_tokens}))
 
@@ -365,8 +360,7 @@ def _unsupported(field: str, why: str) -> InvalidRequestError:
 
 
 def _num_values(payload: bytes) -> int:
-    """Returns an upper bound of the number of JSON values: the number of separators outside of
-    strings."""
+    # An upper bound: the number of separators outside of strings.
     text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")  # so each `"` begins or ends a string
     characters = np.frombuffer(text, dtype=np.uint8)
     is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0

@@ -1,5 +1,5 @@
-"""Sends the engine's outputs to Redis, all due outputs in one round trip, and acts on the
-answers."""
+"""Sends the engine's outputs to Redis, and acts on the answers. One round trip sends all outputs
+that are due."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _Sent = tuple[Lease, Row]
 
 
 class Publisher:
-    """Sends the engine's outputs to Redis. While it sends one step, the engine computes the next.
+    """Sends the engine's outputs to Redis. While it sends the outputs of one step, the engine
+    computes the next step.
 
-    The coalescer decides which tokens wait to be merged. If the server does not accept rows, the
-    publisher repeats them for `retry_seconds`. Meanwhile the engine continues until its outbox (the
-    queue of its outputs) is full.
+    The coalescer decides which tokens wait for later tokens, to share an event with them. If Redis
+    does not accept rows, the publisher sends them again for up to `retry_seconds`. Meanwhile the
+    engine continues until its outbox (the queue of its outputs) is full.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Publisher:
             await heeding_cancels(self._publish(steps))
 
     async def flush(self) -> None:
-        """Send all delayed outputs when the worker ends.
+        """Send the outputs that the coalescer still delays. Call it when the worker ends.
 
         Does not retry: if sending fails, another worker generates these tokens again. Raises
         RedisError, OSError.
@@ -79,15 +80,13 @@ class Publisher:
         await self._send([(lease, self._rows.refusal(lease.claim, error))])
 
     async def complete(self, lease: Lease) -> None:
-        """End a request that needs no engine. Raises the errors of `run`."""
+        """End a request that has nothing left to generate. Raises the errors of `run`."""
         await self._send([(lease, self._rows.completion(lease.prepared))])
 
     async def _fetch(self) -> list[StepOutput]:
-        """Waits for steps and returns those since the last call. Returns an empty list if delayed
-        outputs become due before the next step.
-
-        If the engine has failed, raises its exception as soon as no delayed outputs are left.
-        """
+        """Waits for steps. Returns an empty list if delayed outputs become due before the next
+        step. If the engine has failed, raises its exception as soon as no delayed outputs are
+        left."""
         try:
             async with asyncio.timeout(self._coalescer.seconds_left):
                 return await self._engine.fetch()
@@ -98,7 +97,7 @@ class Publisher:
             return []
 
     async def _publish(self, steps: Sequence[StepOutput]) -> None:
-        """Send the rows that are due, and then give back the requests that the engine returned."""
+        # Requests that the engine gave back are released after the rows.
         rows: list[_Sent] = []
         given_back: list[tuple[Lease, GivenBack]] = []
         for output in self._due(steps):
@@ -123,11 +122,8 @@ class Publisher:
             self._leases.returning(lease, crashed=why.is_blamed, delay_ms=why.delay_ms)
 
     def _due(self, steps: Iterable[StepOutput]) -> Iterator[SequenceOutput]:
-        """Record steps in the meter, and pass their outputs to the coalescer. Yields the outputs
-        that are due.
-
-        The caller may end a sequence between two outputs. Its later outputs are then left out.
-        """
+        """Yields the outputs that the coalescer lets pass. The caller may end a sequence between
+        two outputs: the sequence's later outputs are then left out."""
         for step in steps:
             for output in step.outputs:
                 lease = self._leases.by_sequence(output.sequence_id)
@@ -144,10 +140,8 @@ class Publisher:
         yield from self._coalescer.take_due()  # also if there was no step
 
     async def _send(self, rows: Sequence[_Sent]) -> None:
-        """Publish rows and act on the answers.
-
-        Raises the last error of the server if the server has accepted nothing for `retry_seconds`.
-        """
+        """Sends rows, and acts on Redis's answers. After `retry_seconds` without success, raises
+        the last RedisError or OSError."""
         rows = [(lease, each) for lease, row in rows for each in lease.with_unsent(row)]
         unreported = list(dict.fromkeys(lease for lease, _ in rows if lease.has_unreported_length))
         lengths = [lease.as_held() for lease in unreported]
@@ -171,10 +165,10 @@ class Publisher:
         self._exchange.take_answers(unreported, lengths, published.held)
 
     async def _fill_gap(self, lease: Lease, row: Row) -> RowStatus:
-        """Send all rows before `row` again, byte for byte, and then `row`. Returns the status of
+        """Sends all rows of the request again, up to and including `row`. Returns the status of
         `row`, or of the first row whose status reports a lost lease.
 
-        Rows are missing in the log if the server lost writes, for example in a failover. The server
+        Rows are missing in the request's log if Redis lost writes, for example in a failover. Redis
         answers `duplicate` for the rows that it still has.
         """
         if not lease.is_held or lease.prepared_or_none is None:

@@ -14,8 +14,8 @@ from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_HAND_OUTS = 100_000
-"""The most hand-outs to the engine whose times are kept. Reading the rate removes old times, but
-with a fixed number of ready requests (`--prefetch-depth`) nothing reads the rate."""
+"""Limit of `_hand_outs`. `hand_outs_a_second` removes old times, but nothing calls it if the number
+of ready requests is fixed (`--prefetch-depth`)."""
 
 
 class ReadyQueue:
@@ -64,7 +64,7 @@ class ReadyQueue:
 
     @property
     def hand_outs_a_second(self) -> float:
-        """Requests per second that went to the engine, over the last two seconds."""
+        """Requests per second that went to the engine, averaged over the last two seconds."""
         horizon = time.monotonic() - _RATE_WINDOW_SECONDS
         while self._hand_outs and self._hand_outs[0] < horizon:
             self._hand_outs.popleft()
@@ -72,7 +72,7 @@ class ReadyQueue:
 
     @property
     def mean_wait_seconds(self) -> float:
-        """Mean seconds that a request waited here until it went to the engine."""
+        """Mean seconds from when a request became ready until it went to the engine."""
         return self.waited_seconds / max(1, self.num_handed_out)
 
     @property
@@ -97,7 +97,7 @@ class WakeUp:
         self._rung = asyncio.Event()
 
     def work_came(self) -> None:
-        """Report that there may be new requests, perhaps more urgent than the running ones."""
+        """Report that there may be new requests, perhaps more urgent than the running requests."""
         self._work_came = True
         self._rung.set()
 
@@ -107,13 +107,15 @@ class WakeUp:
             self._rung.set()
 
     def take(self) -> bool:
-        """Begin a claim. Returns whether new work may have come since the last claim."""
+        """Forget all reports, at the beginning of a claim. Returns whether one of them was
+        `work_came`."""
         self._rung.clear()
         came, self._work_came = self._work_came, False
         return came
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for a report of work or room. Returns False after `seconds` without a report."""
+        """Wait until `work_came` or `room_freed` is called. Returns False if neither is called
+        within `seconds`."""
         try:
             async with asyncio.timeout(seconds):  # wait_for may swallow a cancellation
                 await self._rung.wait()

@@ -1,4 +1,4 @@
-"""A prepared request with its output so far, and the rows (events for Redis) of the output."""
+"""Prepared requests with their output so far, and the rows (events for Redis) of the output."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ from promptq.worker.text.detokenizer import REPLACEMENT, TextStream
 from promptq.worker.text.output_marks import ReasoningTokens
 from promptq.worker.text.tokenizer import Tokenizer
 
-_SHORTEST = 1e-12
-"""The least divisor when a vector is scaled to length 1, as in torch's `normalize`."""
+_SHORTEST = 1e-12  # as in torch's `normalize`
 
 
 @dataclass(slots=True, eq=False)
 class PreparedRequest:
-    """A claim after its preparation, with the output so far.
+    """A request after its preparation, with its output so far.
 
     `token_ids`, `texts` and `logprobs` are the output of all attempts. `engine_request` goes to the
     engine.
@@ -62,7 +61,7 @@ class PreparedRequest:
     """The first event's fields about the prompt's tokens, as JSON. Empty if the request does not
     want these fields, or if they are not known yet."""
     stop_tokens: Mapping[int, str] = field(default_factory=dict)
-    """The stop strings that are one token, by token id."""
+    """Maps token ids to stop strings, for stop strings that are one token."""
     reasoning: ReasoningTokens | None = None
     """Counts the tokens of reasoning; None if the output has no reasoning."""
     resumed_inexactly: bool = False
@@ -75,10 +74,10 @@ class PreparedRequest:
     last_token_at: float | None = None
     """When this attempt generated its last token so far, in seconds of `time.monotonic()`."""
     rows: list[Row] = field(default_factory=list)
-    """The rows of this attempt in order. They are sent again if the server loses some."""
+    """The rows of this attempt, in order. The publisher sends them again if Redis loses some."""
     unsent: list[Row] = field(default_factory=list)
-    """The row with the request's output prefix, until it is sent. It is sent together with the
-    first generated tokens, because until then the output has not begun."""
+    """The row with the request's output prefix, until the publisher has sent it. This row is sent
+    together with the first generated tokens, because until then the output has not begun."""
 
     @property
     def request_id(self) -> str:
@@ -102,8 +101,8 @@ class PreparedRequest:
 
     @property
     def kv_need(self) -> int:
-        """Number of KV tokens that the request is expected to need; at least its number of tokens
-        so far."""
+        """Number of tokens in the KV cache that the request is expected to need. At least its
+        current number of tokens."""
         return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
 
     @property
@@ -118,13 +117,13 @@ class PreparedRequest:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the output of earlier attempts contains a stop string or completes the
-        grammar."""
+        """Whether the output so far contains a stop string or completes the grammar."""
         grammar = self.engine_request.grammar
         return self.text.stopped or (grammar is not None and grammar.is_complete)
 
     def rows_until(self, row: Row) -> list[Row]:
-        """Returns all rows of the request up to and including `row`, also of earlier attempts."""
+        """Returns all rows of the request up to and including `row`, with the rows of earlier
+        attempts."""
         claim = self.claim
         earlier = [Row.of(claim.request_id, claim.fence, event) for event in claim.events]
         return [*earlier, *(sent for sent in self.rows if sent.start < row.start), row]
@@ -223,7 +222,8 @@ class RowBuilder:
     def row(self, prepared: PreparedRequest, output: SequenceOutput) -> Row:
         """Returns the row for an output of a running request.
 
-        If this fails, returns a row that ends the request with an error, without these tokens.
+        If a row cannot be built, returns a row that ends the request with an error, without the
+        output's tokens.
         """
         try:
             return self._row(prepared, output)
@@ -307,7 +307,6 @@ class RowBuilder:
 def _prompt_logprobs(
     token_ids: Sequence[int], pieces: Sequence[PromptLogprobs]
 ) -> Iterator[TokenLogprob]:
-    """Yields the log-probabilities of each token of a prompt except the first."""
     following = iter(token_ids[1:])
     for piece in pieces:
         columns = (piece.logprobs, piece.ranks, piece.top_ids, piece.top_logprobs)
@@ -324,8 +323,9 @@ def _prompt_logprobs(
 
 
 def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """Returns the text of each token of a prompt; joined they are the prompt. A special token's
-    text is its name. If several tokens form one character, the last of them has its text."""
+    """Returns the text of each token of a prompt; joined, the texts are the prompt. A special
+    token's text is its name. If several tokens form one character, the last of these tokens has the
+    whole character as its text, and the others have ''."""
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
     for is_part, run in groupby(range(len(texts)), lambda place: REPLACEMENT in texts[place]):
         if is_part:

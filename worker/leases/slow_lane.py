@@ -10,11 +10,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 _MAX_THREADS = 4
-_MAX_THREADS_OF_TENANT = 2
-"""The most threads of one tenant, so that some threads are left to others."""
+_MAX_THREADS_OF_TENANT = 2  # so that some threads are left to other tenants
 
-_USUAL_SECONDS = 0.05
-"""Expected seconds of a function whose tenant has no measurement yet."""
+_USUAL_SECONDS = 0.05  # until a function of the tenant was measured
 _MIN_PUT_OFF_SECONDS = 0.1
 _MAX_PUT_OFF_SECONDS = 60.0
 
@@ -22,28 +20,27 @@ T = TypeVar("T")
 
 
 class SlowLane:
-    """Runs functions in a few threads, and gives the threads to tenants in turns."""
+    """Runs functions in a few threads. Tenants take turns in getting a thread."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """The waiting calls of `run`, by tenant. The tenant that gets the next thread comes
-        first."""
+        """Waiting calls of `run`, by tenant. The tenant that gets the next thread comes first."""
         self._running: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}  # by tenant: the time of its last function
         self._put_off_until: dict[str, float] = {}  # by tenant: the end of its longest delay
 
     @property
     def has_put_off(self) -> bool:
-        """Whether a delay that `put_off` returned is not over yet."""
+        """Whether a delay that `put_off` returned is still running."""
         now = time.monotonic()
         return any(until > now for until in self._put_off_until.values())
 
     def put_off(self, tenant: str) -> float:
-        """Returns the delay in seconds for a request that finds the lane full.
+        """Returns the delay in seconds for a request of `tenant` that finds the lane full.
 
-        The delay is the time that the tenant's other requests are expected to take: those in the
-        lane, and those that were put off before. If the request came back earlier, its claim would
-        be useless.
+        The delay is the time that the tenant's other requests are expected to take: the requests in
+        the lane, and those that were put off before. If the request came back earlier, the lane
+        would still be full.
         """
         now = time.monotonic()
         self._put_off_until = {
@@ -57,8 +54,8 @@ class SlowLane:
         return until - now
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Run a function in a thread, and return its result. If the task is cancelled, the thread
-        continues and its result is dropped."""
+        """Run `function` in a thread, and return its result. If the calling task is cancelled, the
+        thread continues, and the result is dropped."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._give_turns()

@@ -1,4 +1,5 @@
-"""The token budget and the number of requests that a worker claims."""
+"""Decides how many requests a worker claims, and how many tokens they may need (the token
+budget)."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _MAX_DEPTH = 4096
 class ClaimPolicy:
     """Decides how many requests to claim.
 
-    If `depth` is None, the worker keeps as many requests ready as the engine has lately taken in
-    100 ms.
+    `depth` is the number of ready requests to keep beyond the free slots. If None, it is the number
+    of requests that the engine recently took in 100 ms.
     """
 
     def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
@@ -26,7 +27,7 @@ class ClaimPolicy:
 
     @property
     def depth(self) -> int:
-        """Number of ready requests to keep beyond the free slots."""
+        """Number of ready requests (claimed and prepared) to keep beyond the free slots."""
         if self._fixed_depth is not None:
             return self._fixed_depth
         rate = self._leases.ready.hand_outs_a_second
@@ -35,10 +36,10 @@ class ClaimPolicy:
     def room(self) -> Room:
         """Returns the room for new claims: the slots and KV tokens that no held request needs.
 
-        A prefix that several sequences share is counted once. `max_count` and `token_budget` are
-        negative while the worker holds urgent requests that will preempt running sequences. Further
+        A prefix that several sequences share is counted once. If the worker holds urgent requests
+        that will preempt running sequences, `max_count` and `token_budget` may be negative. Further
         urgent requests can then preempt only the sequences that remain. There is no room while the
-        worker holds a request that may crash it, or while the engine accepts no requests.
+        worker holds a request that may crash the worker, or while the engine accepts no requests.
         """
         leases, limits = self._leases, self._engine.limits
         if leases.has_suspect or not self._engine.is_accepting:

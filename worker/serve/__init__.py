@@ -1,1 +1,1 @@
-"""The process of a worker: puts its parts together, runs them and ends them."""
+"""The process of a worker: code that builds, runs and ends the parts of the worker."""

@@ -47,7 +47,7 @@ class Served:
     """A loaded model with all that a worker needs to serve it."""
 
     engine: Engine | EnginePort
-    """An EnginePort, or an Engine, for which the worker starts a thread."""
+    """An Engine, for which the worker starts a thread, or an EnginePort, which needs none."""
     tokenizer: Tokenizer
     identity: ModelIdentity
     end_token_ids: frozenset[int]
@@ -55,25 +55,25 @@ class Served:
     dtype: str
     """The dtype in which the model computes; empty if this process computes nothing."""
     method: str = ""
-    """How the model is computed, for the ready line: whether by promptq's code, with the reason if
-    not, and in which formats. If an inference server computes the model: the server's name."""
+    """How the model is computed, as text for the ready line (which a worker prints when it can
+    serve): whether by promptq's code, or why not, and in which number formats. If an inference
+    server computes the model: the server's name."""
     grammars: Grammars | None = None
     """Compiles grammars for structured output; None for an engine that cannot use grammars."""
     verdict: Verdict | None = None
-    """The result of the check at load. A later load of the same model need not repeat the check."""
+    """The result of the test of the model at load. A later load of the same model can reuse it."""
     pooling: Pooling | None = "last"
     """The default pooling of embedding requests; see `Preparation`."""
 
     @property
     def computes_here(self) -> bool:
-        """Whether this process computes the model. Its steps then release the interpreter's
-        lock."""
+        """Whether this process computes the model, and no inference server does. Steps of the
+        engine then release the interpreter's lock."""
         return bool(self.dtype) and not isinstance(self.engine, EnginePort)
 
 
 def _kv_cache_bytes(settings: WorkerSettings) -> int | None:
-    """Returns the size of the KV cache in bytes; None if it is not set. The setting is a text such
-    as `4G`, `512M` or `1048576`. Raises ConfigurationError."""
+    """Parses a setting such as `4G`, `512M` or `1048576`. Raises ConfigurationError."""
     if not (text := settings.kv_cache_memory):
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
@@ -87,8 +87,8 @@ def _kv_cache_bytes(settings: WorkerSettings) -> int | None:
 def build(
     settings: WorkerSettings, progress: Progress = ignore_progress, known: Verdict | None = None
 ) -> Served:
-    """Load the model that the settings name. `known` is the verdict of an earlier load of the
-    model.
+    """Load the model that the settings name. `known` is the result of an earlier test of the same
+    model, which is then not repeated.
 
     Raises ConfigurationError, ModelError.
     """
@@ -289,8 +289,9 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
 def _end_token_ids(
     of_model: frozenset[int], tokenizer: HuggingFaceTokenizer, vocab_size: int
 ) -> frozenset[int]:
-    """Returns the end tokens of the model and of the tokenizer, as vLLM does. Many fine-tuned
-    models have their base model's configuration, which may lack the tokenizer's end token."""
+    """Returns the end tokens of both the model and the tokenizer, as vLLM does. The configuration
+    of a fine-tuned model is often that of its base model, which may lack the tokenizer's end
+    token."""
     own = tokenizer.end_token_id
     return of_model if own is None or own >= vocab_size else of_model | {own}
 
@@ -322,8 +323,6 @@ def _engine(
     *,
     async_scheduling: bool = False,
 ) -> Engine:
-    """Returns the engine. `speculative_tokens` and `async_scheduling` are defaults for the settings
-    of these names."""
     if settings.speculative_tokens is not None:
         speculative_tokens = settings.speculative_tokens
     if settings.async_scheduling is not None:

@@ -1,8 +1,9 @@
-"""Listens on the channels of the queue: `control` for new work and cancels, `drain` for drains.
+"""Listens on the pub/sub channels of the queue: `control` for new work and cancels, `drain` for
+messages that tell workers to finish and exit.
 
-Producers may publish on `control`, but must not be able to end workers. So drains have their own
-channel. On a server without roles, every client may do everything. There the worker also obeys a
-drain on `control`, where earlier releases send it.
+Producers may publish on `control`, but must not be able to end workers. So drains have a separate
+channel. On a server without roles, every client may publish everywhere. There the worker also obeys
+a drain on `control`, where earlier releases send it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ async def act(
     exchange: Exchange,
     drain: asyncio.Event,
 ) -> None:
-    """Act on messages until cancelled. Passes new work to `wake_up` and cancels to `exchange`, and
-    sets `drain`.
+    """Act on messages until this task is cancelled. Passes new work to `wake_up`, and cancels of
+    requests to `exchange`. Sets `drain` when a message tells this worker to finish and exit.
 
     A message is `pending`, `cancel:ID`, `drain` for all workers, or `drain:WORKER_ID`.
     """
@@ -48,7 +49,7 @@ async def act(
 
 
 async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
-    """Yields the messages, until cancelled. Yields `pending` after each connection.
+    """Yields the messages until this task is cancelled. Yields `pending` after each connection.
 
     The worker misses messages while it is disconnected. Missed wake-ups and cancels only cost time:
     workers poll for new work, and every publish reports cancels. A missed drain has to be sent
@@ -79,10 +80,8 @@ async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
 
 
 async def _next(channel: Any) -> dict[str, Any]:
-    """Returns the next message. If none comes in time, sends a ping, whose answer is a message.
-
-    Raises RedisError if no answer comes, because then the connection is open but dead.
-    """
+    """Returns the next message, or after a silence the answer to a ping. Raises RedisError if no
+    answer comes, because then the connection is open but dead."""
     seconds = channel.connection.socket_timeout
     message: dict[str, Any] | None = await channel.get_message(timeout=seconds)
     if message is None:

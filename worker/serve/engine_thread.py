@@ -1,8 +1,8 @@
 """The thread that drives the engine, and the two queues between it and the rest of the worker.
 
 The thread reads the inbox between steps, and nothing else changes the engine from outside. So only
-the engine frees KV blocks. Aborts never wait behind additions. The outbox is bounded: while nobody
-fetches its outputs, the engine pauses.
+the engine frees KV blocks. Aborts never wait behind new requests. The outbox has a limit: if nobody
+fetches outputs, the outbox fills up and the engine pauses.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class EngineThread:
         return time.monotonic() - self._last_progress
 
     def _wake(self) -> None:
-        """Wake the thread if it waits. Waking costs time, so a running thread is not woken."""
         if self._is_waiting:
             with self._inbox:
                 self._is_waiting = False
@@ -137,7 +136,7 @@ class EngineThread:
             return self._engine.recover(error)
 
     def _apply_inbox(self) -> bool:
-        """Wait for work, and apply additions and aborts. Returns False if the thread must stop."""
+        # Returns False if the thread must stop.
         if not self._engine.has_work:
             self._wait()
         # Read the aborts first, so that an addition made before its abort is not read after it.
@@ -166,7 +165,6 @@ class EngineThread:
         return not self._stopping
 
     def _wait(self) -> None:
-        """Wait until the inbox has a message, or until `stop` is called."""
         with self._inbox:
             self._is_waiting = True  # before the check, so that no later message is missed
             while not (self._stopping or self._additions or self._aborts or self._snapshots):
@@ -190,5 +188,5 @@ class EngineThread:
 
 
 def _all_of(mail: deque[T]) -> list[T]:
-    """Remove and return all messages so far. Another thread may add more meanwhile."""
+    # Another thread may append meanwhile.
     return [mail.popleft() for _ in range(len(mail))]

@@ -24,10 +24,9 @@ _ENGINE_STATISTIC = {
     metrics.RECOMPUTED: "recomputed_tokens",
     metrics.STATE_BYTES: "state_bytes",
 }
-"""The engine statistic behind each of these metrics. If an engine does not report the statistic,
-the metric is left out."""
-_REASONS_IN_VLLM = {FinishReason.CANCELLED: "abort"}
-"""Finish reasons for which vLLM's metrics have other words."""
+"""The engine statistic from which a metric is computed. A metric is left out if the engine does not
+report its statistic."""
+_REASONS_IN_VLLM = {FinishReason.CANCELLED: "abort"}  # where vLLM's name differs
 
 
 def readings(worker: Worker) -> Iterator[Reading]:

@@ -40,8 +40,8 @@ def identify(settings: WorkerSettings) -> ModelIdentity:
 
 
 def identity_of(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
-    """Returns the identity of the model that the settings name, which may be the model of an
-    inference server."""
+    """Returns the identity of the model that the settings name. The model may be served by an
+    inference server instead of promptq's engine."""
     is_native = settings.engine == NATIVE
     name = settings.model or str(MODEL_DIR)
     adapter = adapter_of(settings)
@@ -60,8 +60,7 @@ def identity_of(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> Mo
 
 
 def _formats(settings: WorkerSettings) -> list[str]:
-    """Returns the number formats that are part of the model's identity, because they change outputs
-    more than another processor would."""
+    # These formats change outputs more than another processor would.
     formats: list[str] = []
     if settings.quantization != "none":
         formats.append(settings.quantization)
@@ -89,9 +88,9 @@ def shown_name(settings: WorkerSettings) -> str:
 def _fingerprint(name_or_dir: str, others: Sequence[Path], *, with_weights: bool) -> str:
     """Returns a hash of the names, sizes and first MiB of a model's files, and of `others`.
 
-    A safetensors file begins with the names and shapes of all its tensors, a GGUF file with its
-    name and vocabulary. Without `with_weights`, the hash leaves out the weights. A worker that
-    forwards to an inference server may not have these files.
+    The first MiB has the names and shapes of the tensors (safetensors), or the name and vocabulary
+    (GGUF). A worker that forwards to an inference server may lack the weights:
+    `with_weights=False`.
     """
     folder = folder_of(name_or_dir)
     digest = hashlib.sha256()
@@ -109,7 +108,8 @@ def _fingerprint(name_or_dir: str, others: Sequence[Path], *, with_weights: bool
 
 
 def folder_of(name_or_dir: str) -> Path:
-    """Returns the folder of a model's files. `name_or_dir` is that folder, or a name on the hub."""
+    """Returns the folder of a model's files. `name_or_dir` is that folder or the model's name on
+    the Hugging Face hub."""
     folder = Path(library_arguments(name_or_dir)[0])
     if folder.is_dir():
         return folder

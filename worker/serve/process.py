@@ -39,25 +39,27 @@ T = TypeVar("T")
 _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
-"""The interpreter's switch interval in seconds (default 0.005) if this process computes the model.
-The engine's thread gets the interpreter's lock this soon after a step. If no model computes here,
-all threads always need the lock, and each switch costs more than it gains."""
+"""Seconds for which a thread keeps the interpreter's lock (Python's default: 0.005), if this
+process computes the model. After a step, the engine's thread gets the lock this soon. Without a
+model here, all threads always need the lock, and each switch costs more than it gains."""
 
 
 class Turn(Protocol):
     """Decides when a process may load its model, if several processes share the device."""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """Set these events when the owner of the processes orders this process to end. The events
-        are those that signals set."""
+        """From now on, set these events when the owner of the processes orders this process to end.
+        Signals set the same events."""
         ...
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
-        """Wait until the model may be loaded. Returns the verdict of an earlier load, or None."""
+        """Wait until the model may be loaded. Returns the test result of an earlier load, or
+        None."""
         ...
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
-        """Report that the worker claims requests from now on. `line` is its ready line."""
+        """Report that the worker claims requests from now on. `line` describes the worker for the
+        log."""
         ...
 
 
@@ -172,11 +174,11 @@ def handle_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
 async def unless(
     stop: asyncio.Event, starting: Awaitable[T], give_up: Callable[[], object] = lambda: None
 ) -> T:
-    """Await a stage of the start and return its result. If `stop` is set first, call `give_up` and
-    end the process at once.
+    """Await one stage of the start, and return its result. If `stop` is set first, call `give_up`
+    and end the process at once.
 
-    The process holds no requests yet, so nothing is lost. Waiting for a thread that loads a model
-    could take minutes.
+    The process holds no requests yet, so nothing is lost. A thread that loads a model could
+    continue for minutes.
     """
     stage, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     await asyncio.wait((stage, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -188,10 +190,7 @@ async def unless(
 
 
 def _leave_at_once(error: Exception | None = None) -> NoReturn:
-    """Print the error, if there is one, and end the process now.
-
-    A normal end would wait for all threads, of which one may hang for ever.
-    """
+    # A normal end would wait for all threads, and one of them may hang for ever.
     if error is not None:
         is_ours = isinstance(error, PromptqError)
         text = f"promptq worker: {error}" if is_ours else "".join(format_exception(error))
@@ -202,10 +201,7 @@ def _leave_at_once(error: Exception | None = None) -> NoReturn:
 
 
 def _spare_the_collector() -> None:
-    """Exempt libraries and the model from garbage collection, because they are never freed.
-
-    Also makes collections less frequent. A collection stops every thread, also the engine's.
-    """
+    # Libraries and the model are never freed. A collection stops every thread, also the engine's.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)

@@ -12,9 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from promptq.shared.runtime.logs import get_logger
 
-_LOGGED_SECONDS = 5.0
-"""Without a bar, a stage that takes at least this many seconds gets a log line. The ready line has
-the times of the other stages."""
+_LOGGED_SECONDS = 5.0  # without a bar, a stage that takes this long gets a log line
 
 
 class StartUp:

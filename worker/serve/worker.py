@@ -47,16 +47,15 @@ from promptq.worker.serve.build import Served
 from promptq.worker.serve.engine_thread import EngineThread
 
 _NOTE_SECONDS = 5.0
-"""Seconds between two calls that add the queue's name to the server's list of queues."""
 
 
 class Worker:
     """Serves one queue with one engine until it is stopped.
 
     The worker creates its parts and runs them. The prefetcher (`intake`) claims and prepares
-    requests. `Leases` hands them to the engine, and the publisher sends their outputs. All parts
-    report events of a held request to `Leases`. `start_up_seconds` has the seconds of each stage of
-    loading, for the heartbeat.
+    requests. `Leases` hands them to the engine, and the publisher sends the engine's outputs. All
+    parts report to `Leases` what happens to a request. `start_up_seconds` has the seconds of each
+    stage of loading, for the heartbeat.
     """
 
     def __init__(
@@ -126,7 +125,6 @@ class Worker:
         self._log = get_logger(worker_id=self.worker_id, queue=settings.queue)
 
     def _about(self, start_up_seconds: Mapping[str, float]) -> WorkerStats:
-        """Returns the worker's statistics at its start. Only `state` changes later."""
         served, limits = self.served, self.engine.limits
         return WorkerStats(
             worker_id=self.worker_id,
@@ -150,7 +148,8 @@ class Worker:
         )
 
     async def start(self) -> None:
-        """Start to claim requests. Raises ModelMismatchError if the queue has another model."""
+        """Start to claim requests. Raises ModelMismatchError if other workers of the queue serve
+        another model."""
         no_room = Room(max_count=0, token_budget=0)
         await keep_trying(lambda: self._queue.take_batch(no_room), self._settings.redis_wait)
         messages = control_channel.listen(self._queue)
@@ -245,8 +244,7 @@ class Worker:
         return self._heartbeat.stats()
 
     async def _note_queue(self) -> None:
-        """Add the queue's name to the server's list of queues, which gateways of several queues
-        read."""
+        # Gateways of several queues read the list.
         try:
             await self._queue.run(lookups.note_queue(self._queue.keys.queue))
         except NoPermissionError:
@@ -265,8 +263,7 @@ class Worker:
         self._exchange.note_heartbeat()
 
     async def _compare_lengths(self) -> None:
-        """Log a warning if another worker of the queue, which may continue streams of this one, has
-        another length limit."""
+        # Other workers of the queue may have to continue streams of this one.
         keys, own = self._queue.keys, self.engine.limits.max_model_len
         for worker_id in await self._queue.run(lookups.live_worker_ids(keys, 0)):
             other = await self._queue.run(lookups.worker_stats(keys, worker_id))
@@ -281,7 +278,6 @@ class Worker:
                 return
 
     async def _notify_service_manager(self) -> None:
-        """Notify systemd that the worker is alive, unless a part of it hangs."""
         if not self._watchdog.reason:
             notify("WATCHDOG=1")
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from promptq.shared.queue.statistics import Work
 
-_SPARE_SECONDS = 2.0
-"""A model is loaded this many seconds earlier than a deadline requires."""
+_SPARE_SECONDS = 2.0  # a model is loaded this much earlier than a deadline requires
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +15,11 @@ class SwapTimes:
     """The limits by which `choose` decides, in seconds."""
 
     least_loaded: float
-    """A model that has work stays loaded for at least this time."""
+    """A model that has work stays loaded for at least this many seconds."""
     longest_wait: float
-    """The longest time that requests wait for their model while another model has work."""
+    """The most seconds that requests wait for their model while another model has work."""
     idle: float
-    """A model without work is unloaded after this time."""
+    """A model is unloaded after it has had no work for this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Loaded:
     queue: str
     since: float
     worked_at: float
-    """The last time at which its queue had work."""
+    """When the queue last had work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +38,18 @@ class Candidate:
 
     work: Work
     left_at: float
-    """The time at which its model was unloaded; minus infinity if it was never loaded."""
+    """When the queue's model was last unloaded; minus infinity if it was never loaded."""
     load_seconds: float
     """Expected seconds from the order to load the model until the model serves."""
 
     def waited_seconds(self, now: float) -> float:
-        """Returns how long the first request has waited since the model was unloaded."""
+        """Returns how many seconds the queue's first request has waited, counted at the earliest
+        from the unloading of the queue's model."""
         return min(self.work.oldest_ms / 1000, now - self.left_at)
 
     @property
     def front(self) -> float:
-        """The score of the first waiting request."""
+        """The score (place in the queue) of the first waiting request."""
         return 0.0 if self.work.front is None else self.work.front
 
     @property
@@ -63,8 +63,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A change of the loaded model: the queue of the new model (None: load no model), and the
-    reason."""
+    """A decision to load the model of `queue` (None: to load no model), and the reason."""
 
     queue: str | None
     because: str
@@ -77,8 +76,8 @@ def choose(
     candidates: Mapping[str, Candidate],
     now: float,
 ) -> Choice | None:
-    """Returns the change to make, or None if the loaded model should stay. `own` is the work for
-    the loaded model.
+    """Returns the decision to load another model, or None if the loaded model should stay. `own` is
+    the work for the loaded model.
 
     The rule compares the requests of different queues as if they waited in one queue: by the score,
     which is the time of arrival plus the priority. By default, one level of priority counts as much

@@ -18,7 +18,8 @@ Target = Callable[[WorkerSettings, str, Connection], None]
 
 
 class ProcessState(Enum):
-    """The state of a process, which has a model in memory in LOADING, SERVING and DRAINING."""
+    """States of a process that serves a model. The model is in memory in LOADING, SERVING and
+    DRAINING."""
 
     STARTING = auto()
     STANDBY = auto()
@@ -29,8 +30,8 @@ class ProcessState(Enum):
 
 
 def forking(*libraries: str) -> ForkServerContext:
-    """Returns a context whose processes start with these modules already imported. Importing them
-    takes seconds.
+    """Returns a context that starts processes with these modules already imported. An import takes
+    seconds.
 
     The context forks from a separate process, because this process has threads.
     """
@@ -41,10 +42,7 @@ def forking(*libraries: str) -> ForkServerContext:
 
 @contextmanager
 def _not_importing_from_here() -> Iterator[None]:
-    """Inside this context, set PYTHONSAFEPATH.
-
-    So the fork server, which starts here, does not import modules from the current folder.
-    """
+    # The fork server starts here, but must not import modules from the current folder.
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -71,7 +69,7 @@ class ModelProcess:
         redis_url: str,
         known: Known | None = None,
     ) -> None:
-        """`known` is the result of the check by an earlier process of this model."""
+        """`known` is the test result of an earlier process that loaded this model."""
         self.has_room = True
         """False once the process has reported that the model does not fit into memory beside the
         loaded models."""
@@ -94,7 +92,7 @@ class ModelProcess:
 
     @property
     def holds_memory(self) -> bool:
-        """Whether the process may have a model in memory: it is LOADING, SERVING or DRAINING."""
+        """Whether the state is LOADING, SERVING or DRAINING, so that a model may be in memory."""
         busy = (ProcessState.LOADING, ProcessState.SERVING, ProcessState.DRAINING)
         return self.state in busy
 
@@ -115,12 +113,12 @@ class ModelProcess:
         self._send(Order.LOAD_ALONE if is_alone else Order.LOAD)
 
     def drain(self) -> None:
-        """Order the process to claim no more, finish running requests, and end."""
+        """Order the process to claim no further requests, finish running requests, and end."""
         self.state = ProcessState.DRAINING
         self._send(Order.DRAIN)
 
     def stop(self) -> None:
-        """Order the process to give back running requests and end."""
+        """Order the process to give running requests back to the queue, and end."""
         self.state = ProcessState.DRAINING
         self._send(Order.STOP)
 

@@ -43,23 +43,25 @@ class Report(StrEnum):
     NO_ROOM = "no room"
     """The model does not fit into memory beside the loaded models."""
     SERVING = "serving"
-    """The process claims requests. The text is its ready line."""
+    """The process claims requests. The text describes the worker for the log."""
     FAILED = "failed"
     """The process ends after an error. The text is a sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The verdict of an earlier process that loaded and checked the model with this fingerprint."""
+    """The result of an earlier test of the model. It is valid while the model's files have this
+    fingerprint."""
 
     fingerprint: str
     verdict: bytes
-    """The pickled Verdict. It stays pickled in the owner, which has not imported that class."""
+    """The pickled Verdict. The owner does not unpickle it, because it has not imported that
+    class."""
 
 
 class Standby:
-    """Waits until the owner orders this model to be loaded. If the owner ends, the process
-    drains."""
+    """Waits until the owner (the process that started this one) orders this model to be loaded. If
+    the owner ends, this process drains: it finishes running requests and ends."""
 
     def __init__(self, owner: Connection) -> None:
         self._owner = owner
@@ -69,7 +71,8 @@ class Standby:
         self._fingerprint = ""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """Act on the owner's orders from now on, in the running event loop."""
+        """Act on the owner's orders from now on, in the running event loop: set `stop` to drain,
+        and both events to end at once."""
         loop = asyncio.get_running_loop()
 
         def read() -> None:
@@ -93,8 +96,8 @@ class Standby:
         """Register the model with its queue, so that clients find it, and wait for the order to
         load.
 
-        Returns the verdict of an earlier load if the files have not changed, otherwise None. Raises
-        ModelNotFoundError, and ModelMismatchError if the queue has another model.
+        Returns the test result of an earlier load if the files have not changed, otherwise None.
+        Raises ModelNotFoundError, and ModelMismatchError if the queue has another model.
         """
         identity = await asyncio.to_thread(identify, settings)
         queue = AsyncRequestQueue(client, settings.queue, model=identity)
@@ -114,7 +117,8 @@ class Standby:
         return verdict
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
-        """Report that the process claims requests from now on. `line` is its ready line."""
+        """Report that the process claims requests from now on. `line` describes the worker for the
+        log."""
         known = None if verdict is None else Known(self._fingerprint, pickle.dumps(verdict))
         self.report(Report.SERVING, line, known)
 

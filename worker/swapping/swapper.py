@@ -28,8 +28,7 @@ _READ_SECONDS = 0.2
 _REPORT_SECONDS = 1.0
 _LOADABLE_FOR_MS = 5000
 _GUESSED_LOAD_SECONDS = 10.0
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
-"""The pause after a failure. It doubles with each further failure."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0  # after a failure
 
 
 class ModelFailedError(PromptqError):
@@ -38,14 +37,14 @@ class ModelFailedError(PromptqError):
 
 @dataclass
 class _Model:
-    """The present process of a model, and facts about its earlier processes. Times are seconds of
+    """A model's current process, and facts about earlier ones. Times are those of
     `time.monotonic()`."""
 
     process: ModelProcess
     left_at: float = -math.inf
-    """The time at which the model was unloaded."""
+    """When the model was last unloaded."""
     worked_at: float = -math.inf
-    """The last time at which the model was loaded and had work."""
+    """When the model was last both loaded and had work."""
     load_seconds: float = _GUESSED_LOAD_SECONDS
     pause: float = 0.0
     """Seconds of the last pause after a failure; 0 if the last load succeeded."""
@@ -54,7 +53,7 @@ class _Model:
 
 
 class Swapper:
-    """Keeps one model loaded, and the processes of the other models ready to load theirs.
+    """Keeps one model loaded, and for each other model a process that is ready to load it.
 
     `start` starts the process of a queue. With `overlaps`, a model may be loaded while the previous
     one still runs, if there is memory for both. The function `choose` decides which model should be
@@ -91,7 +90,7 @@ class Swapper:
 
     async def start(self, stop: asyncio.Event) -> None:
         """Wait until each process has registered its model and the first model serves, or until
-        `stop`.
+        `stop` is set.
 
         Raises ModelFailedError if a model cannot be served.
         """
@@ -108,7 +107,7 @@ class Swapper:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Change the loaded model as the queues' work requires, until `stop`."""
+        """Change the loaded model as the queues' work requires, until `stop` is set."""
         reading = asyncio.create_task(self._read_on())
         try:
             while not stop.is_set():
@@ -156,8 +155,7 @@ class Swapper:
                 model.left_at = now
 
     def _replace_ended(self) -> None:
-        """Start a new process for each one that has ended. After a failure, wait for a pause
-        first."""
+        # After a failure, a process starts again only when a pause is over.
         now = time.monotonic()
         for name, model in self._models.items():
             if model.process.state is not ProcessState.ENDED or now < model.not_before:
@@ -178,8 +176,7 @@ class Swapper:
             model.process = self._start(name, model.process.known)
 
     def _decide(self) -> None:
-        """Choose the model to load. Does nothing while the queues' work is unknown, or while the
-        models change."""
+        # Does nothing while the queues' work is unknown, or while a change of models is under way.
         now, own, loaded = time.monotonic(), Work(), None
         if not self._works:
             return
@@ -208,7 +205,6 @@ class Swapper:
             self._wanted, self._changed_at = choice.queue, now
 
     async def _report_loadable(self) -> None:
-        """Report to the server which queues' models are loaded or can be loaded."""
         now = time.monotonic()
         names = [name for name, model in self._models.items() if model.not_before <= now]
         with suppress(ResponseError):  # such as a full server; swapping continues
@@ -219,7 +215,7 @@ class Swapper:
         return f"{self._names[name]} (queue {name})" if name else "none"
 
     def _arrange(self) -> None:
-        """Start the next steps towards a state in which only the wanted process serves."""
+        # Each call takes one step towards a state in which only the wanted process serves.
         wanted = self._models[self._wanted].process if self._wanted else None
         others = [model for model in self._models.values() if model.process is not wanted]
         is_alone = not any(model.process.holds_memory for model in others)
@@ -237,7 +233,6 @@ class Swapper:
                     model.process.drain()
 
     async def _read_on(self) -> None:
-        """Read the work of all queues repeatedly, and report which models can be loaded."""
         names = [*self._models]
         is_away, reported_at = False, -math.inf
         while True:

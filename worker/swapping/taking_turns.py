@@ -1,4 +1,4 @@
-"""Starts and ends a process for each of several models, of which one is loaded at a time."""
+"""Runs a process for each of several models, of which one is loaded at a time."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ from promptq.worker.swapping.model_process import ModelProcess, forking
 from promptq.worker.swapping.standby import Report, Standby
 from promptq.worker.swapping.swapper import Swapper
 
-_LEAVING_SECONDS = 10.0
-"""Seconds that a process may take to end after it has drained."""
+_LEAVING_SECONDS = 10.0  # for a process to end after its drain
 
 
 async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None:
@@ -86,11 +85,7 @@ async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None
 
 
 async def _reap(queues: Sequence[AsyncRequestQueue]) -> None:
-    """Return requests of crashed processes to their queues.
-
-    A worker reaps only its own queue. A queue whose model is not loaded has no worker, and its
-    model is loaded only for waiting requests.
-    """
+    # A worker reaps only its own queue. A queue whose model is not loaded has no worker.
     reapers = [Reaper(queue) for queue in queues]
     while True:
         await asyncio.sleep(queues[0].lease_ms / 1000 / REAPS_PER_LEASE)
@@ -100,15 +95,13 @@ async def _reap(queues: Sequence[AsyncRequestQueue]) -> None:
 
 
 async def _notify_service_manager() -> None:
-    """Notify systemd that this loop runs, if systemd expects that."""
     while (seconds := watchdog_seconds()) is not None:
         notify("WATCHDOG=1")
         await asyncio.sleep(seconds)
 
 
 def _of_one(settings: WorkerSettings, nth: int) -> WorkerSettings:
-    """Returns the settings of the `nth` process. Each process has a separate metrics port. No
-    process has a port for probes, because the owner answers probes."""
+    # Each process has a separate metrics port. Only the owner answers probes.
     port = settings.metrics_port and settings.metrics_port + nth
     return settings.model_copy(update={"metrics_port": port, "health_port": None})
 
@@ -116,7 +109,6 @@ def _of_one(settings: WorkerSettings, nth: int) -> WorkerSettings:
 def _serve_in_turn(
     cores: set[int] | None, settings: WorkerSettings, redis_url: str, owner: Connection
 ) -> None:
-    """Run a worker that loads its model when the owner orders it."""
     os.setpgid(0, 0)  # Ctrl-C must reach only the owner
     if cores is not None:
         os.sched_setaffinity(0, cores)  # a library may have bound the fork server to one core

@@ -1,9 +1,9 @@
-"""Ids of a stream's events. An id has the client's position after the event.
+"""Ids of a stream's events. An id states how much the client has read after the event.
 
 `chatcmpl-ID/12-57` means that the call has one choice, of which the client has read 12 tokens (57
 characters). An `e` after the numbers means that the client has read the choice's end, too. The
 positions in further choices follow, separated by dots. The number of characters is needed when the
-queue has no events left, only the request's result, whose text does not show where tokens begin.
+queue has deleted the events: the request's result does not show where tokens begin.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ class Position:
 
 
 def event_id(completion_id: str, positions: Iterable[str]) -> str:
-    """Returns the id of an event after which a client has these positions, one for each choice."""
+    """Returns the id of an event. `positions` has the client's position in each choice after the
+    event."""
     return f"{completion_id}{_SEPARATOR}{'.'.join(positions)}"
 
 
 def read_event_id(text: str) -> tuple[str, list[Position]]:
-    """Returns the completion's id and the position in each choice. Raises InvalidRequestError."""
+    """Parses the id of an event: returns the completion's id and the position in each choice.
+    Raises InvalidRequestError."""
     completion_id, _, rest = text.strip().rpartition(_SEPARATOR)
     matches = [_CHOICE.fullmatch(part) for part in rest.split(".")]
     if not completion_id or None in matches:

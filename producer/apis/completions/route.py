@@ -153,8 +153,9 @@ def stream_of(
     *,
     is_new: bool = False,
 ) -> EventStream:
-    """Returns the stream of a completion, without what its client has read: `have` is empty, or has
-    a position for each choice. Raises InvalidRequestError for another number of positions."""
+    """Returns the stream of a completion. The stream skips what its client has read: `have` has a
+    position for each choice, or is empty if the client has read nothing. Raises InvalidRequestError
+    if `have` has another number of positions."""
     have = have or [Position()] * completion.num_choices
     if len(have) != completion.num_choices:
         raise wrong_field(
@@ -165,7 +166,7 @@ def stream_of(
 
 
 class _Frames(Frames):
-    """The frames of a completion: the chunks of all choices, then the usage and the end."""
+    """Server-sent events of a completion: the chunks of all choices, then the usage and the end."""
 
     def __init__(
         self, served: ServedQueue, completion: Completion, have: Sequence[Position], out: Out
@@ -180,14 +181,13 @@ class _Frames(Frames):
         self._num_tokens = 0
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
-        """Writes the chunk for an event of the choice at `place`."""
         if event.finish_reason is not None:
             num_tokens = self._num_tokens + event.end
             names = self._completion.names
             if (error := failure(event.finish_reason, event.error, num_tokens, names)) is not None:
                 raise error
         self._num_tokens += len(event.token_ids)
-        if not self._writers:
+        if not self._writers:  # the model is known only when an event comes
             return partial(self._begin_and_write, place, event)
         if is_large(event):
             return partial(self._write_in_turns, place, event)
@@ -218,7 +218,6 @@ class _Frames(Frames):
         return self._out.write(f"id: {last_id}\ndata: {chunk}\n\n".encode("ascii"))
 
     async def _begin_and_write(self, place: int, event: TokenEvent) -> None:
-        """Creates the writers before the first event, because the model is known only then."""
         async with self._beginning:
             if not self._writers:
                 self._completion, style = await with_model_and_style(self._served, self._completion)

@@ -71,13 +71,13 @@ class FixedFields(BaseModel):
 
 @lru_cache(maxsize=len(FieldsWithoutEffect.model_fields))
 def warn_of(field: str) -> None:
-    """Logs, once for each field, that calls have a field without effect."""
+    """Logs a warning that this field of calls has no effect. Logs each field only once."""
     _log.warning("a field of a call has no effect: %(field)s", {"field": field})
 
 
 def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a body with promptq's names of fields in place of vLLM's, and with only the tools
-    that a `tool_choice` allows.
+    """Returns a body in which fields with vLLM's names have promptq's names instead. Keeps only the
+    tools that `tool_choice` allows.
 
     Raises InvalidRequestError for `functions` and `function_call` (OpenAI's former names of `tools`
     and `tool_choice`), and for an unsupported feature.
@@ -106,8 +106,8 @@ def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_in(body: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the mapping for `in_api_names` if a body uses one of vLLM's fields for the format of
-    the output, so that errors name this field. Otherwise returns an empty mapping."""
+    """Maps `response_format` to the name that a body uses instead, such as `guided_json`, so that
+    errors name that field (see `in_api_names`). Empty if the body has no such field."""
     name = next((name for name in _FORMS if name in body), None)
     if name is None:
         return {}
@@ -120,12 +120,10 @@ _FORMER = {"functions": "tools", "function_call": "tool_choice"}
 _FORMS = (
     "structured_outputs",
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
-"""vLLM's fields for the format of the output, the newest first."""
+)  # the newest first
 
 
 def _format_of(name: str, value: Any) -> dict[str, Any]:
-    """Converts the value of vLLM's field `name` to a `response_format` with the same meaning."""
     kind = name.removeprefix("guided_")
     if name == "structured_outputs":
         if isinstance(value, dict):  # clients may also send the fields that are not set
@@ -163,8 +161,8 @@ _KINDS = {"json", "json_object", "regex", "choice", "grammar"}
 
 
 def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], str]:
-    """Returns the tools that a `tool_choice` allows, and its mode. The model does not see other
-    tools."""
+    """Returns the tools that a `tool_choice` allows (the model sees no others), and the choice's
+    mode: `auto` or `required`."""
     allowed = choice.get("allowed_tools", choice)
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
     listed = allowed.get("tools") if isinstance(allowed, dict) else None

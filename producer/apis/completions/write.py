@@ -26,7 +26,7 @@ from promptq.shared.runtime.large_json import written
 from promptq.shared.runtime.turns import Work, at_once
 
 _FEW = 16
-"""The most tokens whose log-probabilities are written without a pause for other tasks."""
+"""Log-probabilities of up to this many tokens are written without a pause for other tasks."""
 
 
 def answer(
@@ -131,8 +131,8 @@ class ChoiceWriter:
         return self._chunk(event, text, (yield from self._logprobs(logprobs)))
 
     def _news(self, event: TokenEvent) -> tuple[str, list[FirstToken | TokenLogprob]] | None:
-        """Returns the part of an event that the client has not read, as text and log-probabilities;
-        None if the client has read all of the event."""
+        """Returns the text and log-probabilities of an event that the client has not read; None if
+        all is read."""
         have, text, logprobs = self._have, event.text, event.logprobs or []
         if self._echo_only:
             text, logprobs = "", []
@@ -155,8 +155,7 @@ class ChoiceWriter:
         return text, [*of_prompt, *logprobs]
 
     def _chunk(self, event: TokenEvent, text: str, logprobs: str | None) -> str | None:
-        """Returns a chunk as JSON; None if it would be empty. `logprobs` is the JSON of the
-        log-probabilities that the client has not read; None if there are none."""
+        """Returns a chunk as JSON; None if the chunk would be empty. `logprobs` is JSON."""
         piece = self._reader.feed(text)
         is_last = event.is_last
         if is_last:
@@ -217,7 +216,8 @@ def is_large(event: TokenEvent) -> bool:
 def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
     """Returns the first chunks of a chat with several choices: one for each choice, with its role.
 
-    Choices must begin in order, because OpenAI's client (`chat.completions.stream`) counts them.
+    The order is that of the choices, because OpenAI's client (`chat.completions.stream`) appends
+    each new choice to a list.
     """
     if not (_roles_come_first(completion) and all(position.is_start for position in have)):
         return []
@@ -237,7 +237,7 @@ def _roles_come_first(completion: Completion) -> bool:
 
 
 def _frame_of(completion: Completion) -> tuple[str, str]:
-    """Returns the two parts of a chunk's JSON: before and after the chunk's only choice."""
+    """Returns a chunk's JSON before and after the chunk's only choice."""
     kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
     before = (
         f'{{"id":{quoted(completion.id)},"object":"{kind}","created":{completion.created}'

@@ -46,7 +46,8 @@ class EmbeddingOptions(BodyOptions):
 
 
 def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Returns the call. Raises InvalidRequestError that names the wrong field or header."""
+    """Parses a call of /v1/embeddings. Raises InvalidRequestError that names the wrong field or
+    header."""
     options, fields = read_options(EmbeddingOptions, body, headers)
     refuse(fields, [*SamplingParams.model_fields, *_OF_OTHER_ENDPOINTS])
     if not options.input:

@@ -25,8 +25,7 @@ router = APIRouter(
     responses=described(400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
     dependencies=[needs("completions")],
 )
-_READ_AT_ONCE = 16
-"""The most results of a call that are read at the same time. Each takes a round trip."""
+_READ_AT_ONCE = 16  # results; each takes a round trip
 
 
 @router.post(
@@ -49,8 +48,6 @@ async def create_embeddings(request: Request, gateway: ThisGateway, caller: This
 
 
 async def _results(served: ServedQueue, request_ids: list[str]) -> list[Result]:
-    """Returns the results of all requests. Raises PromptqError, and ApiError if a request has no
-    vector."""
     turns = asyncio.Semaphore(_READ_AT_ONCE)
 
     async def read(request_id: str) -> Result:

@@ -49,7 +49,6 @@ _SERVED = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
-"""For each role, the types of content blocks that are supported."""
 _BETWEEN_TURNS = "\n\n"
 
 _CHOICES: dict[str, str] = {"auto": "auto", "any": "required", "none": "none"}
@@ -119,11 +118,8 @@ def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 
 def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
     """Adds messages, tools and template variables to a payload's fields. Returns the text with
-    which the answer begins.
-
-    Raises ApiError for the fields in `_UNSUPPORTED`, and InvalidRequestError for any other wrong
-    field.
-    """
+    which the answer begins. Raises ApiError for `_UNSUPPORTED`, and InvalidRequestError for other
+    wrong fields."""
     refuse(fields, NAMES, NAMES)
     if unsupported := [name for name in _UNSUPPORTED if name in fields]:
         raise ApiError(
@@ -143,7 +139,6 @@ def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
 
 
 def _format_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the `response_format` of a payload; None if the call sets no format."""
     for name in config:
         check_one_of("output_config", name, ("effort", "format"))
     wanted = config.get("format")
@@ -159,7 +154,6 @@ def _format_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any:
-    """Returns the variables of the chat template; None if there are none."""
     thinking = options.thinking or {}
     for name in thinking:
         check_one_of("thinking", name, _THINKING)
@@ -217,7 +211,7 @@ def chat_of(
 
 
 def _add_user(chat: list[Message], where: str, blocks: Sequence[Mapping[str, Any]]) -> None:
-    """Adds a user's message to a chat. Each result of a tool becomes a separate message."""
+    # Each result of a tool becomes a separate message.
     texts: list[str] = []
     for block in blocks:
         if block["type"] == "text":
@@ -259,7 +253,7 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(chat: list[Message], message: Message) -> None:
-    """Adds a message to a chat. Joins it with the last message if both have the same role."""
+    # Joins successive messages of one role, except system messages.
     if not chat or chat[-1]["role"] != message["role"] or message["role"] == "system":
         chat.append(message)
         return
@@ -276,8 +270,6 @@ def _text_of(where: str, content: Any) -> str:
 
 
 def _blocks_of(where: str, content: Any, served: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Returns a content as a list of blocks. Raises InvalidRequestError for a block whose type is
-    not in `served`."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):

@@ -76,8 +76,6 @@ def message_stream(
 
 
 class _Frames(Frames):
-    """Writes the frames of a message."""
-
     def __init__(self, served: ServedQueue, completion: Completion, out: Out) -> None:
         self._served = served
         self._completion = completion
@@ -85,7 +83,7 @@ class _Frames(Frames):
         self._writer: MessageWriter | None = None
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
-        if self._writer is None:
+        if self._writer is None:  # the model is known only when an event comes
             return partial(self._begin_and_write, place, event)
         frames = self._writer.write(event)
         return self._out.write(frame_bytes(frames)) if frames else None
@@ -94,7 +92,6 @@ class _Frames(Frames):
         return error_frame(error)
 
     async def _begin_and_write(self, place: int, event: TokenEvent) -> None:
-        """Creates the writer before the first event, because the model is known only then."""
         self._writer = MessageWriter(*await with_model_and_style(self._served, self._completion))
         self._out.keepalive = PING  # no event may come before the first frame of a message
         if (finish := self.write(place, event)) is not None:
@@ -102,8 +99,6 @@ class _Frames(Frames):
 
 
 async def _whole(served: ServedQueue, completion: Completion) -> str:
-    """Waits for the end of a message, and returns it as JSON. Raises ApiError if the request has
-    failed."""
     events: list[TokenEvent] = []
     await served.client.follow(completion.id, events.append)
     writer = MessageWriter(*await with_model_and_style(served, completion))

@@ -24,17 +24,16 @@ _DELTAS: dict[Kind, tuple[str, str]] = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
-}
-"""For each kind of output, the type of a delta, and the member of the delta that has the text."""
+}  # the delta's type, and its member with the text
 _NO_DETAILS = '"stop_details":null,"container":null'
+# Clients expect these members, which have no meaning in promptq.
 _NO_USAGE = '"cache_creation":null,"server_tool_use":null,"service_tier":null,"inference_geo":null'
-"""Members of Anthropic's objects that clients expect, and that have no meaning in promptq."""
 _NO_MARK = "\0"
 """A character that occurs in no mark (such as `<think>`) and is not white space. When the parser
 reads this character, it returns all text that it held back as the possible beginning of a mark."""
 _BROKEN = "INVALID_JSON"
-"""If the model has not written a JSON object, the tool's input has only a member of this name, with
-the text that the model has written."""
+"""Name of the only member of a tool's input if the model has not written a JSON object. The member
+has the text that the model has written."""
 
 
 class MessageWriter:
@@ -188,8 +187,6 @@ class _Prefill:
 
 
 class _Block:
-    """A block of the content that is being written."""
-
     def __init__(self, kind: Kind, tool_use_id: str, name: str) -> None:
         self.kind = kind
         self.texts: list[str] = []
@@ -213,7 +210,7 @@ class _Block:
 
 
 def _input_of(arguments: str) -> str:
-    """Returns a call's arguments as a JSON object. `max_tokens` may have cut them off."""
+    # `max_tokens` may have cut off the JSON.
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:
@@ -222,8 +219,7 @@ def _input_of(arguments: str) -> str:
 
 
 def _usage(usage: Usage, num_prefilled: int) -> str:
-    """Returns the usage as JSON, as Anthropic counts: tokens of the prefill are input, and cached
-    tokens are not."""
+    # To Anthropic, tokens of the prefill are input, and cached tokens are not.
     details = "null"
     if usage.reasoning_tokens is not None:
         details = f'{{"thinking_tokens":{usage.reasoning_tokens}}}'

@@ -13,8 +13,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime.large_json import object_in
 from promptq.shared.runtime.turns import Work
 
-_FEW = 64
-"""The most tokens whose log-probabilities are in one piece."""
+_FEW = 64  # tokens with log-probabilities in one piece
 _MOST_MS = 1e12
 
 
@@ -36,7 +35,8 @@ class Ending(BaseModel):
 
 
 class EndedOutput(BaseModel):
-    """The output of a response, event by event, so that each stream of it has the same events.
+    """The output of a response, as a list of events. Each later stream of the response sends these
+    events.
 
     `model` and `style` (JSON) are those of the queue when the response ended.
     """
@@ -48,7 +48,7 @@ class EndedOutput(BaseModel):
 
     @classmethod
     def of(cls, events: Sequence[TokenEvent], model: str, style: OutputStyle | None) -> Self:
-        """Returns the output in the events of a request that has ended."""
+        """Collects the output from all events of a request that has ended."""
         return cls(
             model=model,
             style=None if style is None else style.to_json(),
@@ -83,7 +83,7 @@ class EndedOutput(BaseModel):
 
 
 def _pieces_of(event: TokenEvent) -> Iterator[StoredPiece]:
-    """Splits an event into small pieces, because `to_json` pauses only between pieces."""
+    # `to_json` pauses only between pieces, so each piece must be small.
     logprobs = event.logprobs or []
     yield StoredPiece(text=event.text, logprobs=logprobs[:_FEW] or None)
     for begin in range(_FEW, len(logprobs), _FEW):

@@ -18,12 +18,12 @@ _PREFIXES = {
     "function_call": "fc",
     "function_call_output": "fco",
     "reasoning": "rs",
-}
-"""For each supported type of item, the prefix of the items' ids."""
+}  # of the ids, for each supported type
 
 
 def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:
-    """Returns the items of an `input` in their full form. Their ids contain `unique`.
+    """Returns the items of an `input` in their full form: with ids, which contain `unique`, and
+    with default values of missing members.
 
     The id is the first member of each item, so that `id_of` need not read the rest. Raises
     InvalidRequestError for any item but a text message, a function call, a function's output and
@@ -79,7 +79,6 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _checked(place: str, item: Any) -> dict[str, Any]:
-    """Returns an item in its full form. Raises InvalidRequestError."""
     if not isinstance(item, Mapping):
         raise wrong_field(place, "is not an object")
     kind = item.get("type") or ("message" if "role" in item else None)
@@ -117,8 +116,8 @@ def _checked(place: str, item: Any) -> dict[str, Any]:
 
 
 def _parts(place: str, name: str, content: Any, default: str) -> list[dict[str, Any]]:
-    """Returns the parts of a content. A text is one part of the type `default`. Raises
-    InvalidRequestError for a part that is not text."""
+    """Returns a content as parts. A text is one part of the type `default`. Raises
+    InvalidRequestError."""
     if isinstance(content, str):
         content = [{"type": default, "text": content}]
     if not isinstance(content, list):

@@ -52,8 +52,7 @@ _OTHER_INCLUDES = (
 )
 """Values of `include` that are accepted without effect, because promptq has no such items."""
 
-_UNSET_OF_TOOL = {"description": None, "parameters": None, "strict": None}
-"""Members of a tool that are null in the answer if the call does not have them."""
+_UNSET_OF_TOOL = {"description": None, "parameters": None, "strict": None}  # if unset in the call
 _REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 
 _FUNCTION = ("name", "description", "parameters", "strict")
@@ -149,7 +148,7 @@ def read_response(
 def read_input_count(
     body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
 ) -> CompletionCall:
-    """Returns a call whose answer is the number of a conversation's tokens. Raises the errors of
+    """Parses a call that counts the tokens of a conversation. Raises the errors of
     `read_response`."""
     options, fields = read_options(InputOptions, body, headers)
     payload_format(options.text)
@@ -161,8 +160,8 @@ def read_input_count(
 def _set_chat(
     options: InputOptions, fields: dict[str, Any], response_id: str, history: bytes | None
 ) -> list[dict[str, Any]]:
-    """Adds messages, tools and template variables to a payload's fields. Returns the items of the
-    call's `input`, without those of earlier responses."""
+    """Adds messages, tools and template variables to `fields`. Returns the items of the call's own
+    input."""
     refuse(fields, NAMES, NAMES)
     refuse(fields, ["embed", "prompt_logprobs", "tokenize"])
     own = read_items(options.input, response_id.removeprefix("resp_"))
@@ -193,8 +192,6 @@ def _check_options(options: ResponseOptions) -> None:
 
 
 def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> Any:
-    """Returns the variables of the chat template if `reasoning` sets one of them; otherwise
-    None."""
     for name in options.reasoning or ():
         check_one_of("reasoning", name, _REASONING)
     effort = (options.reasoning or {}).get("effort")
@@ -204,8 +201,7 @@ def _template_variables(options: InputOptions, fields: Mapping[str, Any]) -> Any
 
 
 def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
-    """Returns those members of the response object that repeat the call's fields, as JSON without
-    braces."""
+    """Returns members of the response that repeat the call's fields, as JSON without braces."""
     described = (options.text or {}).get("format") or {"type": "text"}
     if described["type"] == "json_schema":
         described = {"description": None, "strict": True, **described}

@@ -52,9 +52,9 @@ async def respond(incoming: IncomingCall, records: ResponseRecords) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredResponse:
-    """A response that has not ended, whose client waits for the events after number `after`.
+    """A response that has not ended. Its client waits for the events with numbers above `after`.
 
-    `stored` is the response's record; None if it is not stored. With `at_once`, a stream begins
+    `stored` is the response's record, or None without a record. With `at_once`, a stream begins
     before there is output, so an error is an event of the stream.
     """
 
@@ -86,8 +86,6 @@ def stream_of(
 
 
 class _Frames(Frames):
-    """Writes the frames of a response that has not ended."""
-
     def __init__(self, answering: AnsweredResponse, out: Out) -> None:
         self._answering = answering
         self._out = out
@@ -139,7 +137,6 @@ class _Frames(Frames):
             await self._out.write_all(frames)
 
     async def _begin_and_write(self, event: TokenEvent) -> None:
-        """Sets the writer's model before the first event, because it is known only then."""
         self._knows_model = True
         self._writer.set_model(*await model_and_style(self._answering.served))
         if (finish := self._write(event)) is not None:
@@ -147,8 +144,6 @@ class _Frames(Frames):
 
 
 async def _whole(answering: AnsweredResponse) -> str:
-    """Waits for the end of a response, and returns it as JSON. Raises ApiError if its request has
-    failed."""
     events: list[TokenEvent] = []
     await answering.served.client.follow(answering.call.id, events.append)
     output = EndedOutput.of(events, *await model_and_style(answering.served))
@@ -162,7 +157,7 @@ async def _whole(answering: AnsweredResponse) -> str:
 async def _begin(
     incoming: IncomingCall, records: ResponseRecords
 ) -> tuple[AnsweredResponse, Mapping[str, str]]:
-    """Stores and enqueues a call. Returns the response, and headers that report the rates."""
+    """Returns the enqueued response, and headers with the state of the caller's rate limits."""
     prepared, new = incoming.prepared, incoming.prepared.extra
     assert isinstance(new, NewResponse)
     served, view = await incoming.queue()
@@ -193,7 +188,7 @@ async def _begin(
 
 
 async def _forget(records: ResponseRecords, stored: StoredResponse | None) -> None:
-    """Deletes a response's record. If the server is away, the record stays until it expires."""
+    # If Redis is unreachable, the record stays until it expires.
     if stored is not None:
         with suppress(RedisError, PromptqError):
             await records.stored.forget(stored.call.id, stored.tenant)

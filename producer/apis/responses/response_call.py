@@ -99,7 +99,7 @@ def new_response_id() -> str:
 
 
 def is_response_id(text: str) -> bool:
-    """Returns whether a text could be a response's id."""
+    """Returns whether a text has the form of a response's id."""
     return re.fullmatch(_PREFIX + "[0-9a-f]{32}", text) is not None
 
 

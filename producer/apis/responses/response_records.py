@@ -34,10 +34,8 @@ from promptq.shared.runtime.logs import get_logger
 
 _LOOK_SECONDS = 5.0
 """Seconds between two searches for responses whose output is not stored."""
-_NOT_SINCE_MS = 10_000
-"""Milliseconds between two checks of one response."""
+_NOT_SINCE_MS = 10_000  # between two checks of one response
 _PAGE = 200
-"""The most responses that one search returns."""
 MOST_LINKS = 500
 """The most responses of one conversation. Each call reads all of them, one after the other."""
 _BEGIN_SECONDS = 60.0
@@ -173,8 +171,8 @@ class ResponseRecords:
     async def _state(
         self, served: ServedQueue, response_id: str
     ) -> tuple[RequestState | None, bool]:
-        """Returns the state of a response's request (None if unknown), and whether a client has
-        cancelled the request."""
+        """Returns the state of a request (None if unknown), and whether a client has cancelled the
+        request."""
         key = served.queue.keys.request(response_id)
         fields = ["HMGET", key, "state", "cancelled"]
         reading: Call[list[bytes | None]] = Call("", fields, list, lambda: [None] * 2)

@@ -48,7 +48,7 @@ class StoredResponse:
 
 
 class StoredResponses:
-    """The records of responses. All methods raise redis.RedisError if the server is away."""
+    """The records of responses. All methods raise redis.RedisError if Redis is unreachable."""
 
     def __init__(
         self, queue: AsyncRequestQueue, turns: Turns, *, seconds: int, most: int, most_bytes: int
@@ -58,7 +58,7 @@ class StoredResponses:
         self._queue = queue
         self._keys = queue.keys
         self.turns = turns
-        """Runs long work with outputs in slices."""
+        """Runs work on large outputs in slices, so that other tasks run in between."""
         self._limits = (seconds * 1000, most, most_bytes)
 
     async def add(self, new: NewResponse, tenant: str, queue: str) -> None:
@@ -173,14 +173,12 @@ class StoredResponses:
 
 
 def _place(reply: list[bytes | None]) -> tuple[str, str] | None:
-    """Returns the tenant and the queue of a record; None if there is no record."""
     tenant, queue = reply
     return None if tenant is None or queue is None else (tenant.decode(), queue.decode())
 
 
 def _lines(reply: bytes | None) -> list[bytes]:
-    """Returns the items of a stored input, each as JSON. Raises an error if an item has no id or is
-    not UTF-8, because any program may have written the record."""
+    # Any program may have written the record, so this checks ids and UTF-8.
     lines = (reply or b"").split(b"\n")
     for line in lines:
         id_of(line).decode()
@@ -189,7 +187,6 @@ def _lines(reply: bytes | None) -> list[bytes]:
 
 
 def _record(response_id: str, reply: Any) -> StoredResponse | None:
-    """Returns the record in a reply; None if there is no record."""
     if None in reply[:-1]:
         return None
     tenant, queue, options, echo = (field.decode() for field in reply[:-1])

@@ -36,9 +36,8 @@ _STATUSES: dict[FinishReason, Status] = {
     FinishReason.ERROR: "failed",
 }
 _LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""For a status, the type of the stream's last event. For all other statuses, the type is
-`response.incomplete`. This includes `cancelled`, because OpenAI has no event for cancelled
-responses."""
+"""For a status, the type of the stream's last event. For any other status, such as `cancelled`, the
+type is `response.incomplete`."""
 
 
 class ResponseWriter:
@@ -130,8 +129,7 @@ class ResponseWriter:
         return self._call.object(status, model=self._model)
 
     def _begin(self) -> None:
-        """Writes the event `in_progress`, unless it was written. A response in the background is in
-        progress as soon as it has output."""
+        # A response in the background is in progress as soon as it has output.
         if not self._has_begun:
             self._has_begun = True
             self._event("response.in_progress", lambda: f'"response":{self._object("in_progress")}')
@@ -184,7 +182,6 @@ class ResponseWriter:
         )
 
     def _closing(self, status: str) -> Iterator[None]:
-        """Writes the last events of an item, and pauses (yields) after each."""
         assert self._item is not None
         item, self._item = self._item, None
         item.logprobs += self._logprobs
@@ -214,7 +211,7 @@ class ResponseWriter:
         return place if item.kind == "call" else f'{place},"content_index":0'
 
     def _event(self, kind: str, members: Callable[[], str]) -> None:
-        """Writes an event, unless the client has read it."""
+        # `members` is called only if the client has not read the event.
         number, self.next_number = self.next_number, self.next_number + 1
         if number > self._after:
             self._frame(kind, members(), number)
@@ -257,7 +254,6 @@ class _Item:
         return self._json(status, text, [self.part(text, ",".join(self.logprobs))])
 
     def part(self, text: str, logprobs: str = "") -> str:
-        """Returns the item's only part of content, as JSON."""
         if self.kind == "reasoning":
             return f'{{"type":"reasoning_text","text":{quoted(text)}}}'
         return (
@@ -298,8 +294,8 @@ def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
 
 
 def error_frame(error: ApiError, number: int) -> str:
-    """Returns the event that reports why a stream ends early. OpenAI's client raises it as an
-    error."""
+    """Returns the event that reports why a stream ends early. OpenAI's client raises an error for
+    this event."""
     details: Any = error.body["error"]
     shown = {name: details[name] for name in ("code", "message", "param")}
     body = {"type": "error", "sequence_number": number, **shown, "error": details}
@@ -307,7 +303,6 @@ def error_frame(error: ApiError, number: int) -> str:
 
 
 def _error_object(error: ApiError) -> dict[str, Any]:
-    """Returns the member `error` of a response. OpenAI's clients know only certain codes, so
-    promptq's code becomes the `type`."""
+    # OpenAI's clients know only certain codes, so promptq's code becomes the `type`.
     code = "invalid_prompt" if error.status == 400 else "server_error"
     return {"code": code, "message": str(error), "type": error.code, "param": error.param}

@@ -20,7 +20,7 @@ router = APIRouter(tags=["metrics"], responses=described(404, 503))
 
 
 class ScalingOfQueues(BaseModel):
-    """The scaling of each queue."""
+    """For each queue, the number of workers that it should have."""
 
     queues: list[Scaling]
 
@@ -37,8 +37,7 @@ async def scale(
 ) -> ScalingOfQueues:
     """Returns the number of workers that each queue should have, and the reason.
 
-    A queue that has never had a worker can be named in `queue`, so that its first worker can be
-    started.
+    Name a queue in `queue` if it has never had a worker, so that its first worker can be started.
     """
     if queue is None:
         names = [served.name for served, _ in await gateway.queues.views()]

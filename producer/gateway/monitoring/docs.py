@@ -114,7 +114,6 @@ def _row(name: str, *cells: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Returns a text as HTML, with the parts in backticks as code."""
     return re.sub("`(.+?)`", r"<code>\1</code>", escape(text))
 
 

@@ -1,4 +1,4 @@
-"""Probes: whether the gateway is alive, and whether requests would be served."""
+"""Health probes: whether the gateway is alive, and whether requests would be served."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ router = APIRouter(tags=["metrics"])
 
 
 class Scrapes:
-    """Reads the metrics once for all calls that wait at the same time. Callers need no key and have
-    no rate limit, so this limits the cost."""
+    """Joins calls that wait at the same time: the metrics are read once for all of them. This
+    limits the cost, because callers need no key and have no rate limit."""
 
     def __init__(self) -> None:
         self._making = asyncio.Lock()
@@ -39,7 +39,8 @@ class Scrapes:
         encode: Callable[[CollectorRegistry], bytes],
         content_type: str,
     ) -> bytes:
-        """Returns the metrics in a format. They were read after the beginning of this call."""
+        """Returns the metrics, encoded by `encode` in the format `content_type`. The metrics are
+        read after this call begins."""
         called_at = time.monotonic()
         async with self._making:
             if self._begun_at < called_at:
