@@ -35,7 +35,7 @@ _MEANINGS = {
 }
 
 _CLIENT_LEFT = 499
-"""Status for the log, used by nginx too: the client closed its connection. No client reads it."""
+"""Status in the log, as in nginx, if the client closed its connection before it got the answer."""
 
 _LONGEST_PATH = 100
 _PREFIX = "/v1"
@@ -47,7 +47,7 @@ class ClientLeftError(Exception):
 
 
 class ErrorObject(BaseModel):
-    """An error."""
+    """An error of a call."""
 
     message: str
     type: str
@@ -82,7 +82,7 @@ def described(
     *statuses: int, model: type[BaseModel] = ErrorAnswer
 ) -> dict[int | str, dict[str, Any]]:
     """Returns descriptions of errors with these statuses, for the argument `responses` of FastAPI's
-    routes and routers."""
+    routes."""
     answers: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": _MEANINGS[status]} for status in statuses
     }
@@ -91,7 +91,7 @@ def described(
 
 
 def response_of(error: ApiError, path: str) -> JSONResponse:
-    """Returns the answer for an error, in the form of the API to which this path belongs."""
+    """Returns the answer for an error, in the form of the API that has this path."""
     is_of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
     body = error.messages_body if is_of_messages else error.body
     return JSONResponse(body, error.status, error.headers)
@@ -143,8 +143,8 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:
-    """Returns the message for an unknown path, which names the most similar path and all paths
-    under /v1."""
+    """Returns the message for an unknown path. It names the most similar path, and all paths under
+    /v1."""
     served = [*app.openapi()["paths"]]
     # The base URL of a client often has no /v1, or has it twice.
     meant = [each for each in (_PREFIX + path, path.removeprefix(_PREFIX)) if each in served]
@@ -158,7 +158,7 @@ def unknown_path(app: FastAPI, method: str, path: str) -> str:
 
 
 def allowed_methods(app: FastAPI, scope: Scope) -> str:
-    """Returns the methods that a call's path supports, in the form of the header `Allow`."""
+    """Returns the methods that a call's path supports, as a value of the header `Allow`."""
     calls = {method: {**scope, "method": method} for method in _METHODS}
     return ", ".join(
         method
@@ -168,7 +168,7 @@ def allowed_methods(app: FastAPI, scope: Scope) -> str:
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
-    """Returns the error for a method that a path does not support. `allowed` are the methods that
-    it supports."""
+    """Returns the error for a method that a path does not support. `allowed` has the supported
+    methods."""
     message = f"{method} {path[:_LONGEST_PATH]} is not served; this path takes {allowed}"
     return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})

@@ -13,12 +13,12 @@ from promptq.shared.runtime.turns import Work
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BEHIND_ITEM = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
-_AT_ONCE = 16
-"""Number of list items that are read or written in one part. A reader gets them one by one."""
+_AT_ONCE = 16  # list items that are read or written between two pauses
 
 
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
-    """Parses a JSON object. `readers` maps the name of a list to the converter of its items.
+    """Parses a JSON object. `readers` maps a member's name to the converter of the items in its
+    list.
 
     Raises ValueError, RecursionError, and errors of a reader. Half of a surrogate pair, which UTF-8
     cannot encode, is a ValueError.
@@ -82,7 +82,8 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """Returns `value` as ASCII JSON. Sets its long lists' items to None, to free them in parts."""
+    """Returns `value` as ASCII JSON. Frees memory on the way: replaces the items of long lists by
+    None."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)
