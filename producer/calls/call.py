@@ -26,8 +26,7 @@ class Extra(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """One call of an API. `fields` are the fields that all its payloads share. `prompts` is
-    `[None]` for a chat.
+    """One call of an API. All its payloads share `fields`. `prompts` is `[None]` for a chat.
 
     A call of /v1/responses or /v1/messages is a chat whose answer has that API's `form`. In the
     forms `count` and `input_count`, the answer is the number of the chat's tokens.
@@ -81,8 +80,7 @@ class CompletionCall:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated bytes of all payloads of the call, computed from the size of the call's
-        body."""
+        """Estimated bytes of all payloads of the call, from the size of the call's body."""
         return self.body_bytes * self.num_choices
 
     def for_answer(self) -> CompletionCall:
@@ -106,10 +104,9 @@ class CompletionCall:
 
     def with_key_of(self, caller: str, tenant: str) -> CompletionCall:
         """Returns the call with an idempotency key that is valid only for this tenant, this caller
-        and this form of answer. '' is the tenant without a name.
+        and this form of answer. The tenant '' has no name.
 
-        The tenant is part of the key, because another tenant's API key may later have the caller's
-        name.
+        The tenant is part of the key: another tenant's API key may later have the caller's name.
         """
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):

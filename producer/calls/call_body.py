@@ -58,8 +58,7 @@ ONLY_VALUE = "accepted with this value only"
 
 
 class BodyOptions(BaseModel):
-    """The fields that all endpoints for new requests accept in addition to the fields of a
-    payload."""
+    """The fields that all endpoints for new requests accept besides the fields of a payload."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -72,8 +71,7 @@ class BodyOptions(BaseModel):
 
     @classmethod
     def renamed(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Returns a body's fields with promptq's names in place of the API's. Raises
-        InvalidRequestError."""
+        """Returns a body's fields under promptq's names. Raises InvalidRequestError."""
         return fields
 
     @classmethod
@@ -82,8 +80,7 @@ class BodyOptions(BaseModel):
         return {}
 
     def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
-        """Returns a call with these fields in its payloads. `answer` sets other attributes of the
-        call."""
+        """Returns a call with these payload fields. `answer` sets other attributes of the call."""
         answer = {"wait_for_worker": self.wait_for_worker, "names": self._names, **answer}
         return CompletionCall(fields=fields, body_bytes=body_bytes, **answer)
 
@@ -110,8 +107,8 @@ def check_effort(field: str, effort: Any) -> None:
 
 
 def with_effort(effort: str, variables: Any) -> Any:
-    """Returns the variables of a chat template, with a reasoning effort added unless they set
-    one."""
+    """Returns the variables of a chat template, with a reasoning effort added unless they already
+    set one."""
     if not isinstance(variables, dict):
         return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
@@ -159,8 +156,8 @@ def check_size_of_call(
 
 
 def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
-    """Returns the prompts in a field that may have one prompt or a list. Raises
-    InvalidRequestError."""
+    """Returns the prompts in a field with one prompt (text or token ids) or a list of prompts.
+    Raises InvalidRequestError."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt or not all(isinstance(each, str | list) for each in prompt):
@@ -169,8 +166,8 @@ def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
 
 
 def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
-    """Returns the tools that a `tool_choice` names. Raises InvalidRequestError for an unknown
-    name."""
+    """Returns the tools with these names, which a `tool_choice` lists. Raises InvalidRequestError
+    for an unknown name."""
     known = [name_of_tool(tool) for tool in tools]
     for name in names:
         if name is None or name not in known:
@@ -181,16 +178,14 @@ def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
 
 
 def name_of_tool(tool: Any) -> str | None:
-    """Returns the name of a function in the form of OpenAI's chats; None if `tool` is anything
-    else."""
+    """Returns the name of a function in the form of OpenAI's chats; None for anything else."""
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 
 
 def wrong_field(place: str, reason: str) -> InvalidRequestError:
-    """Returns the error for a field. `place` is the field's name, or `NAME: PART` for a part of the
-    field."""
+    """Returns the error for a field. `place` is the field's name, or `NAME: PART` for a part."""
     return InvalidRequestError(f"{place}: {reason}", field=place.partition(":")[0])
 
 

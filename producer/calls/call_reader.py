@@ -34,8 +34,7 @@ from promptq.shared.protocol.request import Request as PayloadRequest
 from promptq.shared.queue.scripts import Rate
 
 _SMALL_BYTES = 65_536
-"""The most bytes of a body or payload that this process reads itself, in a few milliseconds at
-worst."""
+"""The most bytes of a body or payload that this process reads itself (a few ms at worst)."""
 _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
@@ -48,8 +47,8 @@ header, which follows."""
 OUT_OF_MEMORY = 3
 """Exit code of a process that has run out of memory."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
-"""Exit codes of a process that has reached its limit of memory or CPU time. Native code aborts when
-it gets no memory."""
+"""Exit codes of a process that reached its limit of memory or CPU time. Native code aborts when it
+gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """Environment variables that a new process inherits, to find the interpreter and this package.
 Other variables may hold passwords."""
@@ -64,8 +63,7 @@ Endpoint = Literal[
     "message_forks",
     "counts",
 ]
-"""The kinds of calls. `counts` (of /v1/messages) and `input_counts` (of /v1/responses) only count
-tokens."""
+"""The kinds of calls. `counts` (/v1/messages) and `input_counts` (/v1/responses) count tokens."""
 
 Payload = bytes | memoryview
 """A request's payload as JSON. Large payloads are `memoryview`s."""
@@ -105,11 +103,10 @@ class _Reading:
 
 
 class CallReader:
-    """Reads the calls of one gateway, large ones in other processes, which start when they are
-    needed.
+    """Reads the calls of one gateway, large ones in other processes.
 
-    Of the large bodies of one tenant, only one is read at a time. The processes write to the
-    gateway's log.
+    These processes start when they are needed, and write to the gateway's log. Of the large bodies
+    of one tenant, only one is read at a time.
     """
 
     def __init__(self, readers: Readers, log_level: str, log_format: str) -> None:
@@ -146,7 +143,7 @@ class CallReader:
     async def shown_fields(
         self, caller: Caller, payloads: Sequence[bytes], with_prompts: bool
     ) -> list[dict[str, Any]]:
-        """Returns the result of `completion.shown_fields` for each payload, which was read from the
+        """Returns the result of `completion.shown_fields` for each of these payloads from the
         queue. Raises InvalidRequestError, ApiError."""
         if sum(map(len, payloads)) <= _SMALL_BYTES:
             return [shown_fields(payload, with_prompts) for payload in payloads]
@@ -187,8 +184,7 @@ class CallReader:
         self, query: Mapping[str, Any], parts: Parts, caller: Caller
     ) -> tuple[dict[str, Any], list[Payload]]:
         """Waits until no other large body of the caller's tenant is read, sends a query to a
-        process, and returns the reply. Raises the InvalidRequestError or ApiError in the reply, or
-        ApiError 503."""
+        process, and returns the reply. Raises the error in the reply, or ApiError 503."""
         query = {**query, "cpu_seconds": _MOST_CPU_SECONDS}
         tenants_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
         try:
@@ -212,8 +208,8 @@ class CallReader:
     async def _ask_one(
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Sends a query to an idle process or a new one, and returns the reply. If the process has
-        ended, raises ApiError 400 for too much memory or CPU time, otherwise EOFError or
+        """Sends a query to an idle process or a new one, and returns the reply. If the process
+        ends, raises ApiError 400 if it needed too much memory or CPU time, otherwise EOFError or
         OSError."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
@@ -239,8 +235,7 @@ class CallReader:
 def answer(
     readers: Readers, query: Mapping[str, Any], parts: Sequence[bytes]
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Returns the reply to a query of a `CallReader`. Runs in a process that the `CallReader` has
-    started.
+    """Returns the reply to a query of a `CallReader`. Runs in a process that the reader started.
 
     `parts` has the body of a call and perhaps its history, or payloads from the queue. The reply is
     a header and a list of bytes: the call's payloads, then the parts of its `extra`.

@@ -62,8 +62,7 @@ def prepare(
 def composed(
     call: CompletionCall, requests: list[dict[str, Any]], account: TokenAccount | None
 ) -> list[NewRequest]:
-    """Returns the requests with their payloads. Raises InvalidRequestError with the API's names of
-    fields."""
+    """Returns the requests with payloads. Raises InvalidRequestError with the API's field names."""
     try:
         return compose(requests, account)
     except InvalidRequestError as error:

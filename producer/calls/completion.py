@@ -62,14 +62,12 @@ class Completion:
 
     @property
     def created(self) -> int:
-        """Creation time in Unix seconds. It is part of the id, so that each reading of the stream
-        shows the same time."""
+        """Creation time in Unix seconds, as in the id, so that all readings of a stream agree."""
         return (_uuid_of(self.id).int >> 80) // 1000
 
     @property
     def url(self) -> str:
-        """The path of the stream. Its query has the options that are stored in no request's
-        payload."""
+        """The path of the stream. Its query has the options that no request's payload stores."""
         query: dict[str, int | str] = {}
         if self.num_choices > 1:
             query = {"choices": self.num_choices, "n": self.n}
@@ -114,7 +112,7 @@ def new_message_id() -> str:
 
 
 def is_message_id(completion_id: str) -> bool:
-    """Returns whether the answer of this completion is a message."""
+    """Returns whether the answer of the completion with this id is a message of /v1/messages."""
     return completion_id.startswith(_MESSAGE)
 
 
@@ -141,7 +139,7 @@ def check_completion_id(completion_id: str) -> None:
 
 
 def completion_of(call: CompletionCall, completion_id: str, model: str) -> Completion:
-    """Returns the completion for a call."""
+    """Returns the completion of a call: all data for the answer, except the events."""
     echoes = [_text(call.prompts[index // call.n]) for index in range(call.num_choices)]
     return Completion(
         id=completion_id,
@@ -305,8 +303,7 @@ async def with_model_and_style(
 async def model_and_style(
     served: ServedQueue, *, needs_style: bool = True
 ) -> tuple[str, OutputStyle | None]:
-    """Returns the queue's model and its output style. Workers store both before they send an
-    event."""
+    """Returns the queue's model and output style, which workers store before the first event."""
     with explained(served.client.url):
         view = await served.view()
         lacks_style = view.output_style is None and needs_style

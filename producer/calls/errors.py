@@ -58,8 +58,7 @@ _TYPES_OF_MESSAGES = {
 }
 
 NOT_AGAIN = {"x-should-retry": "false"}
-"""Header that stops OpenAI's clients from retrying. Without it, they retry after the statuses 408,
-409, 429 and 5xx."""
+"""Header that stops OpenAI's clients from retrying after the statuses 408, 409, 429 and 5xx."""
 _NOT_RETRIED = (408, 409)
 
 _ABSENCE_LOGGED_SECONDS = 60.0
@@ -145,8 +144,7 @@ def in_api_names(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Returns the answer for an error. If promptq does not expect the error, only the log has
-    details."""
+    """Returns the answer for an error. The details of an unexpected error are only in the log."""
     match error:
         case ApiError():
             return error
@@ -196,8 +194,8 @@ def unknown_completion(request_id: str) -> RequestNotFoundError:
 
 
 def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
-    """Returns the promptq error for an error of redis-py, to be logged. `user` is the gateway's
-    Redis user."""
+    """Returns promptq's error for an error of redis-py, to be logged. `user` is the name of the
+    gateway's Redis user."""
     try:
         with explained(url):
             raise error
@@ -210,8 +208,7 @@ def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
 
 
 def log_why_unavailable(error: RedisSideError | RedisError) -> None:
-    """Logs why calls get the status 503: a refusal by the server once, other reasons once a
-    minute."""
+    """Logs why calls get status 503: a refusal by the server once, other reasons once a minute."""
     if isinstance(error, RedisAuthError):
         _log_refusal(str(error))
     else:

@@ -13,8 +13,7 @@ _FREED_AT_ONCE = 16  # tokens between two pauses
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
-    """Returns log-probabilities in the format of OpenAI's chats. The work may pause after each
-    token."""
+    """Returns log-probabilities in the format of OpenAI's chats. May pause after each token."""
     content = []
     for chosen in logprobs:
         content.append(chat_logprob(chosen))

@@ -22,8 +22,7 @@ from promptq.shared.queue.call import Call, carry_out_async
 _FRESH_SECONDS = 1.0
 """Seconds after which the state of a queue, or the list of queues and aliases, is read again."""
 _MOST_OPENED = 4 * MOST_QUEUES
-"""The most queues that a gateway opens in its lifetime. It closes none, because old streams may
-need them."""
+"""The most queues that a gateway opens. None is closed, because old streams may need it."""
 _REFUSED_SECONDS = 60.0
 """Seconds for which the gateway skips a queue that it cannot read."""
 _AWAY_SECONDS = 1.0
@@ -118,8 +117,7 @@ class ServedQueues:
         return [*self._opened.values()]
 
     def may_serve(self, name: str) -> bool:
-        """Returns whether the gateway serves the queue of this name, now or after a worker has
-        joined it."""
+        """Returns whether the gateway serves this queue, now or after a worker has joined it."""
         return self._finds_others or name in self._names
 
     async def all(self, *, now: bool = False) -> list[ServedQueue]:
@@ -146,8 +144,7 @@ class ServedQueues:
         )
 
     async def aliases(self) -> Mapping[str, str]:
-        """Returns a mapping from aliases to names of models. An alias that is the name of a served
-        model is left out."""
+        """Maps aliases to names of models, without aliases that are names of served models."""
         aliases = (await self._read()).aliases
         if not aliases:
             return aliases
@@ -200,12 +197,9 @@ class ServedQueues:
         return max(serving, key=lambda at: (at[1].hands_out, _rank(known_as(at[0].queue.keys))))
 
     def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
-        """Returns the queue for a model that no queue serves yet: the gateway's only queue, if this
-        has no model yet, because its first worker may serve the model.
-
-        In other cases, raises ModelIsLoadingError, ModelNotServedError, or the error of a queue
-        whose server is away.
-        """
+        """Returns the queue for a model that no queue serves yet: the gateway's only queue if this
+        has no model yet, because its first worker may serve the model. Otherwise raises
+        ModelIsLoadingError, ModelNotServedError, or the error of a queue whose server is away."""
         if len(views) == 1 and not views[0][1].model:
             return views[0]
         without_model = [queue.name for queue, view in views if not view.model]
@@ -269,8 +263,8 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """Raises the error of a queue whose server is away, if there is one: what was not found may
-        be there."""
+        """Raises the error of a queue whose server is away, if there is one: the missing model or
+        request may be there."""
         for name, error in self._away.items():
             if name in self._names or name in self._directory.names:
                 raise error
@@ -282,16 +276,15 @@ class ServedQueues:
 
 
 def log_unreadable(name: str, why: str) -> None:
-    """Logs that a queue cannot be read. Serves as `on_unreadable` in processes that configure a
-    log."""
+    """Logs that a queue cannot be read. Processes that configure a log use it as
+    `on_unreadable`."""
     from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
     get_logger().warning("a queue cannot be read, and is not served", of=name, why=why)
 
 
 class ModelIsLoadingError(ApiError):
-    """No queue serves the model yet, and some queue has no model yet, because no worker has joined
-    it."""
+    """No queue serves the model, and some queue has no model, because no worker has joined yet."""
 
     def __init__(self, model: str, queues: Sequence[str]) -> None:
         names = ", ".join(queues)

@@ -47,8 +47,7 @@ async def take_of_queues(
 
 
 def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
-    """Returns the message for a call that costs more than is left of a rate, but may succeed
-    later."""
+    """Returns the message for a call that costs more than is left of a rate for now."""
     reasons = []
     for rate in rates:
         left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
@@ -75,15 +74,14 @@ def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate
 
 
 def account_of(caller: Caller, holder: str) -> TokenAccount | None:
-    """Returns the account to which the output of a caller's requests is charged; None if the caller
-    has no limit of tokens. `holder` is the name under which the server stores the caller's
-    rates."""
+    """Returns the account to which a caller's output is charged; None if the caller has no limit of
+    tokens. `holder` is the name under which the server stores the caller's rates."""
     limit = caller.tokens_per_minute
     return TokenAccount(holder, limit) if limit else None
 
 
 def rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
-    """Returns the cost of `amount` requests, as a list; empty if the caller has no such limit."""
+    """Returns the cost of `amount` requests, as a list; empty without a limit of requests."""
     limit = caller.requests_per_minute
     return [Rate("requests", amount, limit)] if limit else []
 
@@ -91,8 +89,7 @@ def rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
 def beyond_rates(
     caller: Caller, rates: Sequence[Rate], headers: dict[str, str] | None = None
 ) -> ApiError:
-    """Returns the error for a call that costs more than a whole minute's limit, so that no retry
-    can succeed."""
+    """Returns the error for a call that costs more than a minute's limit: no retry can succeed."""
     needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
     limits = " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
     return ApiError(

@@ -59,9 +59,8 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
 
 
 def _secret_of(request: Request) -> str:
-    """Returns the API key in the headers, '' if there is none. OpenAI's, Anthropic's and Azure's
-    clients use different headers. A page of another site can send none of them without a CORS
-    preflight."""
+    """Returns the API key in the headers that OpenAI's, Anthropic's or Azure's clients send,
+    otherwise ''. A page of another site can send none of these headers without a CORS preflight."""
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and secret.strip():
         return secret.strip()
@@ -86,8 +85,7 @@ ThisAdmin = Annotated[Caller, Depends(admin_of)]
 
 
 def needs(scope: str) -> Any:
-    """Returns a dependency for routers that raises ApiError 403 if the caller's key lacks this
-    scope."""
+    """Returns a dependency that raises ApiError 403 if the caller's key lacks this scope."""
 
     async def check(caller: ThisCaller) -> None:
         check_scope(caller, scope)

@@ -62,8 +62,7 @@ async def body_pieces(
 
 
 class BodyBudget:
-    """Limits for the bytes of bodies in memory: one for each tenant, and one for all tenants
-    together."""
+    """Limits for the bytes of bodies in memory: one for each tenant, and one for all together."""
 
     def __init__(self, most_of_tenant: int, most_in_all: int) -> None:
         self._most_of_tenant = most_of_tenant
@@ -124,8 +123,7 @@ class Hold:
         self.grow_to(self._num_bytes + num_bytes)
 
     def grow_to(self, num_bytes: int) -> None:
-        """Takes bytes from the budget until this hold has `num_bytes`. Raises ApiError like
-        `BodyBudget.take`."""
+        """Takes bytes until this hold has `num_bytes`. Raises ApiError like `BodyBudget.take`."""
         more = max(0, num_bytes - _FREE_BYTES) - self._num_taken
         if more > 0:
             self._budget.take(self._tenant, more)

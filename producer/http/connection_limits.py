@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
 MAX_HEAD_BYTES = 65_536
-"""The most bytes of a request's head: its first line and its headers. It may exceed this by one
-read from the socket."""
+"""The most bytes of a request's head: its first line and its headers. The last read from the socket
+may exceed this."""
 
 PIECES = "promptq.pieces"
 """Name of an ASGI extension. Its function `write(piece)` sends a part of a body after the head of
-the answer. This is faster than ASGI's `send`, which goes through every layer of the application.
-`write` returns an `Unfinished`."""
+the answer, and returns an `Unfinished`. ASGI's `send` is slower: it passes through every layer of
+the application."""
 
 Unfinished = Callable[[], Awaitable[None]] | None
-"""A function to call and await before the next write, because the client reads slowly; otherwise
-None."""
+"""A function to call and await before the next write; None if the next write need not wait."""
 
 _SILENCE_SECONDS = 60.0
 """The most seconds between two requests of a connection. Also the most for the first
@@ -50,16 +49,14 @@ _UNREAD_SECONDS = 600.0
 """Seconds after which a client that reads nothing of an answer is disconnected."""
 _MOST_SMALL_PIECES = 4096
 _PIECE_BYTES = 16
-"""The smallest mean size of the pieces of a body, not counting its first `_MOST_SMALL_PIECES`
-pieces."""
+"""The smallest mean size of a body's pieces, after the first `_MOST_SMALL_PIECES`."""
 _LENGTHS = (b"content-length", b"transfer-encoding")
 _MOST_PIPELINED = 16
 """The most requests of a connection that may wait for an earlier one. Uvicorn has no limit."""
 _CHECK_SECONDS = 2.0
 """Seconds between two checks of a connection's times. A timer for each piece would cost more."""
 _RESERVED_CONNECTIONS = 64
-"""Number of connections beyond the limit, on which only probes (the paths in `POLLED`) are
-answered."""
+"""Number of connections beyond the limit. On these, only the probes in `POLLED` are answered."""
 
 _FULL = ApiError(
     503,
@@ -97,8 +94,7 @@ class _StayingParser(httptools.HttpRequestParser):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 protocol that closes a connection whose request has too large a head, or comes too
-    slowly.
+    """Protocol that closes a connection whose request has too large a head, or arrives slowly.
 
     Uvicorn would store a head of any size, and wait for ever for the rest of a request, even before
     the API key is checked. The size of a head is measured as the bytes since the last progress: the

@@ -81,8 +81,7 @@ class MessagesErrorAnswer(BaseModel):
 def described(
     *statuses: int, model: type[BaseModel] = ErrorAnswer
 ) -> dict[int | str, dict[str, Any]]:
-    """Returns descriptions of errors with these statuses, for the argument `responses` of FastAPI's
-    routes."""
+    """Returns descriptions of errors with these statuses, for FastAPI's argument `responses`."""
     answers: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": _MEANINGS[status]} for status in statuses
     }
@@ -91,7 +90,7 @@ def described(
 
 
 def response_of(error: ApiError, path: str) -> JSONResponse:
-    """Returns the answer for an error, in the form of the API that has this path."""
+    """Returns the answer for an error, in the form of the API to which the path belongs."""
     is_of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
     body = error.messages_body if is_of_messages else error.body
     return JSONResponse(body, error.status, error.headers)
@@ -143,8 +142,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:
-    """Returns the message for an unknown path. It names the most similar path, and all paths under
-    /v1."""
+    """Returns the message for an unknown path: the most similar path, and all paths under /v1."""
     served = [*app.openapi()["paths"]]
     # The base URL of a client often has no /v1, or has it twice.
     meant = [each for each in (_PREFIX + path, path.removeprefix(_PREFIX)) if each in served]
@@ -168,7 +166,7 @@ def allowed_methods(app: FastAPI, scope: Scope) -> str:
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
-    """Returns the error for a method that a path does not support. `allowed` has the supported
-    methods."""
+    """Returns the error for a method that a path does not support. `allowed` are the methods that
+    the path supports."""
     message = f"{method} {path[:_LONGEST_PATH]} is not served; this path takes {allowed}"
     return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})

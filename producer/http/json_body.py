@@ -19,8 +19,7 @@ from promptq.producer.http.bodies import read_body
 from promptq.producer.http.state import ThisGateway
 
 _MOST_BYTES = 262_144
-"""The most bytes of a body. The event loop parses bodies, so even the slowest body must be
-quick."""
+"""The most bytes of a body. The event loop parses bodies, so each must be quick to parse."""
 _MOST_FIELDS = 100
 """The most fields of a body. Reports of unknown fields, one for each, would otherwise take long."""
 
@@ -45,8 +44,7 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
 
 
 def described_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns the description of a route's body for FastAPI's argument `openapi_extra`, without
-    `$ref`s."""
+    """Returns the description of a route's body, without `$ref`s, for FastAPI's `openapi_extra`."""
     schema = kind.model_json_schema()
     inner = schema.pop("$defs", {})
 

@@ -15,8 +15,7 @@ from promptq.shared.runtime.metrics import Histogram, Reading
 from promptq.shared.runtime.tracing import Tracing
 
 _UNKNOWN = "unknown"
-"""Label for paths without a route and for unknown methods. Real names would let any client create
-new time series."""
+"""Label for unknown paths and methods. With real names, any client could create time series."""
 POLLED = frozenset({"/healthz", "/health", "/readyz", "/metrics", "/scaling"})
 """Paths that monitoring systems poll. They are left out of logs and traces."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

@@ -38,8 +38,7 @@ COUNTED_READ: dict[str, Any] = {
     "dependencies": [Depends(count_read)],
     "responses": described(429),
 }
-"""Options of a route whose answer may be large. Each call takes one request from the caller's
-rate."""
+"""Options of a route with large answers: each call takes one request from the caller's rate."""
 
 
 async def take(

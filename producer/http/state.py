@@ -44,8 +44,7 @@ class KeyUses:
         self._noted: dict[str, float] = {}
 
     async def note(self, secret: str) -> None:
-        """Records the use of an existing key, at most once a minute. Does nothing if the server is
-        away."""
+        """Records the use of a key, at most once a minute. Does nothing if the server is away."""
         hashed, now = api_keys.hash_of(secret), time.monotonic()
         if now - self._noted.get(hashed, -math.inf) < _EVERY_SECONDS:
             return

@@ -36,8 +36,7 @@ for the end of an event."""
 
 
 class Frames(Protocol):
-    """Writer of an answer as frames (server-sent events), from the events of the answer's
-    requests."""
+    """Writes an answer as frames (server-sent events), from the events of its requests."""
 
     async def begin(self) -> None:
         """Writes the frames that precede any output: by default, none."""
@@ -148,8 +147,7 @@ def frame_bytes(frames: str) -> bytes:
 
 
 class FramesInTurns(StreamingResponse):
-    """Response that streams a complete answer. Builds the frames in short slices, when the client
-    can receive more."""
+    """Streams a complete answer. Builds the frames in slices, when the client can receive more."""
 
     def __init__(self, turns: Turns, frames: Iterator[str]) -> None:
         async def parts() -> AsyncIterator[bytes]:
@@ -166,8 +164,8 @@ class FramesInTurns(StreamingResponse):
 
 
 class Out:
-    """Sends the status and frames to the client. After `keepalive_seconds` without a frame, sends
-    `keepalive`."""
+    """Sends the status and frames to the client, and `keepalive` after `keepalive_seconds` without
+    a frame."""
 
     def __init__(
         self,

@@ -30,9 +30,8 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import bind
 
 History = Callable[[str, Caller, Callable[[int], None]], Awaitable[bytes]]
-"""A function that returns the items of a response and of all responses before it. Its arguments are
-the response's id, the caller that must own the response, and a function to call with the number of
-bytes read so far."""
+"""A function that returns the items of a response and of all responses before it. It gets the id of
+the response, the caller who must own it, and a function to call with the number of bytes so far."""
 
 
 def with_headers(headers: Mapping[str, str], response: Response) -> Response:
@@ -55,8 +54,7 @@ class IncomingCall:
     hold: Hold | None = None
 
     async def begin(self) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
-        """Enqueues the call. Returns its queue, its completion, and headers that report the
-        caller's rates."""
+        """Enqueues the call. Returns its queue, its completion, and headers that report rates."""
         call = self.prepared.call
         served, view = await self.queue()
         enqueued, rates = await self.enqueue(served)
@@ -67,8 +65,7 @@ class IncomingCall:
         return served, completion_of(call, completion_id, view.model), rates
 
     async def queue(self) -> Found:
-        """Returns the queue that serves the call, with its state. Raises ApiError,
-        ModelNotServedError."""
+        """Returns the queue for the call, with its state. Raises ApiError, ModelNotServedError."""
         call = self.prepared.call
         if call.model:
             check_model(self.caller, call.model)

@@ -94,11 +94,11 @@ class Claim:
     events: list[TokenEvent] = field(default_factory=list)
     """The events that earlier attempts have published."""
     is_spoilt: bool = False
-    """Whether the replay log has an entry that is no valid event. Then no attempt can continue."""
+    """Whether the request's log has an entry that is no event, so that no attempt can continue."""
     turn: tuple[float, str] | None = None
-    """Sort key among the requests of all tenants: the lowest score of all waiting requests at the
-    time of the claim, then the claim's time and the request's place in the claim. None without
-    tenants."""
+    """Sort key among the requests of all tenants; None without tenants. First comes the lowest
+    score of all waiting requests at the claim, then the claim's time and the request's place in
+    it."""
     tenant: str = ""
     """Tenant in whose queue the request waited. The payload may name another tenant."""
     weight: float = 1.0
@@ -106,7 +106,7 @@ class Claim:
     is_suspect: bool = False
     """Whether the request must run alone, because workers crashed while they held this request."""
     num_logged: int = 0
-    """Number of output tokens in the replay log, according to the id of the log's last entry."""
+    """Number of output tokens in the request's log, according to the id of the last entry."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
     """Time of the claim's reply, in seconds of `time.monotonic()`. The delay of a slow reply,
     compared with the quickest recent reply, is subtracted."""
@@ -117,13 +117,11 @@ class Claim:
         return self.turn or (self.score, self.request_id)
 
     def server_ms(self, at: float) -> int:
-        """Converts the time `at`, in seconds of `time.monotonic()`, to Unix milliseconds of the
-        server."""
+        """Converts a time of `time.monotonic()`, in seconds, to Unix milliseconds of the server."""
         return self.claimed_at_ms + round((at - self.received_at) * 1000)
 
     def as_held(self) -> Held:
-        """Returns the id and the fence, with which the worker renews or returns the request's
-        lease."""
+        """Returns the id and the fence, with which the worker renews or returns the lease."""
         return Held(self.request_id, self.fence)
 
 

@@ -56,8 +56,7 @@ class TopLogprob(_Wire):
 
 
 class TokenLogprob(_Wire):
-    """Natural log-probability of one token of the output or the prompt, before any sampling
-    parameter.
+    """Natural log-probability of an output or prompt token, before any sampling parameter.
 
     `rank` is 1 for the likeliest token. `top` has the likeliest tokens, or null if the request
     wants none. `token` is the text of this one token; bytes that form no whole character become
@@ -94,8 +93,7 @@ class Usage(_Wire):
     """Token counts. `completion_tokens` counts the emitted tokens of all attempts.
 
     `reasoning_tokens` is the number of completion tokens between the marks of reasoning, such as
-    `<think>` and `</think>`. It is None if the model does not reason, or if a mark begins or ends
-    inside a token.
+    `<think>`. It is None if the model does not reason, or if a mark begins or ends inside a token.
     """
 
     prompt_tokens: int = 0
@@ -139,8 +137,8 @@ class Stats(_Wire):
     preemptions: int = 0
     recomputed_tokens: int = 0
     preempted_at: list[int] | None = None
-    """Times of preemptions in Unix milliseconds of the server, as in `resumed_at`. None if there
-    were none: Lua would write an empty list as the object {}."""
+    """Times of preemptions in Unix milliseconds of the server. None if there were none: Lua would
+    write an empty list as the object {}."""
     resumed_at: list[int] | None = None
     resumed_inexactly: bool = False
     """Whether tokens after a resume may differ from the tokens of a run without interruption. Even
@@ -161,8 +159,7 @@ class ErrorInfo(_Wire):
 
 
 class TokenEvent(_WithPrompt):
-    """One message of a request's stream. `index` is the number of output tokens before this
-    message.
+    """One message of a request's stream. `index` is the number of output tokens before it.
 
     If another program has written an entry to the request's log, `index` continues from the id of
     that entry. So `index` may be as large as a stream id.
@@ -279,8 +276,7 @@ def prompt_json(
     logprobs: Sequence[TokenLogprob | None] | None = None,
     token_ids: list[int] | None = None,
 ) -> str:
-    """Returns the JSON of a prompt's fields, with a comma in front, to be appended to other
-    fields."""
+    """Returns the JSON of a prompt's fields, with a comma in front, to append to other fields."""
     fields = f',"prompt_texts":[{",".join(map(_quoted, texts))}]'
     if logprobs is not None:
         fields += f',"prompt_logprobs":{_array(logprobs)}'

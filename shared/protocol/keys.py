@@ -99,14 +99,13 @@ class Keys:
     api_keys_used = _Name("api_keys:used")
     """Hash with the time at which each API key was last used."""
     webhooks = _Name("webhooks")
-    """Sorted set of requests that ended and have a webhook, by the time (ms) of the end."""
+    """Sorted set of requests that have ended and have a webhook, by the time (ms) of their end."""
     webhooks_waiting = _Name("webhooks:waiting")
-    """Hash of waiting webhooks: for each, its attempts so far and the time of the next one."""
+    """Hash of waiting webhooks: for each, its attempts so far and the time of the next attempt."""
     webhooks_dead = _Name("webhooks:dead")
     """The last few thousand webhooks that were given up."""
     jobs_leader = _Name("jobs:leader")
-    """Lease of the leader: the one `promptq jobs` process that hands out the queue's background
-    work."""
+    """Lease of the leader: the `promptq jobs` process that hands out background work."""
     upkeep = _Name("upkeep")
     """Hash with the time of the last reap (a search for dead workers and passed deadlines), and the
     time since which reaps have run without interruption."""
@@ -124,8 +123,7 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        """The beginning of every key of the queue. The Lua scripts derive all other keys from
-        it."""
+        """The beginning of every key of the queue. The scripts derive all other keys from it."""
         return f"{PREFIX}{{{self.queue}}}:"
 
     @property
@@ -145,8 +143,7 @@ class Keys:
         return f"{self.pending}:{tenant}" if tenant else self.pending
 
     def batches_of(self, tenant: str) -> str:
-        """Returns the key of a tenant's batches, by creation time (ms). '' is the tenant without a
-        name."""
+        """Returns the key of a tenant's batches by creation time; '' is the unnamed tenant."""
         return f"{self.prefix}batches:of:{tenant}"
 
     def batch(self, batch_id: str) -> str:

@@ -14,8 +14,7 @@ from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 IF_NOT_STRICT = ', or send "strict": false, which ignores it'
-"""The end of an error message about a keyword that is an error only in schemas with "strict":
-true."""
+"""The end of an error message about a keyword that is an error only if `strict` is true."""
 
 MAX_CHOICES = 1000
 """The most texts in a `choice`. The limit bounds the cost of preparing a request."""
@@ -75,9 +74,8 @@ class ToolSchema:
 class ToolCallOutput:
     """A call of one of these tools.
 
-    `is_begun` is true if an earlier attempt, by a worker of an earlier release, has already written
-    the beginning of the call. For some model families, earlier releases wrote calls in another
-    form.
+    `is_begun` is true if a worker of an earlier release has already written the beginning of the
+    call. For some model families, earlier releases wrote calls in another form.
     """
 
     tools: tuple[ToolSchema, ...]

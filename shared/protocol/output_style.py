@@ -25,11 +25,10 @@ _BESIDE_NAMES = ("<", "{", '"')
 
 @dataclass(frozen=True, slots=True)
 class OutputStyle:
-    """The marks with which a model family writes calls and reasoning. White space around marks is
-    ignored.
+    """The marks with which a model family writes calls and reasoning.
 
-    A mark is a text, such as `<tool_call>`. All calls in an output have one form. NAME is the
-    tool's name, and {...} are its arguments as JSON:
+    A mark is a text, such as `<tool_call>`. White space around marks is ignored. All calls in an
+    output have one form. NAME is the tool's name, and {...} are its arguments as JSON:
 
     - `object`: `before`, {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, `after`. If `between` is set,
       there may be several objects, separated by `between`.
@@ -39,8 +38,7 @@ class OutputStyle:
       name, `key_after`, its value, `value_after`. If `key_after_json` is set, a value after this
       mark is JSON, and a value after `key_after` is text. If `middle` is white space, NAME ends at
       `key_before` or `after`.
-    - `tagged`: like `elements`, with `opening` in place of `before` and `closing` in place of
-      `after`.
+    - `tagged`: like `elements`, with `opening` for `before` and `closing` for `after`.
     - `literals`: `before`, NAME, `middle`, the arguments with commas between them, `after`. An
       argument is its name, `key_after`, a literal. A string is between two `quote` marks, without
       escapes; if `quote` is empty, strings are Python's. If `before` is empty, calls are only at
@@ -89,8 +87,7 @@ class OutputStyle:
 
     @property
     def has_calls(self) -> bool:
-        """Whether this release can read calls: it knows the form, and all marks of the form are
-        set."""
+        """Whether this release can read calls: it knows the form, and all its marks are set."""
         needed = _NEEDED.get(self.form)
         return needed is not None and all(getattr(self, name).strip() for name in needed)
 
@@ -106,8 +103,7 @@ class OutputStyle:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a call has its arguments as pairs of name and value, instead of in one JSON
-        object."""
+        """Whether a call's arguments are pairs of name and value, instead of one JSON object."""
         return self.form in (TAGGED, ELEMENTS, LITERALS)
 
     @property
@@ -139,8 +135,7 @@ class OutputStyle:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
-        """Returns the style that a JSON text describes, without unknown fields; None if it
-        describes none."""
+        """Returns the style in a JSON text, ignoring unknown fields; None if this is no style."""
         try:
             marks = json.loads(text)
         except (ValueError, RecursionError):

@@ -193,8 +193,7 @@ class SamplingParams(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def is_set(self, name: str) -> bool:
-        """Returns whether a field differs from its default value; `temperature` differs if it is
-        not 0."""
+        """Returns whether a field differs from its default; for `temperature`, from 0 (greedy)."""
         value = getattr(self, name)
         return bool(value > 0.0 if name == "temperature" else value != getattr(NEUTRAL, name))
 
@@ -255,7 +254,7 @@ class OutputPrefix(BaseModel):
 
 
 _MEMBERS = frozenset({*Embed.model_fields, *OutputPrefix.model_fields, *TraceContext.model_fields})
-"""Field names of the objects inside a request. Error messages show only these parts of a path."""
+"""Field names of objects inside a request: the parts of pydantic's paths that messages show."""
 
 
 class Request(SamplingParams):
@@ -340,8 +339,7 @@ class Request(SamplingParams):
 
     @property
     def field_that_bounds(self) -> str:
-        """Name of the first field that limits which tokens may be chosen; empty if no field
-        does."""
+        """The first field that limits which tokens may be chosen; empty if no field does."""
         if (wanted := self.wanted_output) is not None:
             return wanted.field
         return "bad_words" if self.bad_words else "logit_bias" if self.logit_bias else ""
@@ -423,7 +421,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def field_of(message: str) -> str:
-    """Returns the name of the field that begins a message, without a path inside the field."""
+    """Returns the name of the field with which a message begins, without a path inside it."""
     return message.split(":", 1)[0].split("[", 1)[0]
 
 

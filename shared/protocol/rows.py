@@ -51,8 +51,7 @@ class RowStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Reply to `publish`: the status of each row and of each held request, in the order of the
-    call."""
+    """Reply to `publish`: a status for each row and each held request, in the call's order."""
 
     rows: list[RowStatus]
     held: list[RowStatus]

@@ -52,7 +52,7 @@ def types_of(schema: Any, root: Any) -> frozenset[str]:
 
 def steps_of(reference: str, root: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yields each step of the path in a reference, such as `#/$defs/a`: the container, the key, and
-    the key's value. After a key that does not exist, whose value is None, the path ends."""
+    the key's value. A key that does not exist is the last step, with the value None."""
     item = root
     for name in unquote(reference).removeprefix("#").split("/")[1:]:
         key: Any = name.replace("~1", "/").replace("~0", "~")

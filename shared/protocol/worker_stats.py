@@ -87,8 +87,7 @@ class Sample(_Observation):
     prompt_tokens_per_second: float = 0.0
     """Prompt tokens per second, without tokens found in the cache."""
     worker_tokens_per_second: float = 0.0
-    """Tokens per second of one worker while requests wait, computed from earlier samples; 0 if
-    unknown."""
+    """Tokens per second of one worker while requests wait, from earlier samples; 0 if unknown."""
     finished: int = 0
     ttft_p50_ms: float | None = None
     ttft_p95_ms: float | None = None
@@ -120,8 +119,7 @@ class WorkerStats(_Observation):
     host: str = ""
     pid: int = 0
     state: str = "running"
-    """`running`; `draining` if the worker claims no more; `no_server` if its inference server is
-    away."""
+    """`running`; `draining`: claims no more; `no_server`: its inference server is away."""
     started_at_ms: int = 0
     heartbeat_at: int = 0
     """Time of the heartbeat in Unix milliseconds, set by the server."""

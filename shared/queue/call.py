@@ -42,8 +42,8 @@ def script_text(name: str) -> str:
 
 
 def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
-    """Returns the text of a Lua file. Adds the library parts that its first line names to `parts`,
-    after the parts that they use. Raises ValueError if parts use each other in a circle."""
+    """Returns the text of a Lua file. Adds to `parts` the library parts that the file needs, in the
+    order in which Lua must read them. Raises ValueError if parts use each other in a circle."""
     text = (_LUA / f"{file}.lua").read_text()
     first_line = text.partition("\n")[0]
     for name in first_line.removeprefix(_USES).split(", ") if first_line.startswith(_USES) else ():
@@ -63,8 +63,7 @@ class Call(Generic[T_co]):
     args: Sequence[Argument]
     parse: Callable[[Any], T_co]
     of_spoilt: Callable[[], T_co] | None = None
-    """Returns the value to use if the record that was read breaks the protocol. If None, this is an
-    error."""
+    """Returns the value to use if the record breaks the protocol. If None, this is an error."""
     of_refusal: Callable[[], T_co] | None = None
     """Returns the value to use if the server refuses the command. If None, a refusal is an error.
     """
@@ -80,8 +79,7 @@ class Call(Generic[T_co]):
 
     @property
     def name(self) -> str:
-        """Name of the call in messages: the script, or the key of a command, with the field of an
-        HGET."""
+        """Name of the call in messages: the script, or the command's key and perhaps a field."""
         if self.script:
             return f"the script {self.script}"
         shown = self.args[1 : 3 if self.args[0] == "HGET" else 2]

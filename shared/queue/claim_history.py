@@ -27,8 +27,8 @@ _LONGEST_KEPT = 30.0
 """After the last claim that returned no requests, later claims pass over `skip` requests for at
 most this many seconds. Then a claim begins at the front of the queue again."""
 _LONGEST_DELAY = 5.0
-"""The longest plausible delay of a reply, in seconds. If a reply seems later, the server or its
-clock was changed."""
+"""The longest plausible delay of a reply in seconds. Beyond this, the server or its clock
+changed."""
 
 
 class ClaimHistory:
@@ -48,8 +48,7 @@ class ClaimHistory:
 
     @contextmanager
     def call(self) -> Iterator[ClaimTurn]:
-        """Context manager around one claim. The caller assigns the reply to `claims` of the yielded
-        turn."""
+        """Context manager around one claim. The caller stores the reply in the turn's `claims`."""
         with self._lock:
             is_alone, self._is_under_way = not self._is_under_way, True
             self._number += is_alone

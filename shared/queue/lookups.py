@@ -52,8 +52,7 @@ def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
 
 
 def state_of(field: str | bytes) -> RequestState:
-    """Returns the state that a request's field contains. A field that names no state means
-    WAITING."""
+    """Returns the state in a request's field; WAITING if the field names no state."""
     with suppress(ValueError):
         return RequestState(text_of(field))
     return RequestState.WAITING
@@ -112,7 +111,7 @@ def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
 
 
 def is_later(time_ms: bytes | None, now_ms: int) -> bool:
-    """Returns whether a field has a server time (ms) that is in the future."""
+    """Returns whether a server time (ms) from Redis is after `now_ms`; False if not a number."""
     with suppress(ValueError):
         return time_ms is not None and int(time_ms) > now_ms
     return False

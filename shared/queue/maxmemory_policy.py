@@ -53,8 +53,7 @@ class MaxmemoryLog:
         return self._clock() >= self._look_at
 
     def note(self, warning: str) -> None:
-        """Logs the warning from a check if the warning has changed or is due again. '' means no
-        warning."""
+        """Logs the result of a check ('' is no warning) if it has changed or is due again."""
         from promptq.shared.runtime.logs import get_logger  # clients may lack structlog
 
         now = self._clock()

@@ -100,8 +100,7 @@ class _Queue:
         self._scripts = {name: register(where + script_text(name)) for name in SCRIPT_NAMES}
 
     def _exchange(self, calls: Call[T] | Sequence[Call[T]], atomic: bool) -> Operation[T | list[T]]:
-        """Implements `run`. Yields functions that call the server, and receives what the functions
-        return."""
+        """Implements `run`. Yields functions that call the server, and receives their results."""
         self._check_open()
         if isinstance(calls, Call):
             return calls.read((yield from self._reply(calls)))
@@ -171,8 +170,7 @@ class _Queue:
         timeout: float | None,
         abort: threading.Event | asyncio.Event | None,
     ) -> Operation[Claim | None]:
-        """Implements `take` after `wake_ups` was subscribed. Yields functions that send the
-        calls."""
+        """Implements `take` after `wake_ups` is subscribed. Yields functions that send calls."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             claims: Claims = yield partial(take_batch, Room(max_count=1, token_budget=2**53))
@@ -269,9 +267,8 @@ class RequestQueue(_Queue):
 
         Returns None if the time is over or `abort` is set. Raises QueueClosedError if the queue is
         closed during the wait. Use `take` only in a process that holds one request at a time: the
-        claim reports that the process holds no other request, and may return a request with
-        `is_suspect` (docs/protocol.md, Crashes). A process that holds several requests uses
-        `take_batch`.
+        claim reports that the process holds no other, and may return a request with `is_suspect`
+        (docs/protocol.md, Crashes). A process that holds several requests uses `take_batch`.
         """
         with self.redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
             wake_ups.subscribe(self.keys.control)

@@ -201,15 +201,15 @@ def release(
 def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[CancelStatus]]:
     """Ends waiting requests. In the mode `any`, also flags running requests as cancelled.
 
-    In the mode `flagged`, ends only waiting requests that a plain client has flagged.
+    In the mode `flagged`, ends only waiting requests that a plain Redis client has flagged.
     """
     encoded = [request_id.encode("utf-8", "surrogateescape") for request_id in request_ids]
     return Call("cancel", [mode, *encoded], lambda reply: [*map(CancelStatus, texts_of(reply))])
 
 
 def try_channels() -> Call[list[CancelStatus]]:
-    """Tests whether the user may publish on the queue's channels. Raises NoPermissionError if
-    not."""
+    """Tests, without any change, whether the user may publish on the queue's channels. Raises
+    NoPermissionError if not."""
     return cancel([])
 
 
@@ -237,8 +237,7 @@ def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
 
 
 def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
-    """Removes requests that nothing has referred to for a long time, on one page of the server's
-    keys."""
+    """Removes requests that nothing has referred to for long, on one page of the server's keys."""
 
     def parse(reply: list[Any]) -> Swept:
         return Swept(text_of(reply[0]), int(reply[1]), *texts_of(reply[2:]))
@@ -287,8 +286,8 @@ def drain(channel: str, worker_id: str | None) -> Call[int]:
 def heartbeat(
     stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
 ) -> Call[int]:
-    """Publishes a worker's statistics for `ttl_ms`; 0 removes the worker. Returns the number of
-    live workers."""
+    """Publishes a worker's statistics for `ttl_ms`; 0 removes the worker. Returns how many workers
+    live."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
     for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]

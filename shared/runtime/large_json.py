@@ -17,8 +17,7 @@ _AT_ONCE = 16  # list items that are read or written between two pauses
 
 
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
-    """Parses a JSON object. `readers` maps a member's name to the converter of the items in its
-    list.
+    """Parses a JSON object. `readers` maps the name of a list to the converter of its items.
 
     Raises ValueError, RecursionError, and errors of a reader. Half of a surrogate pair, which UTF-8
     cannot encode, is a ValueError.
@@ -82,8 +81,7 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """Returns `value` as ASCII JSON. Frees memory on the way: replaces the items of long lists by
-    None."""
+    """Returns `value` as ASCII JSON. To free memory early, sets the items of long lists to None."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)

@@ -19,8 +19,7 @@ SLICE_SECONDS = 0.001
 
 
 class Turns:
-    """Runs several pieces of long work by turns: in each round of the event loop, a slice of one
-    piece."""
+    """Runs several pieces of long work by turns: one slice in each round of the event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()

@@ -71,8 +71,7 @@ _RQ_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Rights of one kind of process: families of keys that it writes or reads, channels, and
-    commands."""
+    """Rights of one kind of process: families of keys it writes or reads, channels, commands."""
 
     writes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()

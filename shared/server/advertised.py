@@ -79,7 +79,7 @@ class Advertisement:
         return None
 
     def publish(self) -> None:
-        """Makes the file visible to commands, as a whole. Closes the descriptor, which the server
+        """Makes the whole file visible to commands at once. Closes the descriptor, which the server
         has inherited by now."""
         with suppress(OSError):
             self._begun.rename(self.file)
@@ -123,8 +123,7 @@ def password_mark() -> str:
 
 
 def _mark_of(folder: Path) -> str:
-    """Returns a folder's mark: a hash of device, inode, user and machine, because paths are not
-    unique."""
+    """Returns a folder's mark: a hash of device, inode, user and machine. Paths are not unique."""
     status = folder.stat()
     which = f"{status.st_dev} {status.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"
@@ -164,8 +163,7 @@ def _folder() -> Path:
 
 
 def _folders() -> set[Path]:
-    """Returns all folders that may have servers' files. A `cron` job lacks XDG_RUNTIME_DIR, for
-    example."""
+    """Returns all folders that may have servers' files: `cron` sets no XDG_RUNTIME_DIR."""
     folders = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
     with suppress(RuntimeError):
         folders.add(Path.home() / ".local" / "state" / "promptq")
@@ -173,8 +171,7 @@ def _folders() -> set[Path]:
 
 
 def _prefix() -> str:
-    """Returns the first part of the names of this machine's files: several machines may share a
-    home."""
+    """Returns the prefix of this machine's files, because several machines may share a home."""
     return f"server-{os.uname().nodename}-"
 
 
@@ -186,8 +183,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _made_private(folder: Path) -> bool:
-    """Creates the folder, closed to other users. Returns False if others own it or may write to
-    it."""
+    """Creates the folder, closed to other users. Returns False if others may use it anyway."""
     folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
     if not _is_ours(folder):
         return False

@@ -37,7 +37,7 @@ _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)
 scripts need all keys of a slot on one node, so the queue waits until its slot has moved."""
 _NO_CLUSTER = "cluster support disabled"
 CLUSTER_RETRIES = 40
-"""Retries for half a minute, which a failover with a `cluster-node-timeout` of 15 s takes."""
+"""Enough retries for the half minute of a failover with a `cluster-node-timeout` of 15 s."""
 _RETRIES_OF_CHANGES = 8
 _RETRIES_AT_THE_END = 4
 _BACKOFF = EqualJitterBackoff(cap=0.5, base=0.01)
@@ -63,9 +63,8 @@ class Nodes:
         self._reported: list[Address] = []
 
     def __iter__(self) -> Iterator[Address]:
-        """Yields the known addresses in random order, the addresses in the URL last: these nodes
-        may no longer exist. The order is random, because one node may still name a former owner of
-        a slot."""
+        """Yields the known addresses in random order, because a node may name a former owner of a
+        slot. The addresses in the URL come last, because these nodes may no longer exist."""
         reported, first = (random.sample(each, len(each)) for each in (self._reported, self.first))
         yield from dict.fromkeys([*reported, *first])
 
@@ -88,8 +87,7 @@ def _address(node: list[Any], queried: str) -> Address:
 
 
 class _Cluster:
-    """A cluster as one process uses it: the addresses of the nodes, and one client for each
-    slot."""
+    """A cluster as one process uses it: its nodes' addresses, and one client for each slot."""
 
     def __init__(self, kind: Any, url: str, options: Mapping[str, Any], nodes: Nodes) -> None:
         """`url` has only one host. `nodes` has all hosts of the original URL."""
@@ -133,8 +131,8 @@ def client_at(client: Any, key: str) -> Any:
 
 
 def try_once(client: redis.asyncio.Redis) -> None:
-    """Makes calls of this client raise at the first failure. A process that ends uses this, because
-    the server may be away. On a Cluster, a few quick retries remain, because the slot may be
+    """Makes calls of this client raise at the first failure. A process calls this when it ends,
+    because the server may be away. On a Cluster, a few quick retries remain: the slot may be
     moving."""
     retries = _RETRIES_AT_THE_END if isinstance(client.connection_pool, _AsyncPool) else 0
     client.set_retry(redis.asyncio.retry.Retry(_BACKOFF, retries, (redis.ConnectionError,)))
@@ -144,8 +142,8 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     """Returns a client of the class `kind` for
     `redis+cluster://[[user]:password@]host[:port][,host:port...]`. Raises ValueError.
 
-    The client talks to the node that has the set of all queues; `client_of` returns the client for
-    a queue.
+    The client talks to the node that has the set of all queues; `client_of` returns that of a
+    queue.
     """
     parts = urlsplit(url)
     databases = parse_qs(parts.query).get("db", [])
@@ -173,8 +171,7 @@ class _SlotPool:
     cluster: _Cluster
 
     def others(self) -> list[Any]:
-        """Returns the pools that close with this one: for the pool of the first slot, all
-        others."""
+        """Returns the pools that close with this one: all others if this is the first slot's."""
         first, *others = list(self.cluster.clients.values())
         return [other.connection_pool for other in others] if first.connection_pool is self else []
 
@@ -305,8 +302,7 @@ class _AsyncFollowing(_FollowsSlot):
 
 
 def _away(host: str, port: int, error: OSError) -> ClusterChangedError:
-    """Returns the error for an owner that does not answer. Calls are retried: another node may take
-    over."""
+    """Returns an error after which calls are retried: another node may take over the slot."""
     return ClusterChangedError(f"{host}:{port} has the queue, and does not answer ({error})")
 
 

@@ -135,9 +135,9 @@ def _adapted(kind: Any) -> Any:
     """Returns an asyncio connection class that packs commands in C, as the synchronous client does.
 
     In Python, packing a publish (seven arguments for each token) costs more than the rest of the
-    call. Large arguments are `memoryview`s, which are not copied. A connection that the server has
-    just closed counts as lost; uvloop would raise a RuntimeError, after which redis-py does not
-    reconnect.
+    call. A `memoryview`, which is large, is not copied. A connection that the server has just
+    closed counts as lost. Otherwise uvloop would raise a RuntimeError, after which redis-py does
+    not reconnect.
     """
 
     def pack_command(connection: Any, *args: Any) -> list[bytes]:
@@ -213,9 +213,9 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
     - Maintenance notifications are off. They cost each connection a round trip, and with them
       redis-py passes a connection with an unread reply to another call. Only Redis Enterprise has
       them.
-    - The pool has no limit: at a limit, redis-py fails calls as if the server were gone, and a call
-      may need a second connection. There are few: one for each thread, or 32 for
-      `AsyncRequestQueue`.
+    - The pool has no limit. At a limit, redis-py fails calls as if the server were gone, and a call
+      may need a second connection. Each thread needs only one, and `AsyncRequestQueue` limits its
+      calls.
     """
     options: dict[str, Any] = {
         "max_connections": _NO_LIMIT,

@@ -153,8 +153,7 @@ class EmbeddedServer:
         )
 
     def _wait_until_ready(self) -> bool:
-        """Waits until the server's log says that it is ready. Returns False if the server does not
-        start."""
+        """Waits until the log says that the server is ready. Returns False if it never is."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             log = self._log_text()
@@ -179,8 +178,7 @@ class EmbeddedServer:
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
-    """Turns the append-only file on, and waits until it has all data. Until then, the server would
-    refuse to stop."""
+    """Turns the append-only file on, and waits for all data: the server cannot stop before."""
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):
@@ -238,8 +236,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _ports(requested: int | None) -> list[int]:
-    """Returns the requested port, or three free ones: another process may take a free port
-    first."""
+    """Returns the requested port, or several free ones, as another process may take one first."""
     if requested is not None:
         return [requested]
     free = []

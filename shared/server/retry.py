@@ -38,8 +38,7 @@ _BUSY = "BUSY"
 
 
 class BusyError(ConnectionError):
-    """The server runs a long script. Counts as a lost connection, as an error about loading data
-    does."""
+    """The server runs a long script. Counts as a lost connection, like Redis' error LOADING."""
 
 
 WORTH_TRYING = (ConnectionError, ReadOnlyError, ClusterDownError, TryAgainError)

@@ -90,8 +90,7 @@ def in_short(error: redis.ConnectionError) -> redis.ConnectionError:
 
 
 def address_of_sentinels(pool: Any) -> str | None:
-    """Returns the URL of a pool's sentinels and service, without credentials; None for other
-    pools."""
+    """Returns the URL of a pool's sentinels and service, without credentials; otherwise None."""
     if not isinstance(pool, _POOLS):
         return None
     sentinels = (each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels)
@@ -117,9 +116,8 @@ class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
     """A pool that also closes the connections to the sentinels. redis-py does not close them."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes all connections; after a change of the master, only the idle ones. The idle ones
-        leave the pool first: redis-py closes them later, and a call that takes one until then would
-        fail."""
+        """Closes all connections; after a change of the master, only the idle ones. These leave the
+        pool first: redis-py closes them later, and a call that takes one until then would fail."""
         if inuse_connections:
             await super().disconnect()
             for sentinel in self.sentinel_manager.sentinels:

@@ -79,8 +79,7 @@ _OF_SENTINELS = {"sentinel_username": _TEXT, "sentinel_password": _TEXT}
 def several_hosts(
     parts: SplitResult, path: str, kind: str, port: int
 ) -> tuple[str, list[tuple[str, int]]]:
-    """Returns the URL with its first host only, as redis-py needs it, and all hosts as (host,
-    port).
+    """Returns the URL with its first host only, for redis-py, and all hosts as (host, port).
 
     `kind` is the word for a host in messages. `port` is the default. Raises ValueError.
     """

@@ -96,7 +96,6 @@ def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **over
 
 
 def flag_of(name: str) -> str:
-    """Returns the form of a setting on a worker's command line, such as `--redis` or `--
-    ARGUMENTS`."""
+    """Returns a setting's form on a worker's command line, such as `--redis` or `-- ARGUMENTS`."""
     others = {"redis_url": "--redis", "engine_arguments": "-- ARGUMENTS"}
     return others.get(name) or "--" + name.replace("_", "-")

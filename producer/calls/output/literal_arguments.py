@@ -51,7 +51,7 @@ class LiteralArguments:
         self._state: Callable[[str], str] = self._outside
 
     def feed(self, letter: str) -> str:
-        """Reads the next character. Returns the JSON that is certain by now."""
+        """Reads the arguments' next character. Returns the next piece of their JSON, or ''."""
         return self._state(letter)
 
     def _outside(self, letter: str) -> str:
@@ -90,8 +90,7 @@ class LiteralArguments:
         return word
 
     def _item(self) -> str:
-        """Returns the JSON between the previous value and the next: a comma in a list, otherwise
-        nothing."""
+        """Returns the JSON before the next value: a comma between the values of a list, or ''."""
         self._lacks_value = False
         if self._closers[-1] != "]":
             return ""
@@ -108,8 +107,7 @@ class LiteralArguments:
         return f"{before}{json.dumps(key)}: "
 
     def _value(self, word: str) -> str:
-        """Converts a word without quotation marks to JSON: a number, a constant, or otherwise a
-        string."""
+        """Converts an unquoted word to JSON: a number, a constant, or otherwise a string."""
         allowed = self._allowed if len(self._closers) == 1 else frozenset[str]()
         for written in (_NULLS.get(word, word), _number(word)):
             json_text = as_json(written, allowed)
@@ -191,8 +189,7 @@ class LiteralArguments:
 
 
 def _number(word: str) -> str:
-    """Converts a number that JSON does not allow, such as `1.`, to JSON. Returns other words
-    unchanged."""
+    """Converts a number such as `1.`, which JSON does not allow. Returns other words unchanged."""
     try:
         return repr(float(word))
     except ValueError:

@@ -31,8 +31,7 @@ class ExpectedOutput:
     is_forced: bool = False
     """Whether the model must call a tool, so that the whole output is a call."""
     with_reasoning: bool = False
-    """Whether the output may begin with reasoning: not if a call or a format of the text is
-    required."""
+    """Whether the output may begin with reasoning: not if a call or a format is required."""
     types: ParameterTypes = field(default_factory=dict)
 
     @classmethod
@@ -102,8 +101,8 @@ class ModelText:
         return calls.num_calls if calls is not None else 0
 
     def feed(self, text: str) -> Piece:
-        """Reads more text. Returns all text whose kind (reasoning, content or call) is certain by
-        now."""
+        """Reads more text. Returns new reasoning, content and calls. Holds back text that may be
+        the beginning of a mark."""
         if self._channels is not None:
             return Piece(*self._channels.feed(text))
         reasoning = ""
@@ -112,7 +111,7 @@ class ModelText:
         return self._answer(reasoning, text)
 
     def finish(self) -> Piece:
-        """Ends the text. Returns the text whose kind was not certain before."""
+        """Ends the text. Returns reasoning, content and calls that `feed` has held back."""
         if self._channels is not None:
             return Piece(*self._channels.finish())
         reasoning, text = "", ""
@@ -134,8 +133,7 @@ def read_whole(text: str, style: OutputStyle | None, expected: ExpectedOutput) -
 
 
 def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the few fields from which `ExpectedOutput.of` computes the same result as from
-    `fields`."""
+    """Returns a few small fields for which `ExpectedOutput.of` returns the same as for `fields`."""
     expected = ExpectedOutput.of(fields)
     needed: dict[str, Any] = {}
     if expected.with_tools:

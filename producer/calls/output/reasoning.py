@@ -20,12 +20,12 @@ class ReasoningText:
         self._state: Callable[[str], tuple[str, str]] = self._at_start
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Reads more text. Returns the reasoning and the answer, as far as they are certain by
-        now."""
+        """Reads more text. Returns new text of the reasoning and of the answer. Holds back text
+        that may be the beginning of a mark."""
         return self._state(text)
 
     def finish(self) -> tuple[str, str]:
-        """Ends the text. Returns the rest of the reasoning and of the answer."""
+        """Ends the text. Returns the reasoning and the answer that `feed` has held back."""
         held, self._held = self._held, ""
         if self._state == self._inside:
             return self._certain(held.rstrip()), ""

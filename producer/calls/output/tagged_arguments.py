@@ -49,7 +49,7 @@ class TaggedArguments:
         self._state: Callable[[], str] = self._between
 
     def feed(self, letter: str) -> str:
-        """Reads the next character. Returns the JSON that is certain by now."""
+        """Reads the arguments' next character. Returns the next piece of their JSON, or ''."""
         self._held += letter
         return self._state()
 

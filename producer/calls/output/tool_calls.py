@@ -39,8 +39,7 @@ ParameterTypes = Mapping[str, Mapping[str, frozenset[str]]]
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """A piece of the tool call number `index`, counted from 0. Only the first piece of a call has
-    `name`."""
+    """A piece of tool call number `index` (from 0). A call's first piece has the tool's `name`."""
 
     index: int
     arguments: str
@@ -106,8 +105,8 @@ class ToolText:
             self._expect(0)
 
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """Reads more text. Returns the content and the pieces of tool calls that are certain by
-        now."""
+        """Reads more text. Returns new content and pieces of calls. Holds back text that may be the
+        beginning of a mark."""
         for letter in text:
             if (
                 letter == _HALF_CHARACTER
@@ -119,7 +118,7 @@ class ToolText:
         return self._take()
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """Ends the text. Returns the rest: content and pieces of tool calls."""
+        """Ends the text. Returns the content and pieces of calls that `feed` has held back."""
         self._hold_blank()
         if self._forced:
             if self._state == self._in_head and self._name and not self.num_calls:
@@ -251,8 +250,8 @@ class ToolText:
             self._no_call()
 
     def _next_element(self, argument: str = "") -> None:
-        """Goes to the next element of a call's head. `argument` is text that was read and belongs
-        to the arguments."""
+        """Goes to the next element of a call's head. `argument` is text that was already read and
+        belongs to the arguments."""
         self._matched = self._dense = ""
         self._element += 1
         if self._element == 2:
@@ -263,9 +262,8 @@ class ToolText:
                 self._state(letter)
 
     def _no_call(self) -> None:
-        """Handles held text that is not the head of a call: searches the rest of the text for a
-        call. If a JSON object has begun, reads all of it first, because its members may come in
-        another order."""
+        """Handles held text that is not the head of a call: a call may begin later in this text. An
+        object that has begun is read to its end first: its members may come in another order."""
         held, self._held = self._held, ""
         if self._is_object and self._before and self._element > 1 and not self._forced:
             self._held, self._object = held[: self._opened_at], []
@@ -338,8 +336,8 @@ class ToolText:
         self._state = self._in_tail
 
     def _call_of(self, text: str) -> tuple[str | None, Any]:
-        """Returns the name and the arguments of the call in a JSON object; the name is None if it
-        is no call."""
+        """Returns the name and the arguments of the call in a JSON object. The name is None if the
+        object is no call."""
         try:
             call = from_json(text, allow_inf_nan=False)
             arguments = call.get(self._arguments_key)
@@ -353,8 +351,7 @@ class ToolText:
         return (name if is_call else None), arguments
 
     def _in_tail(self, letter: str) -> None:
-        """Reads the text after a call's arguments: the mark that ends the call, or the next
-        call."""
+        """Reads the text after a call's arguments: the mark that ends it, or the next call."""
         self._held += letter
         end = squeezed(self._held)
         if self._between and end == self._between:
@@ -382,8 +379,7 @@ class ToolText:
 
 
 def call_id(request_id: str, index: int) -> str:
-    """Returns the id of a request's tool call number `index`. Each reading of a stream gets the
-    same id."""
+    """Returns the id of a request's tool call number `index`, which is the same for all readers."""
     digest = hashlib.sha256(f"{request_id}\n{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"
 
@@ -395,7 +391,7 @@ def chat_call(request_id: str, delta: ToolDelta) -> dict[str, Any]:
 
 
 def _escapes(text: str) -> bool:
-    """Returns whether an odd number of backslashes ends the text, so that the next character is
+    """Returns whether the text ends in an odd number of backslashes, so that the next character is
     escaped."""
     return (len(text) - len(text.rstrip("\\"))) % 2 == 1
 
