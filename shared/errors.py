@@ -117,8 +117,8 @@ class RequestError(PromptqError):
 class InvalidRequestError(RequestError):
     """A field of a request is wrong.
 
-    `field` is the field's name; empty if the whole payload is wrong. `error_type` and `code` are
-    `error.type` and `error.code` of the last event.
+    `field` is the field's name; empty if the whole payload is wrong. `error_type` and `code` become
+    `error.type` and `error.code` of the request's last event.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from promptq.producer.calls.output.model_text import needed_of
 from promptq.producer.clients.request_builder import Prompt
 
 MAX_CHOICES = 256
-"""The most answers of one call: the number of prompts times `n`."""
+"""The most answers to one call: the number of its prompts times `n`."""
 
 
 class Extra(Protocol):
@@ -21,13 +21,12 @@ class Extra(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def pack(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns the data as a small header, which JSON can express, and parts of any size."""
+        """Returns the data as a small JSON object and binary parts of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """One call. `fields` are the fields that all its payloads share. `prompts` is `[None]` for a
-    chat.
+    """One call of an API. All its payloads share `fields`. `prompts` is `[None]` for a chat.
 
     A call of /v1/responses or /v1/messages is a chat whose answer has that API's `form`. In the
     forms `count` and `input_count`, the answer is the number of the chat's tokens.
@@ -42,7 +41,7 @@ class CompletionCall:
     echo: bool = False
     echo_only: bool = False
     """Whether the answer has only the prompt (`max_tokens: 0`). The engine still generates one
-    token, and the answer leaves this token out."""
+    token, which the answer leaves out."""
     shows_prompt_logprobs: bool = False
     detach: bool = False
     wait_for_worker: bool = True
@@ -65,7 +64,7 @@ class CompletionCall:
 
     def requests(self, completion_id: str) -> list[dict[str, Any]]:
         """Returns the fields of each request, from which `compose` (clients/request_builder.py)
-        makes its payload. The `n` requests of a prompt follow each other."""
+        builds a payload. The `n` requests of a prompt follow each other."""
         seed, key = self.fields.get("seed"), self.fields.get("idempotency_key")
         requests = []
         for index, request_id in enumerate(request_ids(completion_id, self.num_choices)):
@@ -81,11 +80,11 @@ class CompletionCall:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated bytes of all payloads of the call, from the size of its body."""
+        """Estimated bytes of all payloads of the call, from the size of the call's body."""
         return self.body_bytes * self.num_choices
 
     def for_answer(self) -> CompletionCall:
-        """Returns the call without data that its answer does not need, which may be megabytes."""
+        """Returns the call without the data, perhaps megabytes, that only its payloads need."""
         needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
         kept: dict[str, Any] = {name: self.fields[name] for name in needed if name in self.fields}
         kept |= needed_of(self.fields)
@@ -95,20 +94,19 @@ class CompletionCall:
         return replace(self, fields=kept, prompts=prompts, extra=None)
 
     def with_fields(self, **fields: Any) -> CompletionCall:
-        """Returns the call with these fields of its payload set."""
+        """Returns the call with these fields set in all its payloads."""
         return replace(self, fields={**self.fields, **fields})
 
     def with_model_of(self, aliases: Mapping[str, str]) -> CompletionCall:
-        """Returns the call with its model's main name in place of an alias."""
+        """Returns the call with the main name of its model in place of an alias."""
         name = aliases.get(self.model) if isinstance(self.model, str) else None
         return self if name is None else self.with_fields(model=name)
 
     def with_key_of(self, caller: str, tenant: str) -> CompletionCall:
         """Returns the call with an idempotency key that is valid only for this tenant, this caller
-        and this form of answer.
+        and this form of answer. The tenant '' has no name.
 
-        The tenant ('' for the tenant without a name) is part of the key, because another tenant's
-        API key may later have the caller's name.
+        The tenant is part of the key: another tenant's API key may later have the caller's name.
         """
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):

@@ -21,8 +21,7 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
 
 MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
-"""The most bytes of all payloads of one call. Each answer of a call is a separate request with a
-complete payload."""
+"""The most bytes of all payloads of one call. Each answer to a call needs a complete payload."""
 
 HEADERS = {
     "priority": "X-Priority",
@@ -31,22 +30,20 @@ HEADERS = {
     "wait_for_worker": "X-Wait-For-Worker",
     "idempotency_key": "Idempotency-Key",
 }
-"""For each field of a body that a header can set, the name of the header."""
+"""Maps a field of the body to the HTTP header that can set the field instead."""
 
 _NUMBER_FIELDS = {"priority", "deadline_ms"}
 _BOOLEAN_FIELDS = {"detach", "wait_for_worker"}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_LONGEST_EFFORT = 100
-"""The most characters of a `reasoning_effort`."""
+_LONGEST_EFFORT = 100  # characters of a `reasoning_effort`
 
 T = TypeVar("T", bound="BodyOptions")
 _BOM = b"\xef\xbb\xbf"
 
 
 def _known_options(options: Any) -> Any:
-    """Returns `stream_options` unchanged. Raises ValueError for its first unknown name. Pydantic
-    would report all unknown names."""
+    """Returns `stream_options` unchanged. Raises ValueError for the first unknown name."""
     for name in options if isinstance(options, dict) else ():
         if name not in _STREAM_OPTIONS:
             raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")
@@ -57,11 +54,11 @@ _STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_sta
 StreamOptions = Annotated[dict[str, bool], BeforeValidator(_known_options)]
 IGNORED = "accepted without effect"
 ONLY_VALUE = "accepted with this value only"
-"""Descriptions of two kinds of fields: those without effect, and those with one supported value."""
+"""Description of a field for which promptq supports only one value."""
 
 
 class BodyOptions(BaseModel):
-    """The fields that all endpoints for new requests accept, besides the fields of a payload."""
+    """The fields that all endpoints for new requests accept besides the fields of a payload."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -83,14 +80,13 @@ class BodyOptions(BaseModel):
         return {}
 
     def call(self, fields: dict[str, Any], body_bytes: int, **answer: Any) -> CompletionCall:
-        """Returns a call with these fields of a payload. `answer` sets other attributes of the
-        call."""
+        """Returns a call with these payload fields. `answer` sets other attributes of the call."""
         answer = {"wait_for_worker": self.wait_for_worker, "names": self._names, **answer}
         return CompletionCall(fields=fields, body_bytes=body_bytes, **answer)
 
 
 class GeneratingOptions(BodyOptions):
-    """Further fields that endpoints accept if a model generates their answer."""
+    """The fields that endpoints accept in addition if a model generates their answer."""
 
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     detach: bool = Field(
@@ -111,8 +107,8 @@ def check_effort(field: str, effort: Any) -> None:
 
 
 def with_effort(effort: str, variables: Any) -> Any:
-    """Adds a reasoning effort to a chat template's variables, unless the variables already set one.
-    Returns the variables."""
+    """Returns the variables of a chat template, with a reasoning effort added unless they already
+    set one."""
     if not isinstance(variables, dict):
         return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
@@ -124,8 +120,8 @@ def with_effort(effort: str, variables: Any) -> Any:
 def read_options(
     kind: type[T], body: bytes, headers: Mapping[str, str]
 ) -> tuple[T, dict[str, Any]]:
-    """Reads a body and its headers. Returns the endpoint's options, and all other fields, which are
-    fields of a payload. Raises InvalidRequestError."""
+    """Reads a body and its headers. Returns the endpoint's options, and all other fields, which
+    belong to a payload. Raises InvalidRequestError."""
     body_fields = without_none(read_object(body))
     for name, value in _from_headers(headers).items():
         body_fields.setdefault(name, value)
@@ -147,7 +143,7 @@ def check_size_of_call(
     num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int = 1, named: str = "n"
 ) -> None:
     """Raises InvalidRequestError, which names the field `named`, if the payloads of a call with a
-    body of `num_bytes` would be too large together."""
+    body of `num_bytes` would together be too large."""
     total = n * num_bytes
     if num_prompts > 1:  # each prompt has its own copy of the fields
         total += n * (num_prompts - 1) * len(to_json(fields))
@@ -160,7 +156,8 @@ def check_size_of_call(
 
 
 def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
-    """Returns the prompts of a field that has one prompt or several. Raises InvalidRequestError."""
+    """Returns the prompts in a field with one prompt (text or token ids) or a list of prompts.
+    Raises InvalidRequestError."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt or not all(isinstance(each, str | list) for each in prompt):
@@ -169,8 +166,8 @@ def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
 
 
 def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
-    """Returns the tools with these names, which come from a `tool_choice`. Raises
-    InvalidRequestError for an unknown name."""
+    """Returns the tools with these names, which a `tool_choice` lists. Raises InvalidRequestError
+    for an unknown name."""
     known = [name_of_tool(tool) for tool in tools]
     for name in names:
         if name is None or name not in known:
@@ -181,22 +178,20 @@ def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
 
 
 def name_of_tool(tool: Any) -> str | None:
-    """Returns the name of a tool that is a function in the form of OpenAI's chats; None for any
-    other value."""
+    """Returns the name of a function in the form of OpenAI's chats; None for anything else."""
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 
 
 def wrong_field(place: str, reason: str) -> InvalidRequestError:
-    """Returns the error for a field. `place` is the field's name, or `NAME: PART` for a part of
-    it."""
+    """Returns the error for a field. `place` is the field's name, or `NAME: PART` for a part."""
     return InvalidRequestError(f"{place}: {reason}", field=place.partition(":")[0])
 
 
 def check_one_of(place: str, value: Any, known: Sequence[str], kind: str = "") -> None:
-    """Raises InvalidRequestError unless `value` is one of `known`. `kind`, such as `role`, says in
-    the message what the value is."""
+    """Raises InvalidRequestError unless `value` is one of `known`. `kind`, such as `role`, is the
+    word for the value in the message."""
     if value not in known:
         shown = f"{kind} {str(value)[:80]!r}".lstrip()
         raise wrong_field(place, f"{shown} is not one of {', '.join(known)}")
@@ -205,11 +200,8 @@ def check_one_of(place: str, value: Any, known: Sequence[str], kind: str = "") -
 def refuse(
     fields: Mapping[str, Any], names: Iterable[str], instead: Mapping[str, str] = {}
 ) -> None:
-    """Raises InvalidRequestError if a call has fields of a payload that its endpoint does not
-    support.
-
-    `instead` has the endpoint's names for some of these fields.
-    """
+    """Raises InvalidRequestError if a call has one of the fields `names`, which its endpoint does
+    not support. `instead` has the endpoint's names for some of them."""
     for name in names:
         if name in fields:
             advice = f"; use {instead[name]}" if name in instead else ""
@@ -217,8 +209,7 @@ def refuse(
 
 
 class HistoryNeededError(Exception):
-    """The call continues an earlier response, so reading it needs that response's items
-    (`history`)."""
+    """The call continues an earlier response, and was read without the items of that response."""
 
     def __init__(self, previous_response_id: str) -> None:
         super().__init__(previous_response_id)
@@ -244,7 +235,7 @@ def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a body, with or without a byte order mark. Raises
+    """Returns the JSON object in a body, which may begin with a byte order mark. Raises
     InvalidRequestError."""
     if not body:
         raise InvalidRequestError("the body is empty; send a JSON object")

@@ -34,25 +34,24 @@ from promptq.shared.protocol.request import Request as PayloadRequest
 from promptq.shared.queue.scripts import Rate
 
 _SMALL_BYTES = 65_536
-"""The most bytes of a body or payload that this process reads itself, which takes a few
-milliseconds at worst."""
+"""The most bytes of a body or payload that this process reads itself (a few ms at worst)."""
 _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""The most seconds that a process may take for a call. A call that takes longer than this gets the
-status 503, not 400, because the cause may be a busy machine."""
+"""The most seconds that a process may take for a call. After this, the status is 503 and not 400,
+because the machine may be busy."""
 LENGTH_BYTES = 4
-"""Each message between the processes begins with a number of this many bytes: the length of the
+"""Number of bytes of the number that begins each message between the processes: the length of the
 header, which follows."""
 OUT_OF_MEMORY = 3
-"""Exit code of a process that ran out of memory."""
+"""Exit code of a process that has run out of memory."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
 """Exit codes of a process that reached its limit of memory or CPU time. Native code aborts when it
 gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-"""Environment variables that a process inherits: those that locate the interpreter and this
-package. Others may hold passwords."""
+"""Environment variables that a new process inherits, to find the interpreter and this package.
+Other variables may hold passwords."""
 
 Endpoint = Literal[
     "completions",
@@ -64,31 +63,30 @@ Endpoint = Literal[
     "message_forks",
     "counts",
 ]
-"""The kinds of calls. `counts` and `input_counts` only count tokens, for /v1/messages and
-/v1/responses."""
+"""The kinds of calls. `counts` (/v1/messages) and `input_counts` (/v1/responses) count tokens."""
 
 Payload = bytes | memoryview
 """A request's payload as JSON. Large payloads are `memoryview`s."""
 
 Parts = list[list[bytes]]
-"""The parts of a call, each as a list of pieces: the body and, if needed, the history."""
+"""The parts of a message, each as a list of pieces: a body and perhaps its history, or payloads."""
 
 
 Read = Callable[[bytes, Mapping[str, str], str, bytes | None], CompletionCall]
-"""A function that returns the call with this body, these headers, this id and this history (items
-of earlier responses; None if they were not read yet).
+"""A function that returns the call with this body, these headers, this id and this history: items
+of earlier responses, None if they were not read yet.
 
 Raises InvalidRequestError, HistoryNeededError.
 """
 
 
 class Reader(NamedTuple):
-    """How the calls of one endpoint are read."""
+    """The functions that read the calls of one endpoint."""
 
     read: Read
     new_id: Callable[[], str]
     unpack: Callable[[dict[str, Any], Sequence[Payload]], Extra] | None = None
-    """Function that restores the `extra` of a call from the form of `Extra.pack`."""
+    """Returns the `extra` of a call from the values that `Extra.pack` has returned."""
 
 
 Readers = Mapping[Endpoint, Reader]
@@ -96,8 +94,6 @@ Readers = Mapping[Endpoint, Reader]
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A call to be read, without its body."""
-
     endpoint: Endpoint
     reader: Reader
     headers: Mapping[str, str]
@@ -107,10 +103,10 @@ class _Reading:
 
 
 class CallReader:
-    """Reads the calls of one gateway. Its processes start when they are first needed, and write to
-    the gateway's log.
+    """Reads the calls of one gateway, large ones in other processes.
 
-    Of the large bodies of one tenant, one is read at a time.
+    These processes start when they are needed, and write to the gateway's log. Of the large bodies
+    of one tenant, only one is read at a time.
     """
 
     def __init__(self, readers: Readers, log_level: str, log_format: str) -> None:
@@ -129,7 +125,7 @@ class CallReader:
         aliases: Mapping[str, str],
         history_of: Callable[[str], Awaitable[bytes]] | None = None,
     ) -> Prepared:
-        """Reads a call whose body is a list of pieces, and makes its payloads.
+        """Reads a call whose body is a list of pieces, and builds its payloads.
 
         `aliases` maps aliases to names of models. `history_of(id)` returns the items of the
         response with this id and of all responses before it, one on each line. Raises
@@ -147,8 +143,8 @@ class CallReader:
     async def shown_fields(
         self, caller: Caller, payloads: Sequence[bytes], with_prompts: bool
     ) -> list[dict[str, Any]]:
-        """Returns the `shown_fields` of payloads that were read from the queue. Raises
-        InvalidRequestError, ApiError."""
+        """Returns the result of `completion.shown_fields` for each of these payloads from the
+        queue. Raises InvalidRequestError, ApiError."""
         if sum(map(len, payloads)) <= _SMALL_BYTES:
             return [shown_fields(payload, with_prompts) for payload in payloads]
         query = {"with_prompts": with_prompts}
@@ -161,8 +157,8 @@ class CallReader:
             await _end(self._idle.pop())
 
     async def _read(self, reading: _Reading, body: list[bytes], history: bytes | None) -> Prepared:
-        """Reads a call, in another process if it is large. Raises HistoryNeededError if `history`
-        is None and the call needs it."""
+        """Reads a call, in another process if the call is large. Raises HistoryNeededError if
+        `history` is None and the call needs it."""
         if sum(map(len, body)) + len(history or b"") <= _SMALL_BYTES:
             body_at_once = b"".join(body)
             call = reading.reader.read(body_at_once, reading.headers, reading.new_id, history)
@@ -188,10 +184,7 @@ class CallReader:
         self, query: Mapping[str, Any], parts: Parts, caller: Caller
     ) -> tuple[dict[str, Any], list[Payload]]:
         """Waits until no other large body of the caller's tenant is read, sends a query to a
-        process, and returns the reply.
-
-        Raises the InvalidRequestError or ApiError in the reply, and ApiError if there is no reply.
-        """
+        process, and returns the reply. Raises the error in the reply, or ApiError 503."""
         query = {**query, "cpu_seconds": _MOST_CPU_SECONDS}
         tenants_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
         try:
@@ -215,9 +208,9 @@ class CallReader:
     async def _ask_one(
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Sends a query to an idle process, or to a new one, and returns the reply. Raises ApiError
-        400 if the process has reached its limit of memory or CPU time. Raises EOFError or OSError
-        if the process has ended for any other reason."""
+        """Sends a query to an idle process or a new one, and returns the reply. If the process
+        ends, raises ApiError 400 if it needed too much memory or CPU time, otherwise EOFError or
+        OSError."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
         try:
@@ -242,10 +235,10 @@ class CallReader:
 def answer(
     readers: Readers, query: Mapping[str, Any], parts: Sequence[bytes]
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Returns the reply to a query of `CallReader`. Runs in a process that the `CallReader` has
-    started. `parts` has the body of a call and perhaps its history, or payloads from the queue.
+    """Returns the reply to a query of a `CallReader`. Runs in a process that the reader started.
 
-    The reply is a header and a list of bytes: the call's payloads, then the parts of its `extra`.
+    `parts` has the body of a call and perhaps its history, or payloads from the queue. The reply is
+    a header and a list of bytes: the call's payloads, then the parts of its `extra`.
     """
     try:
         if "endpoint" not in query:
@@ -282,8 +275,8 @@ def answer(
 
 
 def head(fields: Mapping[str, Any], sizes: list[int]) -> bytes:
-    """Returns the first bytes of a message between the processes: the length of a header, and the
-    header, which has the sizes of the parts that follow."""
+    """Returns the first bytes of a message between the processes: the length of the header, and the
+    header with these fields and the sizes of the parts that follow."""
     header = json.dumps({**fields, "sizes": sizes}).encode()
     return len(header).to_bytes(LENGTH_BYTES, "big") + header
 
@@ -320,7 +313,7 @@ def _error_of(details: dict[str, Any]) -> Exception:
 
 
 async def _start(arguments: Sequence[str]) -> Process:
-    """Starts a process, which imports no files of the working directory (-P). Raises OSError."""
+    """Starts a process, which imports no files of the working directory. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -349,8 +342,7 @@ async def _ask(
 
 
 async def _read(stream: asyncio.StreamReader, size: int) -> Payload:
-    """Reads `size` bytes in pieces, because `readexactly` would copy all in one go. Raises
-    EOFError."""
+    """Reads `size` bytes in pieces; `readexactly` would copy all at once. Raises EOFError."""
     if size <= _SMALL_BYTES:
         return await stream.readexactly(size)
     buffer, length = memoryview(bytearray(size)), 0

@@ -23,8 +23,8 @@ from promptq.shared.queue.scripts import Rate
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call whose payloads are ready: the requests to enqueue (`new`), and what they cost in each
-    of the caller's rate limits (`rates`).
+    """A call whose payloads are ready: the requests to enqueue (`new`), and their cost in each of
+    the caller's rate limits (`rates`).
 
     `call` has only the fields that its answer needs.
     """
@@ -45,7 +45,7 @@ class Prepared:
 def prepare(
     call: CompletionCall, caller: Caller, completion_id: str, aliases: Mapping[str, str]
 ) -> Prepared:
-    """Checks the rights of a call's caller, and makes the call's payloads. Slow for a large body.
+    """Checks the rights of a call's caller, and builds the call's payloads. Slow for a large body.
 
     `aliases` maps aliases to names of models. Raises InvalidRequestError, ApiError 403.
     """
@@ -62,8 +62,7 @@ def prepare(
 def composed(
     call: CompletionCall, requests: list[dict[str, Any]], account: TokenAccount | None
 ) -> list[NewRequest]:
-    """Returns requests with payloads, made from fields. Raises InvalidRequestError with the API's
-    names of fields."""
+    """Returns the requests with payloads. Raises InvalidRequestError with the API's field names."""
     try:
         return compose(requests, account)
     except InvalidRequestError as error:
@@ -72,8 +71,8 @@ def composed(
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
-    """Returns the call with its caller's tenant and priority where the call sets none. Raises
-    ApiError 403 if the call sets a tenant or priority that its caller may not use."""
+    """Returns the call with the tenant and priority of its caller where the call sets none. Raises
+    ApiError 403 if the caller may not use the tenant or priority that the call sets."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     if tenant is not None:
         check_tenant(caller, tenant)
@@ -89,7 +88,7 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
 async def payloads_of(
     queues: ServedQueues, caller: Caller, request_ids: Sequence[str]
 ) -> tuple[ServedQueue, list[bytes]]:
-    """Returns the queue that knows the requests with these ids, and their payloads.
+    """Returns the queue that has the requests with these ids, and the requests' payloads.
 
     Raises RequestNotFoundError for ids that are unknown or do not belong to the caller.
     """

@@ -8,7 +8,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.calls.errors import ApiError
 
 Caller = ApiKey
-"""The caller of a call: the API key with its rights."""
+"""The caller of an API: its API key with the key's rights."""
 
 
 def check_scope(caller: Caller, scope: str) -> None:

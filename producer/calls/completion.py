@@ -29,12 +29,12 @@ _ECHO_ONLY = "only"
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All data for an answer, except the events of its requests.
+    """All data for the answer to a call, except the events of its requests.
 
-    The request of choice `i` is `request_ids[i]`. The `n` choices of a prompt follow each other.
-    `echoes` is empty unless the answer repeats prompts. Then it has the prompt of each choice, or
-    None for a prompt of token ids, whose text comes with the first event. With `echo_only`, the
-    answer has only the prompts.
+    The request of choice number `i`, counted from 0, is `request_ids[i]`. The `n` choices of a
+    prompt follow each other. If the answer repeats the prompts, `echoes` has the prompt of each
+    choice, or None for a prompt of token ids, whose text comes with the first event; otherwise
+    `echoes` is empty. With `echo_only`, the answer has only the prompts.
     """
 
     id: str
@@ -50,11 +50,11 @@ class Completion:
     echoes: Sequence[str | None] = ()
     echo_only: bool = False
     encoding_format: str | None = None
-    """Copied from the CompletionCall."""
+    """The encoding of vectors; None if the call requests text."""
     prefill: str = ""
-    """Text that the call gives as the beginning of the output. The answer does not repeat it."""
+    """Text with which the call lets the output begin. The answer does not repeat this text."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Copied from the CompletionCall."""
+    """Maps names of fields in a payload to their names in the body; see `in_api_names`."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -62,7 +62,7 @@ class Completion:
 
     @property
     def created(self) -> int:
-        """Creation time in Unix seconds. The id contains it, so all readers see the same time."""
+        """Creation time in Unix seconds, as in the id, so that all readings of a stream agree."""
         return (_uuid_of(self.id).int >> 80) // 1000
 
     @property
@@ -112,15 +112,15 @@ def new_message_id() -> str:
 
 
 def is_message_id(completion_id: str) -> bool:
-    """Returns whether the answer of this completion is a message."""
+    """Returns whether the answer of the completion with this id is a message of /v1/messages."""
     return completion_id.startswith(_MESSAGE)
 
 
 def check_known_id(known: str, new_id: str) -> None:
-    """Raises ApiError 409 unless two ids are of the same kind. `known` is the id in an idempotency
-    key's record in the queue. `new_id` is the id of the new call.
+    """Raises ApiError 409 unless two ids are of the same kind. `known` is the id that the queue
+    stores for an idempotency key. `new_id` is the id of the new call.
 
-    This check is needed because any program with write access may have written the record.
+    The check is needed, because any program with write access may have stored the id.
     """
     prefix, *_ = _PREFIX.findall(new_id)
     try:
@@ -139,7 +139,7 @@ def check_completion_id(completion_id: str) -> None:
 
 
 def completion_of(call: CompletionCall, completion_id: str, model: str) -> Completion:
-    """Returns the completion for a call."""
+    """Returns the completion of a call: all data for the answer, except the events."""
     echoes = [_text(call.prompts[index // call.n]) for index in range(call.num_choices)]
     return Completion(
         id=completion_id,
@@ -161,8 +161,8 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
 
 
 def shown_fields(payload: bytes, with_prompt: bool) -> dict[str, Any]:
-    """Returns the fields of a payload that `stream_completion` needs. The prompt is needed only if
-    the answer repeats it. Slow for a large payload. Raises InvalidRequestError."""
+    """Returns the fields of a payload that `stream_completion` needs, with the prompt only if the
+    answer repeats it. Slow for a large payload. Raises InvalidRequestError."""
     request = Request.parse(payload)
     prefix = request.output_prefix
     return {
@@ -177,8 +177,8 @@ def shown_fields(payload: bytes, with_prompt: bool) -> dict[str, Any]:
 def stream_completion(
     completion_id: str, query: Mapping[str, str], shown: Sequence[Mapping[str, Any]], model: str
 ) -> Completion:
-    """Returns the completion whose stream has this id and query. `shown` has the `shown_fields` of
-    each of the `needed_request_ids`."""
+    """Returns the completion of the stream with this id and query. `shown` has the result of
+    `shown_fields` for each of the `needed_request_ids`."""
     first, num_choices, n = shown[0], _number(query, "choices", 1), _number(query, "n", 1)
     prompts = [fields["prompt"] for fields in shown]
     return Completion(
@@ -199,7 +199,7 @@ def stream_completion(
 
 def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
     """Returns the ids of the requests whose payloads `stream_completion` needs: the first request,
-    or if the answer repeats prompts, one request of each prompt.
+    or if the answer repeats prompts, the first request of each prompt.
 
     Raises the errors of `all_request_ids`.
     """
@@ -208,7 +208,7 @@ def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str
 
 
 def all_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
-    """Returns the ids of all requests of a completion whose stream has this id and query.
+    """Returns the ids of all requests of the stream with this id and query.
 
     Raises RequestNotFoundError for a wrong id, InvalidRequestError for a wrong query.
     """
@@ -217,15 +217,14 @@ def all_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
 
 
 def _uuid_of(completion_id: str) -> UUID:
-    """Returns the UUID in a completion's id. Raises ValueError."""
     for prefix in (_CHAT, _TEXT, _MESSAGE):
         completion_id = completion_id.removeprefix(prefix)
     return UUID(completion_id)
 
 
 def _prefill(token_ids: Sequence[int] = (), text: str = "") -> str:
-    """Returns the text of an output prefix, which the answer does not repeat. Returns '' for a
-    prefix of token ids: such a prefix comes from a fork, whose answer repeats it."""
+    """Returns the text of an output prefix, which the answer does not repeat. Returns '' for token
+    ids: these come from a fork, whose answer repeats them."""
     return "" if token_ids else text
 
 
@@ -246,8 +245,8 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) -> str:
-    """Returns OpenAI's reason for the end of an answer: `stop`, `tool_calls`, or `length`, which
-    also stands for a missed deadline and for an answer that has only the prompt."""
+    """Returns OpenAI's word for why an answer ended: `stop`, `tool_calls` or `length`. `length`
+    also stands for a missed deadline, and for an answer that has only the prompt."""
     if reason is FinishReason.STOP and not echo_only:
         return "tool_calls" if num_tool_calls else "stop"
     return "length"
@@ -259,8 +258,8 @@ def failure(
     num_tokens: int,
     names: Mapping[str, str] = {},
 ) -> ApiError | None:
-    """Returns the error for a request that ended after `num_tokens` tokens of output; None if it
-    has an answer. `names` has the endpoint's names of fields; see `in_api_names`."""
+    """Returns the error for a request that ended after `num_tokens` output tokens; None if the
+    request has an answer. `names` has the endpoint's names of fields; see `in_api_names`."""
     match reason:
         case FinishReason.ERROR:
             error = error or ErrorInfo(type="internal_error", message="it failed")
@@ -291,8 +290,8 @@ def _failed(error: ErrorInfo) -> ApiError:
 async def with_model_and_style(
     served: ServedQueue, completion: Completion
 ) -> tuple[Completion, OutputStyle | None]:
-    """Returns the completion with its queue's model, and the output style of the model (None if it
-    is not needed). Call it after the first event; see `model_and_style`."""
+    """Returns the completion with its queue's model, and the output style of the model (None if the
+    completion needs none). Call it after the first event; see `model_and_style`."""
     if completion.model and not completion.is_chat:
         return completion, None
     model, style = await model_and_style(served, needs_style=completion.expected.with_tools)
@@ -304,8 +303,7 @@ async def with_model_and_style(
 async def model_and_style(
     served: ServedQueue, *, needs_style: bool = True
 ) -> tuple[str, OutputStyle | None]:
-    """Returns the queue's model and its output style. A worker writes both before it sends the
-    first event."""
+    """Returns the queue's model and output style, which workers store before the first event."""
     with explained(served.client.url):
         view = await served.view()
         lacks_style = view.output_style is None and needs_style

@@ -58,26 +58,23 @@ _TYPES_OF_MESSAGES = {
 }
 
 NOT_AGAIN = {"x-should-retry": "false"}
-"""Header that stops OpenAI's clients from retrying. Without it, they retry after the statuses 408,
-409, 429 and 5xx, even if every retry must fail."""
+"""Header that stops OpenAI's clients from retrying after the statuses 408, 409, 429 and 5xx."""
 _NOT_RETRIED = (408, 409)
 
 _ABSENCE_LOGGED_SECONDS = 60.0
-"""Seconds between two log entries with the same reason why the Redis server cannot be used."""
+"""Seconds between two log entries with the same reason why Redis cannot be used."""
 
 
 def _default_code(status: int) -> str:
-    """Returns the code, such as `not_found`, of an error that has this status and sets no code."""
+    """Returns the code of an error with this status that sets none, such as `not_found`."""
     phrase = "invalid request" if status == 400 else HTTPStatus(status).phrase
     return phrase.lower().replace(" ", "_")
 
 
 class ApiError(Exception):
-    """An error as the answer to a call. `param` is the wrong field. `code` identifies the error for
-    programs.
-
-    `unsupported` has those fields of a call of Anthropic's API that promptq does not support.
-    """
+    """An error that is the answer to a call. `param` is the wrong field. `code` identifies the
+    error for programs. `unsupported` has the fields of a call of Anthropic's API that promptq does
+    not support."""
 
     def __init__(
         self,
@@ -98,14 +95,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """The error object in OpenAI's form."""
+        """The answer's body, in OpenAI's form."""
         kind = _TYPES.get(self.status, "api_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property
     def messages_body(self) -> dict[str, object]:
-        """The error object in the form of /v1/messages."""
+        """The answer's body, in the form of /v1/messages."""
         kind = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _TYPES_OF_MESSAGES.get(self.status, kind)
         details: dict[str, object] = {"error_code": self.code}
@@ -115,7 +112,7 @@ class ApiError(Exception):
         return {"type": "error", "error": error}
 
     def named(self, names: Mapping[str, str]) -> ApiError:
-        """Returns this error with its endpoint's names of fields; see `in_api_names`."""
+        """Returns this error with the endpoint's names of fields; see `in_api_names`."""
         message, param = in_api_names(names, str(self), self.param)
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
@@ -123,15 +120,15 @@ class ApiError(Exception):
 def in_api_names(
     names: Mapping[str, str], message: str, field: str | None
 ) -> tuple[str, str | None]:
-    """Returns an error's message and field with an endpoint's names of fields.
+    """Returns the message and the field of an error with an endpoint's names of fields.
 
     A message begins with the path of a field in a payload, such as `stop.0: `. `names` maps names
-    in a payload to the endpoint's names. A key of `names` says what is replaced:
+    in a payload to the endpoint's names. The form of a name decides where it is replaced:
 
-    - a field's name: the beginning of the path
-    - a name with a dot: any part of the path
-    - a name with a colon, such as "embed: pooling": the beginning of the message
-    - `IF_NOT_STRICT`, a piece of advice: the same advice anywhere after the path
+    - a field's name: at the beginning of the path
+    - a name with a dot: anywhere in the path
+    - a name with a colon, such as "embed: pooling": at the beginning of the message
+    - `IF_NOT_STRICT`, a piece of advice: anywhere after the path
     """
     for inner, outer in names.items():
         if ": " in inner and message.startswith(f"{inner}:"):
@@ -147,8 +144,7 @@ def in_api_names(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Returns the answer for an error. Details of an error that promptq does not expect appear only
-    in the log."""
+    """Returns the answer for an error. The details of an unexpected error are only in the log."""
     match error:
         case ApiError():
             return error
@@ -198,8 +194,8 @@ def unknown_completion(request_id: str) -> RequestNotFoundError:
 
 
 def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
-    """Returns the promptq error for an error of redis-py, for the log. `user` is the Redis user of
-    the gateway."""
+    """Returns promptq's error for an error of redis-py, to be logged. `user` is the name of the
+    gateway's Redis user."""
     try:
         with explained(url):
             raise error
@@ -212,8 +208,7 @@ def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
 
 
 def log_why_unavailable(error: RedisSideError | RedisError) -> None:
-    """Logs why calls get the status 503: a refusal by the server once, any other reason once a
-    minute."""
+    """Logs why calls get status 503: a refusal by the server once, other reasons once a minute."""
     if isinstance(error, RedisAuthError):
         _log_refusal(str(error))
     else:
@@ -222,7 +217,7 @@ def log_why_unavailable(error: RedisSideError | RedisError) -> None:
 
 @lru_cache(maxsize=16)
 def _log_refusal(message: str) -> None:
-    """Logs a refusal, once for each message, because the server repeats it for every call."""
+    """Logs a refusal once for each message. The server repeats the refusal for every call."""
     from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
     get_logger().error(
@@ -234,7 +229,6 @@ def _log_refusal(message: str) -> None:
 
 @lru_cache(maxsize=16)
 def _log_absence(message: str, turn: int) -> None:
-    """Logs a message, once in each period (`turn`) of `_ABSENCE_LOGGED_SECONDS`."""
     from promptq.shared.runtime.logs import get_logger
 
     get_logger().warning("the Redis server cannot be used; calls get 503 meanwhile", error=message)

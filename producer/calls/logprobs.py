@@ -9,12 +9,11 @@ from typing import Any
 from promptq.shared.protocol.events import Result, TokenEvent, TokenLogprob, TopLogprob
 from promptq.shared.runtime.turns import Work
 
-_FREED_AT_ONCE = 16
-"""Number of tokens whose log-probabilities are freed between two pauses."""
+_FREED_AT_ONCE = 16  # tokens between two pauses
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
-    """Returns log-probabilities in the format of chats. The work may pause after each token."""
+    """Returns log-probabilities in the format of OpenAI's chats. May pause after each token."""
     content = []
     for chosen in logprobs:
         content.append(chat_logprob(chosen))
@@ -23,7 +22,7 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Work[dict[str, Any]]:
 
 
 def chat_logprob(chosen: TokenLogprob) -> dict[str, Any]:
-    """Returns a token's log-probability in the format of chats."""
+    """Returns a token's log-probability in the format of OpenAI's chats."""
     return {**_entry(chosen), "top_logprobs": [_entry(other) for other in chosen.top or ()]}
 
 
@@ -35,7 +34,7 @@ class FirstToken:
 
 
 def tokens_of_prompt(source: TokenEvent | Result) -> list[FirstToken | TokenLogprob]:
-    """Returns the prompt's tokens; an empty list if the event or result does not have them."""
+    """Returns the prompt's tokens with log-probabilities; an empty list if `source` has none."""
     if not source.prompt_texts:
         return []
     first = FirstToken(source.prompt_texts[0])
@@ -45,8 +44,8 @@ def tokens_of_prompt(source: TokenEvent | Result) -> list[FirstToken | TokenLogp
 def completion_logprobs(
     logprobs: Sequence[FirstToken | TokenLogprob], offset: int
 ) -> Work[dict[str, Any]]:
-    """Returns log-probabilities in the format of completions. `offset` is the position in the
-    answer's text, in characters, where the first token begins.
+    """Returns log-probabilities in the format of OpenAI's completions. `offset` is the number of
+    characters of the answer before the first token.
 
     Each position has the likeliest tokens and the chosen token.
     """
@@ -78,7 +77,7 @@ def completion_logprobs(
 
 def prompt_logprobs(source: Result) -> Work[list[dict[str, Any] | None] | None]:
     """Returns the prompt's log-probabilities in vLLM's format; None if the result has none. Each
-    position has a mapping from token ids to log-probabilities, for the prompt's token and for the
+    position has a mapping from token ids to log-probabilities: of the prompt's token and of the
     likeliest tokens. The first position has None."""
     if source.prompt_logprobs is None:
         return None
@@ -102,7 +101,7 @@ def _ranked(token: TokenLogprob | TopLogprob, rank: int) -> dict[str, Any]:
 
 def free_logprobs(source: TokenEvent | Result) -> Work[None]:
     """Empties the lists of log-probabilities in an event or a result, with pauses, because freeing
-    many objects in one go would delay other streams."""
+    many objects at once would delay other streams."""
     for items in (source.logprobs, source.prompt_logprobs):
         while items:
             del items[-_FREED_AT_ONCE:]

@@ -20,14 +20,13 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, carry_out_async
 
 _FRESH_SECONDS = 1.0
-"""Seconds after which a queue's state, and the names of queues and aliases, are read again."""
+"""Seconds after which the state of a queue, or the list of queues and aliases, is read again."""
 _MOST_OPENED = 4 * MOST_QUEUES
-"""The most queues that a gateway opens in its lifetime. The client of each stays open, because old
-streams may need it."""
+"""The most queues that a gateway opens. None is closed, because old streams may need it."""
 _REFUSED_SECONDS = 60.0
-"""Seconds for which a queue that cannot be read is skipped."""
+"""Seconds for which the gateway skips a queue that it cannot read."""
 _AWAY_SECONDS = 1.0
-"""Seconds for which a queue is skipped after its server did not answer."""
+"""Seconds for which the gateway skips a queue whose server did not answer."""
 
 
 class ServedQueue:
@@ -46,12 +45,12 @@ class ServedQueue:
 
     @property
     def is_old(self) -> bool:
-        """Whether the next `view` reads the state again."""
+        """Whether the state is too old, so that the next `view` reads it again."""
         return time.monotonic() - self._viewed_at > _FRESH_SECONDS
 
     async def view(self, *, now: bool = False) -> QueueView:
-        """Returns the state of the queue, at most a second old; with `now`, reads it now. Raises
-        redis.RedisError."""
+        """Returns the state of the queue, at most a second old; with `now`, reads the state now.
+        Raises redis.RedisError."""
         async with self._viewing:
             if self._view is None or self.is_old or now:
                 self._view = await carry_out_async(queue_view(self.queue.keys), self.queue.run)
@@ -60,12 +59,12 @@ class ServedQueue:
             return self._view
 
     async def has(self, key: str) -> bool:
-        """Returns whether a key exists in the queue. Raises redis.RedisError."""
+        """Returns whether a Redis key of the queue exists. Raises redis.RedisError."""
         return await self.queue.run(Call("", ["EXISTS", key], bool))
 
 
 Found = tuple[ServedQueue, QueueView]
-"""A queue, and its state at most a second ago."""
+"""A queue, and its state, which is at most a second old."""
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ class _Directory:
 
 
 class ServedQueues:
-    """The queues that a gateway serves. A queue's client is created when the queue is first needed.
+    """The queues that a gateway serves. The client of a queue is created when it is first needed.
 
     The first of `names` is the gateway's own queue, which has the API keys, files and batches. `*`
     (ALL_QUEUES) stands for all other queues of the server.
@@ -95,7 +94,7 @@ class ServedQueues:
         *,
         on_unreadable: Callable[[str, str], object] = lambda _name, _why: None,
     ) -> None:
-        """Calls `on_unreadable(queue, reason)` once for each queue that cannot be read."""
+        """`on_unreadable(queue, reason)` is called once for each queue that cannot be read."""
         self._open_client = open_client
         self._on_unreadable = on_unreadable
         self._names = [name for name in dict.fromkeys(names) if name != ALL_QUEUES]
@@ -114,17 +113,16 @@ class ServedQueues:
 
     @property
     def opened(self) -> list[ServedQueue]:
-        """The queues that were used so far, even if the server is away."""
+        """The queues that were used so far, even if their server is away."""
         return [*self._opened.values()]
 
     def may_serve(self, name: str) -> bool:
-        """Returns whether the gateway serves this queue, or will serve it after a worker has joined
-        it."""
+        """Returns whether the gateway serves this queue, now or after a worker has joined it."""
         return self._finds_others or name in self._names
 
     async def all(self, *, now: bool = False) -> list[ServedQueue]:
-        """Returns all queues that can be read, the gateway's own first. With `now`, reads the names
-        of queues again, even if they were read a moment ago."""
+        """Returns all queues that can be read, the gateway's own first. With `now`, reads the list
+        of queues again, even if it was read a moment ago."""
         names = [*self._names]
         if self._finds_others or now:
             names += [name for name in (await self._read(now=now)).names if name not in names]
@@ -146,8 +144,7 @@ class ServedQueues:
         )
 
     async def aliases(self) -> Mapping[str, str]:
-        """Returns a mapping from aliases to names of models, without aliases that are also names of
-        served models."""
+        """Maps aliases to names of models, without aliases that are names of served models."""
         aliases = (await self._read()).aliases
         if not aliases:
             return aliases
@@ -155,8 +152,8 @@ class ServedQueues:
         return {alias: name for alias, name in aliases.items() if alias not in names}
 
     async def views(self, *, now: bool = False) -> list[Found]:
-        """Returns the queues that can be read, each with its state. A state is at most a second
-        old; with `now`, it is read now."""
+        """Returns the queues that can be read, each with its state, which is at most a second old.
+        With `now`, reads the states now."""
         served = await self.all(now=now)
         old = [queue for queue in served if now or queue.is_old]
         reads = (queue.view(now=now) for queue in old)
@@ -200,12 +197,9 @@ class ServedQueues:
         return max(serving, key=lambda at: (at[1].hands_out, _rank(known_as(at[0].queue.keys))))
 
     def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
-        """Returns the queue for a model that no queue serves yet.
-
-        If the gateway has a single queue, and this queue has no model yet, returns this queue: its
-        first worker may serve the model. In any other case, raises ModelIsLoadingError,
-        ModelNotServedError, or the error of a queue whose server is away.
-        """
+        """Returns the queue for a model that no queue serves yet: the gateway's only queue if this
+        has no model yet, because its first worker may serve the model. Otherwise raises
+        ModelIsLoadingError, ModelNotServedError, or the error of a queue whose server is away."""
         if len(views) == 1 and not views[0][1].model:
             return views[0]
         without_model = [queue.name for queue, view in views if not view.model]
@@ -216,7 +210,7 @@ class ServedQueues:
         raise ModelNotServedError(not_served(model, {view.model for _, view in views}))
 
     async def holding(self, request_id: str) -> ServedQueue:
-        """Returns the queue that knows a request. Raises RequestNotFoundError."""
+        """Returns the queue that has a request. Raises RequestNotFoundError."""
         served = await self.all()
         served += [queue for queue in self.opened if queue not in served]
         if len(served) == 1:
@@ -258,11 +252,8 @@ class ServedQueues:
         return time.monotonic() < self._refused.get(name, 0.0)
 
     def _leave_out(self, queue: ServedQueue, error: BaseException) -> None:
-        """Skips a queue from now on, because reading it has raised `error`. Raises the error again
-        if the queue is the gateway's own.
-
-        On a Cluster, queues are on different nodes, and one node may be away.
-        """
+        """Skips a queue from now on, because reading it has raised `error`. If the queue is the
+        gateway's own, raises `error` again."""
         if queue is self.own or not isinstance(error, RedisError | SpoiltRecordError):
             raise error
         if isinstance(error, ResponseError | SpoiltRecordError):
@@ -272,8 +263,8 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """Raises the error of a queue whose server is away. This queue may have what was not found
-        elsewhere."""
+        """Raises the error of a queue whose server is away, if there is one: the missing model or
+        request may be there."""
         for name, error in self._away.items():
             if name in self._names or name in self._directory.names:
                 raise error
@@ -285,7 +276,7 @@ class ServedQueues:
 
 
 def log_unreadable(name: str, why: str) -> None:
-    """Logs that a queue cannot be read. Processes that configure a log pass this function as
+    """Logs that a queue cannot be read. Processes that configure a log use it as
     `on_unreadable`."""
     from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
@@ -293,8 +284,7 @@ def log_unreadable(name: str, why: str) -> None:
 
 
 class ModelIsLoadingError(ApiError):
-    """No queue serves the model, and some queues have no model yet, because no worker has joined
-    them."""
+    """No queue serves the model, and some queue has no model, because no worker has joined yet."""
 
     def __init__(self, model: str, queues: Sequence[str]) -> None:
         names = ", ".join(queues)
@@ -308,10 +298,7 @@ class ModelIsLoadingError(ApiError):
 
 
 def _rank(key: str) -> bytes:
-    """Returns the rank of a queue for a request, from a key that names both. All gateways send the
-    request to the queue with the highest rank.
-
-    When a queue is added or removed, few requests change their queue; see
-    https://en.wikipedia.org/wiki/Rendezvous_hashing.
-    """
+    """Returns the rank of a queue for a request, from a key that names both. The queue with the
+    highest rank gets the request, so all gateways agree, and few requests move when a queue is
+    added (https://en.wikipedia.org/wiki/Rendezvous_hashing)."""
     return hashlib.sha256(key.encode()).digest()

@@ -24,8 +24,8 @@ async def take_of_queues(
     """Takes a call's tokens from the rate in the queue that serves the call, and its requests from
     the rate in the gateway's own queue. Takes nothing if one of the rates does not suffice.
 
-    If the two queues differ, `wait_ms` of a refusal is the wait for only one of the rates: the rate
-    of tokens if it does not suffice, otherwise the rate of requests.
+    If the two queues differ, the `wait_ms` of a refusal concerns only one rate: that of tokens if
+    it does not suffice, otherwise that of requests.
     """
     if serving is own:
         return await own.run(take_of_rates(holder, rates))
@@ -47,8 +47,7 @@ async def take_of_queues(
 
 
 def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
-    """Returns the message for a call that costs more than is left of a rate, and may succeed
-    later."""
+    """Returns the message for a call that costs more than is left of a rate for now."""
     reasons = []
     for rate in rates:
         left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
@@ -64,8 +63,8 @@ def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
     """Returns the costs of `requests` (fields as for `Client.enqueue_many`) in the caller's rates.
 
-    A prompt's tokens are estimated as a quarter of the payload's bytes. The tokens of the output
-    are charged to `account_of` the caller while they are generated.
+    The tokens of a prompt are estimated as a quarter of the payload's bytes. Output tokens are
+    charged later, to `account_of` the caller, while they are generated.
     """
     rates = rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
@@ -75,17 +74,14 @@ def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate
 
 
 def account_of(caller: Caller, holder: str) -> TokenAccount | None:
-    """Returns the account to which the output of a caller's requests is charged; None if the caller
-    has no limit of tokens.
-
-    `holder` is the name under which the server stores the caller's rates.
-    """
+    """Returns the account to which a caller's output is charged; None if the caller has no limit of
+    tokens. `holder` is the name under which the server stores the caller's rates."""
     limit = caller.tokens_per_minute
     return TokenAccount(holder, limit) if limit else None
 
 
 def rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
-    """Returns the cost of `amount` requests, as a list; empty if the caller has no such limit."""
+    """Returns the cost of `amount` requests, as a list; empty without a limit of requests."""
     limit = caller.requests_per_minute
     return [Rate("requests", amount, limit)] if limit else []
 
@@ -93,8 +89,7 @@ def rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
 def beyond_rates(
     caller: Caller, rates: Sequence[Rate], headers: dict[str, str] | None = None
 ) -> ApiError:
-    """Returns the error for a call that costs more than a whole minute's limit, so no retry can
-    succeed."""
+    """Returns the error for a call that costs more than a minute's limit: no retry can succeed."""
     needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
     limits = " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
     return ApiError(

@@ -25,17 +25,16 @@ _FORWARDED = (
     "via",
     "cf-connecting-ip",
 )
-"""Headers that proxies add. The gateway cannot distinguish a proxy that adds none of them from a
-client."""
+"""Headers that proxies add. A proxy that adds none of them looks to the gateway like a client."""
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
 _OWN_PAGES = ("same-origin", "none")
-"""Values of the header `Sec-Fetch-Site` if a page of this gateway sent the request, or if somebody
-typed the address."""
+"""Values of the header `Sec-Fetch-Site` for a request from a page of this gateway, or for an
+address that somebody typed."""
 
 
 async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
-    """Returns the owner of the call's API key. While no key exists, callers on this machine are
-    administrators. Raises ApiError 401."""
+    """Returns the caller, by the API key of the request. While no key exists, callers on this
+    machine are administrators. Raises ApiError 401."""
     secret = _secret_of(request)
     if secret:
         key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret))
@@ -60,11 +59,8 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
 
 
 def _secret_of(request: Request) -> str:
-    """Returns the API key in the headers, which OpenAI's, Anthropic's and Azure's clients name
-    differently; '' if there is none.
-
-    A page of another site can send none of these headers without a preflight request (CORS).
-    """
+    """Returns the API key in the headers that OpenAI's, Anthropic's or Azure's clients send,
+    otherwise ''. A page of another site can send none of these headers without a CORS preflight."""
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and secret.strip():
         return secret.strip()
@@ -72,8 +68,8 @@ def _secret_of(request: Request) -> str:
 
 
 async def admin_of(caller: ThisCaller) -> Caller:
-    """Returns the caller if its key is an administrator's. Such a key may read and control the
-    whole queue. For any other key, raises ApiError 403."""
+    """Returns the caller if its key is an administrator's, which may read and control the whole
+    queue. Otherwise raises ApiError 403."""
     if not caller.is_admin:
         raise ApiError(
             403, f"the key {caller.name!r} may not do this: the call needs a key made with --admin"
@@ -82,16 +78,14 @@ async def admin_of(caller: ThisCaller) -> Caller:
 
 
 ThisCaller = Annotated[Caller, Depends(caller_of)]
-"""Type of a route's parameter that gets the caller. A route without this parameter needs no key."""
+"""Type of a route's parameter that receives the caller. A route without it needs no API key."""
 
 ThisAdmin = Annotated[Caller, Depends(admin_of)]
-"""Type of a route's parameter that gets the caller, and refuses callers who are not
-administrators."""
+"""Type of a route's parameter that receives the caller, which must be an administrator."""
 
 
 def needs(scope: str) -> Any:
-    """Returns a dependency for routers, which raises ApiError 403 if the caller's key does not have
-    this scope."""
+    """Returns a dependency that raises ApiError 403 if the caller's key lacks this scope."""
 
     async def check(caller: ThisCaller) -> None:
         check_scope(caller, scope)
@@ -105,8 +99,8 @@ def _unauthorised(message: str) -> ApiError:
 
 
 def is_of_own_page(request: Request) -> bool:
-    """Returns False if a page from another origin than this gateway sent the request, otherwise
-    True. Another server on this machine is another origin."""
+    """Returns False if a page of another origin sent the request, otherwise True. An origin
+    includes the port, so another server on this machine is another origin."""
     site = request.headers.get("sec-fetch-site", "none")
     own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
     origins = request.headers.getlist("origin")
@@ -114,7 +108,7 @@ def is_of_own_page(request: Request) -> bool:
 
 
 def _is_from_this_machine(request: Request) -> bool:
-    """Returns whether the request comes from this machine: no sign of another machine, a proxy, or
+    """Returns whether the request comes from this machine, and neither through a proxy nor from
     another site's page in a browser."""
     if any(name in request.headers for name in _FORWARDED):
         return False
@@ -125,8 +119,8 @@ def _is_from_this_machine(request: Request) -> bool:
 
 
 def _names_this_machine(host: str) -> bool:
-    """Returns whether a Host header names this machine. False for malformed headers, and for other
-    names that resolve to this machine, as in DNS rebinding."""
+    """Returns whether a Host header names this machine. False if it is malformed, or if another
+    name resolves to this machine, as in DNS rebinding."""
     match = _HOST.fullmatch(host)
     name = (match[1] or match[2]).lower() if match else ""
     return name == "localhost" or _is_loopback(name)

@@ -15,21 +15,21 @@ from promptq.producer.calls.errors import ApiError
 from promptq.producer.http.content_codings import codings_of, decoded
 
 _FREE_BYTES = 65_536
-"""The first bytes of each body, up to this number, do not count towards the budget."""
+"""Number of bytes at the beginning of each body that do not count towards the budget."""
 
 _RETRY_AFTER = {"Retry-After": "1"}
 
 
 async def read_body(request: Request, most: int, hold: Hold) -> bytes:
-    """Returns the body, which may have at most `most` bytes. Raises the errors of `body_pieces`."""
+    """Returns a body of at most `most` bytes. Raises the errors of `body_pieces`."""
     return b"".join([piece async for piece in body_pieces(request, most, hold)])
 
 
 async def body_pieces(
     request: Request, most: int, hold: Hold, *, most_beside: int = 0, what: str = "body"
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the decoded pieces of a body as they arrive. The body may have at most `most` bytes
-    of `what`, such as a file, and at most `most_beside` bytes of other data.
+    """Yields the decoded pieces of a body as they arrive. The body may have at most `most` bytes of
+    `what`, such as a file, and at most `most_beside` bytes of other data.
 
     Raises ApiError 413 as soon as there are more bytes, ApiError 400 or 415 for a body that cannot
     be decoded, and the errors of `hold`.
@@ -62,8 +62,7 @@ async def body_pieces(
 
 
 class BodyBudget:
-    """A limit for the bytes of bodies in memory: one for each tenant, and one for all tenants
-    together."""
+    """Limits for the bytes of bodies in memory: one for each tenant, and one for all together."""
 
     def __init__(self, most_of_tenant: int, most_in_all: int) -> None:
         self._most_of_tenant = most_of_tenant
@@ -73,8 +72,8 @@ class BodyBudget:
 
     @contextmanager
     def hold(self, tenant: str) -> Iterator[Hold]:
-        """Yields a hold, an empty part of the budget that can grow. Returns its bytes to the budget
-        when the `with` block ends."""
+        """Context manager that yields an empty part of the budget, which can grow. When the block
+        ends, its bytes return to the budget."""
         hold = Hold(self, tenant)
         try:
             yield hold
@@ -83,7 +82,7 @@ class BodyBudget:
 
     def take(self, tenant: str, num_bytes: int) -> None:
         """Takes bytes from the budget. Raises ApiError 429 if the tenant would exceed its limit,
-        and 503 if all tenants together would."""
+        and 503 if all tenants together would exceed theirs."""
         wanted = self._of_tenants[tenant] + num_bytes
         if wanted > self._most_of_tenant:
             raise ApiError(
@@ -120,12 +119,11 @@ class Hold:
         self._num_taken = 0
 
     def add(self, num_bytes: int) -> None:
-        """Takes `num_bytes` more. Raises ApiError like `BodyBudget.take`."""
+        """Takes `num_bytes` more from the budget. Raises ApiError like `BodyBudget.take`."""
         self.grow_to(self._num_bytes + num_bytes)
 
     def grow_to(self, num_bytes: int) -> None:
-        """Takes bytes until the hold has at least `num_bytes`. Raises ApiError like
-        `BodyBudget.take`."""
+        """Takes bytes until this hold has `num_bytes`. Raises ApiError like `BodyBudget.take`."""
         more = max(0, num_bytes - _FREE_BYTES) - self._num_taken
         if more > 0:
             self._budget.take(self._tenant, more)
@@ -133,7 +131,7 @@ class Hold:
         self._num_bytes = max(self._num_bytes, num_bytes)
 
     def release(self) -> None:
-        """Returns all bytes to the budget."""
+        """Returns all bytes of this hold to the budget."""
         if self._num_taken:
             self._budget.give_back(self._tenant, self._num_taken)
         self._num_bytes = self._num_taken = 0

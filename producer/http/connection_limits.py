@@ -23,45 +23,40 @@ MAX_HEAD_BYTES = 65_536
 may exceed this."""
 
 PIECES = "promptq.pieces"
-"""Name of an ASGI extension. After the head of an answer, its `write(piece)` sends a part of the
-body. It is faster than ASGI's `send`, which goes through every layer of the application.
-
-If the client reads slowly, `write` returns an `Unfinished` function.
-"""
+"""Name of an ASGI extension. Its function `write(piece)` sends a part of a body after the head of
+the answer, and returns an `Unfinished`. ASGI's `send` is slower: it passes through every layer of
+the application."""
 
 Unfinished = Callable[[], Awaitable[None]] | None
-"""A function to call and await before more is written; None if more can be written now."""
+"""A function to call and await before the next write; None if the next write need not wait."""
 
 _SILENCE_SECONDS = 60.0
-"""The most seconds between two requests of a connection, and for a body's first `_WINDOW_BYTES`."""
+"""The most seconds between two requests of a connection. Also the most for the first
+`_WINDOW_BYTES` of a body."""
 _HEAD_SECONDS = 20.0
 """The most seconds from a request's first byte to the end of its head."""
 _WINDOW_SECONDS = 15.0
-"""The most seconds for each `_WINDOW_BYTES` of a body, except the first. A limit for the whole body
-would have to grow with the body's size, so a client could send much at first and then be silent for
-long."""
+"""The most seconds for each `_WINDOW_BYTES` of a body, except the first. One limit for the whole
+body would have to be long, and would let a client stop in the middle."""
 _WINDOW_BYTES = 65_536
-"""The arrival of a body is timed in parts of this many bytes. Most bodies have a single part, which
-may take `_SILENCE_SECONDS`."""
+"""The arrival of a body is timed in parts of this many bytes."""
 _MOST_DROPPED_BYTES = 1 << 28
 _DROPPED_BYTES_A_SECOND = 8 << 20
 _DROP_SECONDS = 30.0
-"""The most seconds for which the rest of an answered request's body is read and dropped. Most
-clients read the answer after they have sent the whole body. If the gateway closed the connection
-earlier, the connection would be reset, and the answer might be lost."""
+"""The most seconds for which the gateway reads and drops the rest of a body that it has answered
+already. If it closed the connection earlier, a client that still sends might lose the answer."""
 _UNREAD_SECONDS = 600.0
 """Seconds after which a client that reads nothing of an answer is disconnected."""
 _MOST_SMALL_PIECES = 4096
 _PIECE_BYTES = 16
-"""The smallest mean size of a body's pieces after the first `_MOST_SMALL_PIECES`. Each piece costs
-a function call, however small it is."""
+"""The smallest mean size of a body's pieces, after the first `_MOST_SMALL_PIECES`."""
 _LENGTHS = (b"content-length", b"transfer-encoding")
 _MOST_PIPELINED = 16
-"""The most requests of a connection that may wait behind another one. Uvicorn has no limit."""
+"""The most requests of a connection that may wait for an earlier one. Uvicorn has no limit."""
 _CHECK_SECONDS = 2.0
-"""Seconds between two checks of a connection's waiting times."""
+"""Seconds between two checks of a connection's times. A timer for each piece would cost more."""
 _RESERVED_CONNECTIONS = 64
-"""Connections beyond the limit, on which only probes (`POLLED`) are answered."""
+"""Number of connections beyond the limit. On these, only the probes in `POLLED` are answered."""
 
 _FULL = ApiError(
     503,
@@ -72,12 +67,10 @@ _FULL = ApiError(
 
 
 class _StayingParser(httptools.HttpRequestParser):
-    """A parser that ignores offers to change to another protocol, such as those of Java's client to
-    use HTTP/2.
+    """A parser that ignores offers to change to another protocol, such as HTTP/2 in Java's client.
 
     httptools stops after the head of such a request, and uvicorn would drop the body. So a new
-    parser replaces the first one. The new parser gets a made-up head with the body's length, then
-    the body. `continues` is set while the new parser reads this head.
+    parser reads a made-up head with the body's length, while `continues` is set, and then the body.
     """
 
     def __init__(self, protocol: BoundedProtocol) -> None:
@@ -101,7 +94,7 @@ class _StayingParser(httptools.HttpRequestParser):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Closes a connection whose request has too large a head, or comes too slowly.
+    """Protocol that closes a connection whose request has too large a head, or arrives slowly.
 
     Uvicorn would store a head of any size, and wait for ever for the rest of a request, even before
     the API key is checked. The size of a head is measured as the bytes since the last progress: the
@@ -226,7 +219,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_dropping(self) -> bool:
-        """Whether the client still sends the body of a request that was answered already."""
         in_body = self._in_request and not self._in_head
         return in_body and self.cycle is not None and self.cycle.response_complete
 
@@ -235,14 +227,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def close_behind_request(self) -> None:
-        """Closes the connection as soon as the whole request has arrived."""
+        """Closes the connection after the whole current request has arrived."""
         if self._in_request:
             self._closes_behind_request = True
         else:
             self.transport.close()
 
     def _progressed(self) -> None:
-        """Records that a phase has ended: a head, a request or an answer."""
         self._num_pending = self._num_dropped_bytes = 0
         self._has_filled_window = False
         self._begin_window()
@@ -253,8 +244,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._began_at = self.loop.time()
 
     def _check_times(self) -> None:
-        """Closes the connection if its client is too slow. A timer for each piece would cost more
-        than these regular checks."""
         now = self.loop.time()
         if self.flow.read_paused:
             self._paused_seconds += now - max(self._checked_at, self._began_at)
@@ -272,7 +261,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(_CHECK_SECONDS, self._check_times)
 
     def _most_seconds(self) -> float:
-        """Returns the most seconds that the current phase of the connection may take."""
         if not self._in_request:
             is_answering = self.cycle is not None and not self.cycle.response_complete
             return inf if is_answering else _SILENCE_SECONDS
@@ -284,13 +272,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_protocol(max_connections: int) -> type[BoundedProtocol]:
-    """Returns the protocol with this limit of connections, in the form that uvicorn's `http` option
-    takes."""
+    """Returns the protocol with this limit of connections, for uvicorn's option `http`."""
     return cast(type[BoundedProtocol], partial(BoundedProtocol, max_connections=max_connections))
 
 
 class _ClosedBehindRequest:
-    """Transport whose `close` first waits until the whole request has arrived."""
+    """Transport whose `close` waits until the whole current request has arrived."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol
@@ -315,8 +302,8 @@ def _for_probes_only(app: ASGI3Application) -> ASGI3Application:
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """Returns the `send` function of a cycle for a client of HTTP/1.0, which does not support
-    chunks. A body without a known length ends with the connection."""
+    """Returns the `send` function of a cycle (one request and its answer) for a client of HTTP/1.0,
+    which does not support chunks. A body without a known length ends with the connection."""
     send, has_length = cycle.send, True
 
     async def send_unchunked(message: Any) -> None:

@@ -14,15 +14,15 @@ _PIECE_BYTES = 65_536
 _MOST_CODINGS = 4
 _MOST_SMALL_MEMBERS = 64
 _MEMBER_BYTES = 4096
-"""The smallest mean size of members (gzip) or frames (zstd) after the first `_MOST_SMALL_MEMBERS`,
-because each has a fixed cost."""
+"""The smallest mean size of a body's members (gzip) or frames (zstd), not counting the first
+`_MOST_SMALL_MEMBERS`. Each member has a fixed cost."""
 _MOST_WINDOW_LOG = 23
-"""Base-2 logarithm of the largest window in bytes that a frame (zstd) may have: 8 MiB, as in RFC
-9659."""
+"""Base-2 logarithm of the largest window of a zstd frame: 8 MiB, as in RFC 9659."""
 
 
 class _Decoder(Protocol):
-    """Decoder of one member of a compressed body, with the interface of `lzma.LZMADecompressor`."""
+    """Decoder of one member of a compressed body. It has the interface of
+    `lzma.LZMADecompressor`."""
 
     @property
     def eof(self) -> bool: ...
@@ -59,8 +59,7 @@ _SERVED = "gzip, deflate, zstd"
 
 
 def _decoder_of(coding: str, begin: bytes) -> tuple[_Decoder, type[Exception]]:
-    """Returns a decoder for a member that begins with the bytes `begin`, and the exception that it
-    raises for wrong data."""
+    """Returns a decoder for a member that begins with `begin`, and its exception for wrong data."""
     if coding == "zstd":
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -75,8 +74,8 @@ def _decoder_of(coding: str, begin: bytes) -> tuple[_Decoder, type[Exception]]:
 
 
 def codings_of(headers: Sequence[str]) -> list[str]:
-    """Returns the codings in a body's `Content-Encoding` headers, in the order in which the body is
-    decoded. Raises ApiError 415 for an unsupported coding."""
+    """Returns the codings in a body's `Content-Encoding` headers, in the order of decoding. Raises
+    ApiError 415 for an unsupported coding."""
     codings = [coding.strip().lower() for coding in ",".join(headers).split(",")]
     codings = [coding for coding in codings if coding not in ("", "identity")]
     wrong = [coding for coding in codings if coding not in _CODINGS]
@@ -93,8 +92,8 @@ def codings_of(headers: Sequence[str]) -> list[str]:
 
 
 async def decoded(pieces: AsyncIterable[bytes], coding: str) -> AsyncGenerator[bytes, None]:
-    """Yields decoded pieces. Lets other tasks of the event loop run after each. Raises ApiError 400
-    if the body is not in this coding, or ends too early."""
+    """Yields the decoded pieces of a body. Lets other tasks run after each. Raises ApiError 400 if
+    the body is not in this coding, or ends too early."""
     decoder: _Decoder | None = None
     wrong_data: type[Exception] = zlib.error
     num_members = num_bytes = 0

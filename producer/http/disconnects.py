@@ -21,7 +21,7 @@ class Answer(Protocol):
     def request_ids(self) -> list[str]: ...
     @property
     def detach(self) -> bool:
-        """Whether the requests continue after the client has disconnected."""
+        """Whether the requests continue after their client has disconnected."""
 
 
 @asynccontextmanager
@@ -33,12 +33,12 @@ async def cancelled_if_client_leaves(
     *,
     errors: tuple[type[Exception], ...] = (),
 ) -> AsyncIterator[asyncio.Event]:
-    """Context manager. If the client disconnects, interrupts the block, cancels the answer's
-    requests (unless `answer.detach` is set), and raises ClientLeftError.
+    """Context manager around the work for an answer. If the client disconnects, the work is
+    interrupted, the answer's requests are cancelled (unless `answer.detach` is set), and
+    ClientLeftError is raised.
 
-    The requests are also cancelled if the block raises one of `errors`. A block that sends the
-    answer must set the yielded event after the last byte. After that, a disconnection interrupts
-    nothing.
+    The requests are also cancelled if the work raises one of `errors`. Work that sends the answer
+    must set the yielded event after the last byte. After that, a disconnection has no effect.
     """
     is_sent, has_left = asyncio.Event(), False
     working = asyncio.current_task()

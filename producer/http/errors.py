@@ -35,7 +35,7 @@ _MEANINGS = {
 }
 
 _CLIENT_LEFT = 499
-"""Status for the log, used by nginx too: the client closed its connection. No client reads it."""
+"""Status in the log, as in nginx, if the client closed its connection before it got the answer."""
 
 _LONGEST_PATH = 100
 _PREFIX = "/v1"
@@ -47,7 +47,7 @@ class ClientLeftError(Exception):
 
 
 class ErrorObject(BaseModel):
-    """An error."""
+    """An error of a call."""
 
     message: str
     type: str
@@ -81,8 +81,7 @@ class MessagesErrorAnswer(BaseModel):
 def described(
     *statuses: int, model: type[BaseModel] = ErrorAnswer
 ) -> dict[int | str, dict[str, Any]]:
-    """Returns descriptions of errors with these statuses, for the argument `responses` of FastAPI's
-    routes and routers."""
+    """Returns descriptions of errors with these statuses, for FastAPI's argument `responses`."""
     answers: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": _MEANINGS[status]} for status in statuses
     }
@@ -91,7 +90,7 @@ def described(
 
 
 def response_of(error: ApiError, path: str) -> JSONResponse:
-    """Returns the answer for an error, in the form of the API to which this path belongs."""
+    """Returns the answer for an error, in the form of the API to which the path belongs."""
     is_of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
     body = error.messages_body if is_of_messages else error.body
     return JSONResponse(body, error.status, error.headers)
@@ -140,8 +139,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def unknown_path(app: FastAPI, method: str, path: str) -> str:
-    """Returns the message for an unknown path, which names the most similar path and all paths
-    under /v1."""
+    """Returns the message for an unknown path: the most similar path, and all paths under /v1."""
     served = [*app.openapi()["paths"]]
     # The base URL of a client often has no /v1, or has it twice.
     meant = [each for each in (_PREFIX + path, path.removeprefix(_PREFIX)) if each in served]
@@ -155,7 +153,7 @@ def unknown_path(app: FastAPI, method: str, path: str) -> str:
 
 
 def allowed_methods(app: FastAPI, scope: Scope) -> str:
-    """Returns the methods that a call's path supports, in the form of the header `Allow`."""
+    """Returns the methods that a call's path supports, as a value of the header `Allow`."""
     calls = {method: {**scope, "method": method} for method in _METHODS}
     return ", ".join(
         method
@@ -166,6 +164,6 @@ def allowed_methods(app: FastAPI, scope: Scope) -> str:
 
 def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
     """Returns the error for a method that a path does not support. `allowed` are the methods that
-    it supports."""
+    the path supports."""
     message = f"{method} {path[:_LONGEST_PATH]} is not served; this path takes {allowed}"
     return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})

@@ -19,14 +19,13 @@ from promptq.producer.http.bodies import read_body
 from promptq.producer.http.state import ThisGateway
 
 _MOST_BYTES = 262_144
-"""The most bytes of a body. Bodies are parsed on the event loop, so this must be quick, whatever
-they contain."""
+"""The most bytes of a body. The event loop parses bodies, so each must be quick to parse."""
 _MOST_FIELDS = 100
-"""The most fields of a body. pydantic reports each unknown field, so more would take long."""
+"""The most fields of a body. Reports of unknown fields, one for each, would otherwise take long."""
 
 
 def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
-    """Returns a dependency for routes, which reads the body as JSON of this model or type, and
+    """Returns a dependency for routes, which reads the body as JSON of this model or type. It
     raises ApiError, InvalidRequestError or RequestValidationError."""
     adapter = TypeAdapter(kind)
 
@@ -45,8 +44,7 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
 
 
 def described_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns the description of a route's body for FastAPI's argument `openapi_extra`. Each `$ref`
-    is replaced by its target."""
+    """Returns the description of a route's body, without `$ref`s, for FastAPI's `openapi_extra`."""
     schema = kind.model_json_schema()
     inner = schema.pop("$defs", {})
 

@@ -15,10 +15,9 @@ from promptq.shared.runtime.metrics import Histogram, Reading
 from promptq.shared.runtime.tracing import Tracing
 
 _UNKNOWN = "unknown"
-"""Label of the metrics for paths without a route and for unknown methods. With their real names,
-any client could create new time series."""
+"""Label for unknown paths and methods. With real names, any client could create time series."""
 POLLED = frozenset({"/healthz", "/health", "/readyz", "/metrics", "/scaling"})
-"""Paths that monitoring calls all the time. They are left out of logs and traces."""
+"""Paths that monitoring systems poll. They are left out of logs and traces."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 
@@ -42,14 +41,14 @@ class HttpMeter:
             yield metrics.HTTP_SECONDS, labels_of_time, histogram
 
     def add(self, handler: str, method: str, status: str, seconds: float) -> None:
-        """Counts an answer. `handler` is the path of its route."""
+        """Counts an answer. `handler` is the path of its route, such as `/v1/files/{file_id}`."""
         self._answered[handler, method, status] += 1
         self._seconds[handler, method].add(seconds)
 
 
 class Measured:
-    """Middleware that counts requests in `meter`, and logs them: with `logs` at the level info,
-    otherwise debug."""
+    """Middleware that counts requests in `meter` and logs them: at the level info if `logs` is
+    true, otherwise at the level debug."""
 
     def __init__(self, app: ASGIApp, meter: HttpMeter, logs: bool) -> None:
         self._app = app
@@ -88,7 +87,7 @@ class Measured:
 
 
 class Traced:
-    """Middleware that makes a span of each request."""
+    """Middleware that creates a span for each request."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app

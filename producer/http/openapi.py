@@ -20,8 +20,8 @@ def operation(
 ) -> dict[str, Any]:
     """Returns the headers and the body of an endpoint, for FastAPI's argument `openapi_extra`.
 
-    `hidden` has fields of a payload that the endpoint does not have or names differently.
-    `descriptions` has other descriptions for some fields.
+    `hidden` has fields of a payload that the endpoint lacks or names differently. `descriptions`
+    replaces the descriptions of some fields.
     """
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]

@@ -38,8 +38,7 @@ COUNTED_READ: dict[str, Any] = {
     "dependencies": [Depends(count_read)],
     "responses": described(429),
 }
-"""Options of a route whose answer may be large: each read takes one request from the caller's
-rate."""
+"""Options of a route with large answers: each call takes one request from the caller's rate."""
 
 
 async def take(
@@ -55,8 +54,8 @@ async def take(
     Requests are counted in the gateway's own queue, because a call is counted before its body names
     a model. Tokens are counted in the queue that serves the call, where workers charge the output.
 
-    Raises ApiError 429. With `is_last_try`, a caller that calls again too early gets this error
-    after a delay of at most a second.
+    Raises ApiError 429. With `is_last_try`, the error is delayed by at most a second for a caller
+    that calls again too early.
     """
     if not rates:
         return {}

@@ -27,13 +27,13 @@ from promptq.shared.queue.spoilt import errors_logged
 from promptq.shared.runtime.logs import get_logger
 
 _EVERY_SECONDS = 60.0
-"""Seconds between two records of the use of a key."""
+"""The shortest time between two records that an API key was used."""
 _MOST_SECONDS = 1.0
-"""The most seconds by which a refusal is delayed. Meanwhile the call uses only its connection."""
+"""The longest delay of a refusal. Meanwhile the call uses only its connection."""
 _TRY_SECONDS = 60.0
 _PAUSE_SECONDS = 0.5
 _LAST_SECONDS = 2.0
-"""The most seconds for which a gateway that stops waits for its cancels."""
+"""How long a stopping gateway waits until its requests are cancelled."""
 
 
 class KeyUses:
@@ -44,8 +44,7 @@ class KeyUses:
         self._noted: dict[str, float] = {}
 
     async def note(self, secret: str) -> None:
-        """Records that an existing key is used, at most once a minute. Does nothing if the server
-        is away."""
+        """Records the use of a key, at most once a minute. Does nothing if the server is away."""
         hashed, now = api_keys.hash_of(secret), time.monotonic()
         if now - self._noted.get(hashed, -math.inf) < _EVERY_SECONDS:
             return
@@ -56,14 +55,14 @@ class KeyUses:
 
 
 class Refusals:
-    """Delays the refusals of callers that call again too early after they exceeded a rate."""
+    """Delays the refusals of callers that exceeded a rate and call again too early."""
 
     def __init__(self) -> None:
         self._may_come_at: dict[str, float] = {}
 
     async def refuse(self, name: str, wait_ms: int) -> int:
         """Waits at most `_MOST_SECONDS` if the key of this name calls again too early. `wait_ms` is
-        the time until the key may call again. Returns the part of this time that is left."""
+        the time until the key may call again. Returns what is left of this time after the wait."""
         now = time.monotonic()
         early = self._may_come_at.get(name, 0.0) - now
         self._may_come_at[name] = now + wait_ms / 1000
@@ -81,13 +80,13 @@ class Gateway:
     settings: GatewaySettings
     queues: ServedQueues
     redis_user: str
-    """The name under which the gateway logs in to the Redis server."""
+    """The name of the gateway's user at the Redis server."""
     call_reader: CallReader
     cancels: BackgroundCancels
     bodies: BodyBudget
-    """The budget for the bodies of calls in memory."""
+    """The limit for bytes of calls' bodies in memory."""
     uploads: BodyBudget
-    """The budget for uploaded files that are not complete yet."""
+    """The limit for bytes of uploaded files that are not complete yet."""
     file_quotas: FileQuotas
     key_uses: KeyUses
     refusals: Refusals
@@ -113,24 +112,24 @@ def gateway_of(request: Request) -> Gateway:
 
 
 ThisGateway = Annotated[Gateway, Depends(gateway_of)]
-"""Type of a route's parameter that gets the gateway."""
+"""Type of a route's parameter that receives the gateway."""
 
 
 class BackgroundCancels:
-    """Cancels requests in background tasks. Each tries for a minute if the server is away."""
+    """Cancels requests in background tasks. If the server is away, each task tries for a minute."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger()
 
     def cancel(self, client: AsyncClient, request_ids: Sequence[str]) -> None:
-        """Begins to cancel these requests of a client's queue."""
+        """Starts a task that cancels these requests of a client's queue."""
         task = asyncio.create_task(self._cancel(client, list(request_ids)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def aclose(self) -> None:
-        """Waits a short time for the tasks, and ends them."""
+        """Waits a short time for the tasks, and cancels the tasks that still run."""
         tasks: Iterable[asyncio.Task[None]] = self._tasks.copy()
         if tasks:
             await asyncio.wait(tasks, timeout=_LAST_SECONDS)

@@ -31,23 +31,23 @@ from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
 
 _COMMENT = b": waiting\n"
-"""A comment that keeps the connection open. A blank line after it would end an event for OpenAI's
-client."""
+"""A comment that keeps the connection open. No blank line follows: OpenAI's client would take it
+for the end of an event."""
 
 
 class Frames(Protocol):
     """Writes an answer as frames (server-sent events), from the events of its requests."""
 
     async def begin(self) -> None:
-        """Writes the frames before any output: by default, none."""
+        """Writes the frames that precede any output: by default, none."""
         return
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
-        """Writes the frames for an event of the request number `place`. Raises ApiError if the
-        request has failed."""
+        """Writes the frames for an event of request number `place`, counted from 0. Raises ApiError
+        if the request has failed."""
 
     async def finish(self) -> None:
-        """Writes the frames after all requests have ended: by default, none."""
+        """Writes the frames that follow the end of all requests: by default, none."""
         return
 
     def error(self, error: ApiError) -> bytes:
@@ -61,11 +61,11 @@ class Streamed(Answer, Protocol):
     def id(self) -> str: ...
     @property
     def url(self) -> str:
-        """The path where the stream can be read again; '' if it cannot."""
+        """The path at which the stream can be read again; '' if it cannot."""
 
 
 class EventStream(Response):
-    """Streams an answer. `begin` returns the writer of its frames.
+    """Response that streams an answer. `begin` returns the writer of the answer's frames.
 
     A stream that `is_new` sends its status with its first token, but at the latest after
     `http_header_seconds`, so that the status can report an early error.
@@ -147,7 +147,7 @@ def frame_bytes(frames: str) -> bytes:
 
 
 class FramesInTurns(StreamingResponse):
-    """Streams an answer that has ended. Makes each frame only when the client can receive it."""
+    """Streams a complete answer. Builds the frames in slices, when the client can receive more."""
 
     def __init__(self, turns: Turns, frames: Iterator[str]) -> None:
         async def parts() -> AsyncIterator[bytes]:
@@ -190,7 +190,7 @@ class Out:
         self._is_over = False
 
     def begin_after(self, seconds: float) -> None:
-        """Sends the status after `seconds`, unless a frame is written before."""
+        """Sends the status after `seconds`, unless a frame is written earlier."""
         self._timer = self._loop.call_later(seconds, self._check_keepalive)
 
     def write(self, frame: bytes) -> Unfinished:
@@ -207,12 +207,12 @@ class Out:
             await finish()
 
     async def end(self) -> None:
-        """Ends the body."""
+        """Sends the end of the body."""
         self._is_over = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:
-        """Stops the timer."""
+        """Stops the timer that sends `keepalive`."""
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -229,8 +229,7 @@ class Out:
             self._is_open = True
 
     def _check_keepalive(self) -> None:
-        """Sends the status or `keepalive` if it is due. A timer for each token would cost more than
-        these regular checks."""
+        """Sends the status or `keepalive` if it is due."""
         left = self._keepalive_seconds - (self._loop.time() - self._wrote_at)
         if left <= 0 or not self.has_begun:
             self._keeping = asyncio.create_task(self._keep_alive())

@@ -30,13 +30,12 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import bind
 
 History = Callable[[str, Caller, Callable[[int], None]], Awaitable[bytes]]
-"""A function that returns the items of a response and of all responses before it. Its arguments are
-the response's id, the caller to whom the response must belong, and a function that gets the number
-of bytes so far."""
+"""A function that returns the items of a response and of all responses before it. It gets the id of
+the response, the caller who must own it, and a function to call with the number of bytes so far."""
 
 
 def with_headers(headers: Mapping[str, str], response: Response) -> Response:
-    """Adds headers to an answer, and returns it."""
+    """Adds headers to an answer, and returns the answer."""
     response.headers.update(headers)
     return response
 
@@ -45,7 +44,7 @@ def with_headers(headers: Mapping[str, str], response: Response) -> Response:
 class IncomingCall:
     """A call that was read: its HTTP request, its gateway, its caller and its payloads.
 
-    `hold` is the part of the budget for bodies that the call uses; None if it uses none.
+    `hold` is the memory that the call uses of the budget for bodies; None if it uses none.
     """
 
     request: Request
@@ -55,8 +54,7 @@ class IncomingCall:
     hold: Hold | None = None
 
     async def begin(self) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
-        """Enqueues the call. Returns its queue, its completion, and headers that report the
-        rates."""
+        """Enqueues the call. Returns its queue, its completion, and headers that report rates."""
         call = self.prepared.call
         served, view = await self.queue()
         enqueued, rates = await self.enqueue(served)
@@ -67,8 +65,7 @@ class IncomingCall:
         return served, completion_of(call, completion_id, view.model), rates
 
     async def queue(self) -> Found:
-        """Returns the queue that serves the call, and its state. Raises ApiError,
-        ModelNotServedError."""
+        """Returns the queue for the call, with its state. Raises ApiError, ModelNotServedError."""
         call = self.prepared.call
         if call.model:
             check_model(self.caller, call.model)
@@ -89,8 +86,8 @@ class IncomingCall:
         """Charges the call to its caller's rates and enqueues it. Returns the requests' ids, and
         headers that report the rates.
 
-        Frees the payloads, and returns their bytes to the budget. Raises ApiError 429, and the
-        errors of the client.
+        Frees the payloads, and returns their bytes to the budget for bodies. Raises ApiError 429,
+        and the errors of the client.
         """
         rates = await self._take_rest(served)
         served.num_sent += len(self.prepared.new)
@@ -101,7 +98,7 @@ class IncomingCall:
         return request_ids, rates
 
     async def _take_rest(self, served: ServedQueue) -> Mapping[str, str]:
-        """Takes the call's cost, less the request that `admit_call` took. Raises ApiError 429."""
+        """Takes the call's cost without the request that `admit_call` took. Raises ApiError 429."""
         rates = self.prepared.rates
         rest = [
             replace(rate, amount=rate.amount - 1) if rate.name == "requests" else rate
@@ -115,11 +112,8 @@ class IncomingCall:
         return await take(self.gateway, served, self.caller, rates)
 
     async def prompt_tokens(self) -> tuple[Result, int | None]:
-        """Enqueues the call, which only tokenises its prompt. Returns the result, which has the
-        tokens, and the model's context length (None if unknown).
-
-        Raises ApiError, PromptqError.
-        """
+        """Enqueues a call that only tokenises its prompt. Returns the result, which has the tokens,
+        and the model's context length (None if unknown). Raises ApiError, PromptqError."""
         served, completion, _ = await self.begin()
         async with cancelled_if_client_leaves(
             self.gateway, self.request.receive, served, completion
@@ -145,10 +139,10 @@ async def read_call(
     *,
     check: Callable[[], Awaitable[object]] | None = None,
 ) -> AsyncIterator[IncomingCall]:
-    """Takes one request from the caller's rate, reads the call, and yields it.
+    """Context manager that takes one request from the caller's rate, reads the call, and yields it.
 
-    The end of the `with` block returns the call's bytes to the budget. `check` runs before the body
-    is read. `history` is needed for calls that may continue a response.
+    After the block, the call's bytes return to the budget. `check` runs before the body is read.
+    `history` is needed for calls that may continue a response.
     """
     await admit_call(gateway, caller)
     if check is not None:

@@ -12,10 +12,8 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 
 class Holding(NamedTuple):
-    """Number and KV tokens of the sequences that one tenant runs at a worker with one priority.
-
-    Only preemptible sequences count, so both are 0 for a tenant that has no preemptible sequence.
-    """
+    """Preemptible sequences of one tenant and one priority at a worker: their number and KV tokens.
+    Both are 0 for a tenant that has no preemptible sequence."""
 
     priority: int
     num_running: int
@@ -28,15 +26,17 @@ class Room:
     """A worker's room for requests.
 
     - `capacity`: the most KV tokens that one request may take.
-    - `preemptible`: (priority, KV tokens) of running sequences that a more urgent one may preempt.
+    - `preemptible`: priority and KV tokens of each running sequence that a more urgent request may
+      preempt.
     - `num_held`: number of requests that the worker holds. A request suspected of earlier crashes
       goes only to a worker that holds no other request.
-    - `num_sharing`: number of workers that share the waiting requests. A claim fills this worker up
-      to an equal share of all waiting and held requests. A worker that holds its share may still
-      claim a quarter of an equal share of the waiting requests.
-    - `held`: what each tenant runs at this worker. A tenant that runs nothing here gets a place
-      even at a full worker, if another tenant exceeds its fair share.
-    - `refused`: the fields of a request that the worker's engine cannot serve.
+    - `num_sharing`: number of workers that share the waiting requests. An equal share is the number
+      of waiting and held requests divided by `num_sharing`. A claim fills this worker up to an
+      equal share. A worker that already holds its share still gets up to a quarter of its part of
+      the waiting requests.
+    - `held`: the sequences of each tenant at this worker. A tenant without a sequence here gets a
+      place even at a full worker, if another tenant exceeds its fair share.
+    - `refused`: names of request fields that the worker's engine cannot serve.
     """
 
     max_count: int
@@ -56,16 +56,17 @@ class ModelIdentity:
     name: str = ""
     fingerprint: str = ""
     output_style: OutputStyle | None = None
-    """The model's style for tool calls and reasoning; None if there is no model."""
+    """Marks with which the model writes tool calls and reasoning; None if there is no model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimContext:
     """Facts about this worker's earlier claims, by which the server notices that a reply was lost.
 
-    `session` is a random id of this queue object; if empty, the server notices no lost reply.
-    `answered` is the nonce of the last claim whose reply had requests. `number` counts the claims.
-    `skip` is the number of requests to pass over. See `promptq.shared.queue.claim_history`.
+    `session` is a random id of the worker's queue object; if empty, the server notices no lost
+    reply. `answered` is the nonce of the last claim whose reply had requests. `number` is the
+    number of this claim in the session, from 1. `skip` is the number of waiting requests to pass
+    over. See `promptq.shared.queue.claim_history`.
     """
 
     session: str = ""
@@ -89,15 +90,15 @@ class Claim:
     prompt_tokens: int | None
     """Exact number of tokens of the prompt; None if no attempt has tokenised the prompt yet."""
     cost: int
-    """Expected number of KV tokens; the claim counts it against the worker's budget."""
+    """Number of tokens that the request is expected to have in the KV cache."""
     events: list[TokenEvent] = field(default_factory=list)
-    """The events of earlier attempts."""
+    """The events that earlier attempts have published."""
     is_spoilt: bool = False
-    """Whether the log has an entry that is not an event. No attempt can continue such a request."""
+    """Whether the request's log has an entry that is no event, so that no attempt can continue."""
     turn: tuple[float, str] | None = None
-    """Sort key among the requests of all tenants: the lowest score of all waiting requests when
-    this one was claimed, then the claim's time and the request's place in the claim. None if the
-    queue has no tenants."""
+    """Sort key among the requests of all tenants; None without tenants. First comes the lowest
+    score of all waiting requests at the claim, then the claim's time and the request's place in
+    it."""
     tenant: str = ""
     """Tenant in whose queue the request waited. The payload may name another tenant."""
     weight: float = 1.0
@@ -105,11 +106,10 @@ class Claim:
     is_suspect: bool = False
     """Whether the request must run alone, because workers crashed while they held this request."""
     num_logged: int = 0
-    """Number of tokens in the log, read from the id of the log's last entry. Another program may
-    have written this entry."""
+    """Number of output tokens in the request's log, according to the id of the last entry."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
-    """Arrival time of the server's reply, in seconds of `time.monotonic()`. A slow reply gets the
-    time at which the quickest recent reply would have arrived."""
+    """Time of the claim's reply, in seconds of `time.monotonic()`. The delay of a slow reply,
+    compared with the quickest recent reply, is subtracted."""
 
     @property
     def order(self) -> tuple[float, str]:
@@ -117,11 +117,11 @@ class Claim:
         return self.turn or (self.score, self.request_id)
 
     def server_ms(self, at: float) -> int:
-        """Returns the server's Unix milliseconds at `at`, in seconds of `time.monotonic()`."""
+        """Converts a time of `time.monotonic()`, in seconds, to Unix milliseconds of the server."""
         return self.claimed_at_ms + round((at - self.received_at) * 1000)
 
     def as_held(self) -> Held:
-        """Returns the id and the fence, which a call needs to renew or return the lease."""
+        """Returns the id and the fence, with which the worker renews or returns the lease."""
         return Held(self.request_id, self.fence)
 
 
@@ -130,12 +130,13 @@ class Claims(list[Claim]):
 
     num_pending = 0
     next_skip = 0
-    """Number of requests that the next claim skips: this worker can never take them."""
+    """Number of waiting requests that this worker cannot serve and its next claim passes over."""
 
 
 @dataclass(slots=True)
 class Held:
-    """The id and fence of a held request. `prompt_tokens` is set in the call that reports it."""
+    """The id and fence of a request that a worker holds. `prompt_tokens` is the length of the
+    prompt, set only in the call that reports the length to the server."""
 
     request_id: str
     fence: str

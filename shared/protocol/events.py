@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from promptq.shared.protocol.request import FinishReason
 
 _quoted = json.encoder.encode_basestring
-"""Encodes a text as JSON, in C if Python can. Characters beyond ASCII stay unescaped."""
 
 
 StoredTokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -57,7 +56,7 @@ class TopLogprob(_Wire):
 
 
 class TokenLogprob(_Wire):
-    """Natural log-probability of the token that was chosen, before any sampling parameter.
+    """Natural log-probability of an output or prompt token, before any sampling parameter.
 
     `rank` is 1 for the likeliest token. `top` has the likeliest tokens, or null if the request
     wants none. `token` is the text of this one token; bytes that form no whole character become
@@ -74,8 +73,8 @@ class TokenLogprob(_Wire):
 class _WithPrompt(_Wire):
     """Prompt fields of the first event and the result, if `prompt_logprobs` or `tokenize` is set.
 
-    Each list has one entry for each token of the prompt. The first log-probability is null, because
-    no token comes before the first. The texts, joined, are the prompt.
+    Each list has one entry for each token of the prompt. The first log-probability is null. The
+    texts, joined, are the prompt.
     """
 
     prompt_token_ids: list[StoredTokenId] | None = None
@@ -93,8 +92,8 @@ class _WithPrompt(_Wire):
 class Usage(_Wire):
     """Token counts. `completion_tokens` counts the emitted tokens of all attempts.
 
-    `reasoning_tokens` is the number of completion tokens between the marks of reasoning. This
-    number is None if the model does not reason, or if a mark begins or ends inside a token.
+    `reasoning_tokens` is the number of completion tokens between the marks of reasoning, such as
+    `<think>`. It is None if the model does not reason, or if a mark begins or ends inside a token.
     """
 
     prompt_tokens: int = 0
@@ -138,12 +137,12 @@ class Stats(_Wire):
     preemptions: int = 0
     recomputed_tokens: int = 0
     preempted_at: list[int] | None = None
-    """Times of preemptions in Unix milliseconds of the server, as in `resumed_at`. None instead of
-    an empty list: the script that folds the log would write an empty list as an object."""
+    """Times of preemptions in Unix milliseconds of the server. None if there were none: Lua would
+    write an empty list as the object {}."""
     resumed_at: list[int] | None = None
     resumed_inexactly: bool = False
-    """Whether tokens after a resume may differ from the tokens of a run without interruption.
-    Even then, the stream has no gap and no repetition."""
+    """Whether tokens after a resume may differ from the tokens of a run without interruption. Even
+    then, the stream has no gap and no repetition."""
 
     def to_json(self) -> str:
         """Returns the public JSON form, with all fields."""
@@ -156,14 +155,14 @@ class ErrorInfo(_Wire):
     type: str
     message: str
     code: str | None = None
-    """The kind of error within its type, if programs distinguish several."""
+    """Identifies the kind of error for programs, if errors of one `type` are of several kinds."""
 
 
 class TokenEvent(_WithPrompt):
-    """One message of a request's stream. `index` is the number of tokens before this message.
+    """One message of a request's stream. `index` is the number of output tokens before it.
 
-    After an entry that another program wrote to the log, `index` continues from the id of this
-    entry. So `index` may be as large as a stream id can be. Even then, the request can end.
+    If another program has written an entry to the request's log, `index` continues from the id of
+    that entry. So `index` may be as large as a stream id.
     """
 
     index: Annotated[int, Field(ge=0, le=2**64)]
@@ -182,7 +181,7 @@ class TokenEvent(_WithPrompt):
 
     @property
     def end(self) -> int:
-        """Number of the request's tokens up to the end of this event."""
+        """Number of the request's output tokens up to and including this event."""
         return self.index + len(self.token_ids)
 
     @property
@@ -218,7 +217,7 @@ class Result(_WithPrompt):
     stats: Stats | None = None
     error: ErrorInfo | None = None
     embedding: str | None = None
-    """Copied from the last event, like the next field."""
+    """The vector of a request with `embed`, as base64 of little-endian float32."""
     stop_reason: str | None = None
 
     @property
@@ -251,7 +250,7 @@ class Result(_WithPrompt):
 
     @classmethod
     def fold(cls, events: list[TokenEvent]) -> Result:
-        """Returns the result of a whole stream, whose last event must be included."""
+        """Returns the result of a whole stream. `events` must include the last event."""
         last = events[-1]
         if last.finish_reason is None:
             raise ValueError("the stream has no last event yet")
@@ -277,7 +276,7 @@ def prompt_json(
     logprobs: Sequence[TokenLogprob | None] | None = None,
     token_ids: list[int] | None = None,
 ) -> str:
-    """Returns the JSON of the fields about a prompt, to be appended to an event or a result."""
+    """Returns the JSON of a prompt's fields, with a comma in front, to append to other fields."""
     fields = f',"prompt_texts":[{",".join(map(_quoted, texts))}]'
     if logprobs is not None:
         fields += f',"prompt_logprobs":{_array(logprobs)}'
@@ -295,10 +294,8 @@ def token_event_json(
     finish_reason: str = "null",
     more: str = "",
 ) -> str:
-    """Returns the JSON of a `TokenEvent` without building one. `finish_reason` and `more` are JSON.
-
-    This runs for each token. Joining strings is three times as fast as json.dumps.
-    """
+    """Returns the JSON of a `TokenEvent` without building one, because this runs for each token.
+    `finish_reason` is JSON. `more` has further fields, with a comma in front."""
     numbers = token_ids[0] if len(token_ids) == 1 else ",".join(map(str, token_ids))
     return (
         f'{{"index":{index},"token_ids":[{numbers}],"text":{_quoted(text)}'
@@ -317,8 +314,8 @@ def result_json(
     error: str,
     more: str = "",
 ) -> str:
-    """Returns the JSON of a `Result` without building one. `usage`, `stats`, `error` and `more` are
-    JSON already. `more` has further fields, with a comma in front."""
+    """Returns the JSON of a `Result` without building one. `usage`, `stats` and `error` are JSON.
+    `more` has further fields, with a comma in front."""
     return (
         f'{{"text":{_quoted(text)},"token_ids":{_numbers(token_ids)},"logprobs":{_array(logprobs)}'
         f',"finish_reason":"{finish_reason.value}","usage":{usage},"stats":{stats}'

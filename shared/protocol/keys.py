@@ -16,17 +16,17 @@ NAME_IN_WORDS = "1 to 64 letters, digits, '_', '.' or '-'"
 """Description of `NAME` for messages."""
 
 PREFIX = "promptq:"
-"""The beginning of every key."""
+"""The beginning of every key that promptq writes to Redis."""
 QUEUES = f"{PREFIX}queues"
 """Key of the set of the queues that workers have served. The key belongs to no queue."""
 ALIASES = f"{PREFIX}aliases"
-"""Key of the hash from an alias, such as `gpt-4o`, to a model's name, for all queues."""
+"""Key of the hash that maps aliases, such as `gpt-4o`, to names of models, for all queues."""
 
 _NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 ALL_QUEUES = "*"
-"""In place of a queue's name, this stands for all queues."""
+"""Name that stands for all queues."""
 
 
 def is_request_id(text: str) -> bool:
@@ -71,8 +71,8 @@ class _Channel(_Name):
 class Keys:
     """The names of the keys and channels of one queue.
 
-    All databases of a server share its channels. So channel names contain the number `database`,
-    unless it is 0.
+    All databases of a server share its channels. So the names of channels contain the number
+    `database`, unless this number is 0.
 
     Raises ConfigurationError unless the queue's name is 1 to 64 letters, digits and `_.-`.
     """
@@ -99,15 +99,16 @@ class Keys:
     api_keys_used = _Name("api_keys:used")
     """Hash with the time at which each API key was last used."""
     webhooks = _Name("webhooks")
-    """Sorted set of requests that ended and have a webhook, by the time (ms) of the end."""
+    """Sorted set of requests that have ended and have a webhook, by the time (ms) of their end."""
     webhooks_waiting = _Name("webhooks:waiting")
-    """Hash of waiting webhooks: for each, its attempts so far and the time of the next one."""
+    """Hash of waiting webhooks: for each, its attempts so far and the time of the next attempt."""
     webhooks_dead = _Name("webhooks:dead")
     """The last few thousand webhooks that were given up."""
     jobs_leader = _Name("jobs:leader")
-    """Lease of the leader of all `promptq jobs`, which hands out the queue's background work."""
+    """Lease of the leader: the `promptq jobs` process that hands out background work."""
     upkeep = _Name("upkeep")
-    """Times of the last reaping, and of the first reaping since the last interruption."""
+    """Hash with the time of the last reap (a search for dead workers and passed deadlines), and the
+    time since which reaps have run without interruption."""
     statistics = _Name("statistics")
     """Samples of the queue's statistics, one for each 5 s of the last hour."""
     statistics_minutes = _Name("statistics:minutes")
@@ -131,7 +132,7 @@ class Keys:
         return f"{self.prefix}{self.database}:" if self.database else self.prefix
 
     def pending_of(self, tenant: str) -> str:
-        """Returns the key of a tenant's queue; '' is the tenant without a name.
+        """Returns the key of a tenant's queue. '' is the tenant without a name.
 
         Raises InvalidRequestError unless the name is 1 to 64 letters, digits and `_.-`.
         """
@@ -142,7 +143,7 @@ class Keys:
         return f"{self.pending}:{tenant}" if tenant else self.pending
 
     def batches_of(self, tenant: str) -> str:
-        """Returns the key of a tenant's batches by creation time (ms); '': the unnamed tenant."""
+        """Returns the key of a tenant's batches by creation time; '' is the unnamed tenant."""
         return f"{self.prefix}batches:of:{tenant}"
 
     def batch(self, batch_id: str) -> str:

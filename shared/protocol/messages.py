@@ -9,14 +9,14 @@ from typing import Any
 from pydantic_core import from_json
 
 MAX_ARGUMENT_VALUES = 100_000
-"""The most JSON values in all argument texts together: a parser builds an object for each."""
+"""The most JSON values in the arguments of all tool calls in a request's messages. The limit bounds
+memory, because the parser builds an object for each value."""
 
 _LONGEST_SHOWN = 80
 _ROLES = {"developer": "system", "function": "tool"}
 """Maps roles of OpenAI's API to their names in chat templates, where the two names differ."""
 _REASONING = frozenset({"reasoning", "reasoning_content"})
-_CUT = "EOF while parsing"
-"""Beginning of the parser's error message for JSON that ends too early."""
+_CUT = "EOF while parsing"  # in the parser's error for JSON that ends too early
 
 # An unfinished string extends to the end. Otherwise each quotation mark in it would be tried.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -105,7 +105,8 @@ def _function(where: str, call: Any) -> dict[str, Any]:
 
 
 def _object(where: str, arguments: Any) -> dict[str, Any]:
-    """Returns a tool call's arguments; {} for none. Drops the incomplete end of a cut text."""
+    """Returns a tool call's arguments as an object, {} if there are none. If a JSON text is cut
+    off, returns what is complete. Raises ValueError, which names the place `where`."""
     read = arguments
     if isinstance(arguments, str):
         try:

@@ -14,13 +14,14 @@ from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 IF_NOT_STRICT = ', or send "strict": false, which ignores it'
-"""The end of an error message about a keyword that is an error only in strict schemas."""
+"""The end of an error message about a keyword that is an error only if `strict` is true."""
 
 MAX_CHOICES = 1000
 """The most texts in a `choice`. The limit bounds the cost of preparing a request."""
 
 MAX_PARAMETERS = 16_384
-"""The most parameters of all tools together. Each reader of an answer needs all their types."""
+"""The most parameters of all tools of a request together. Each parser of the model's answer stores
+the types of all parameters."""
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -36,7 +37,7 @@ class JsonOutput:
 
 @dataclass(frozen=True, slots=True)
 class RegexOutput:
-    """Text that a regular expression matches as a whole."""
+    """Text that must match a regular expression from its beginning to its end."""
 
     regex: str
     field: str = "response_format"
@@ -44,7 +45,7 @@ class RegexOutput:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOutput:
-    """Exactly one of these texts."""
+    """Text that must be exactly one of these texts."""
 
     texts: tuple[str, ...]
     field: str = "response_format"
@@ -73,8 +74,8 @@ class ToolSchema:
 class ToolCallOutput:
     """A call of one of these tools.
 
-    `is_begun` is true if a worker of an earlier release has begun to write the call. For some model
-    families, earlier releases wrote calls in another form.
+    `is_begun` is true if a worker of an earlier release has already written the beginning of the
+    call. For some model families, earlier releases wrote calls in another form.
     """
 
     tools: tuple[ToolSchema, ...]
@@ -217,7 +218,6 @@ def _named_function(tool_choice: str | Mapping[str, Any] | None) -> str:
 
 
 def _function_of(tool: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Returns the `function` of a tool, and the function's name."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, Mapping):
         raise ValueError(

@@ -20,14 +20,15 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 """For each form, the marks that a style must have."""
 _LONGEST_NAME = 128
 _BESIDE_NAMES = ("<", "{", '"')
-"""Characters that cannot be part of a tool's name in most forms, because they end the name."""
+"""Characters that a tool's name cannot contain in most forms, because they end the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputStyle:
-    """The marks of a model family's calls and reasoning. Readers ignore white space around marks.
+    """The marks with which a model family writes calls and reasoning.
 
-    All calls in a text have one form. NAME is the tool's name, and {...} are its arguments as JSON:
+    A mark is a text, such as `<tool_call>`. White space around marks is ignored. All calls in an
+    output have one form. NAME is the tool's name, and {...} are its arguments as JSON:
 
     - `object`: `before`, {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, `after`. If `between` is set,
       there may be several objects, separated by `between`.
@@ -35,7 +36,8 @@ class OutputStyle:
       name, and the text from there to `middle` is ignored.
     - `elements`: `before`, NAME, `middle`, the arguments, `after`. An argument is `key_before`, its
       name, `key_after`, its value, `value_after`. If `key_after_json` is set, a value after this
-      mark is JSON, and a value after `key_after` is text. A blank `middle` is no mark.
+      mark is JSON, and a value after `key_after` is text. If `middle` is white space, NAME ends at
+      `key_before` or `after`.
     - `tagged`: like `elements`, with `opening` for `before` and `closing` for `after`.
     - `literals`: `before`, NAME, `middle`, the arguments with commas between them, `after`. An
       argument is its name, `key_after`, a literal. A string is between two `quote` marks, without
@@ -49,11 +51,11 @@ class OutputStyle:
     In most forms, `opening` is before the first call and `closing` after the last one. `prelude`
     may precede a call that is not forced.
 
-    A reader that does not know the form finds no calls. In all forms except `named`, a forced call
+    A parser that does not know the form finds no calls. In all forms except `named`, a forced call
     (one that `tool_choice` requires) that begins with `{` is read as an object. Earlier releases
-    write forced calls as objects; workers do if the form cannot express the tool's schema. Gateways
-    of earlier releases know only `arguments_key`, `before` and `after`, so a forced call in the
-    form `object` uses only these marks.
+    write all forced calls as objects; this one does if the form cannot express the tool's schema.
+    Gateways of earlier releases know only `arguments_key`, `before` and `after`, so a forced call
+    in the form `object` uses only these marks.
     """
 
     arguments_key: str = "arguments"
@@ -76,8 +78,8 @@ class OutputStyle:
     reasoning_after: str = ""
     name_key: str = "name"
     without_tools: OutputStyle | None = None
-    """Style of a chat without tools. Set only if the model renders such a chat with a template that
-    writes reasoning in a different way than the template for chats with tools."""
+    """Style of a chat without tools; None if it is the same. Some models render such a chat with
+    another template, which writes reasoning in a different way."""
 
     def of_chat(self, *, with_tools: bool) -> OutputStyle:
         """Returns the style for a chat with or without tools."""
@@ -85,7 +87,7 @@ class OutputStyle:
 
     @property
     def has_calls(self) -> bool:
-        """Whether this release can read calls: it knows the form, and all needed marks are set."""
+        """Whether this release can read calls: it knows the form, and all its marks are set."""
         needed = _NEEDED.get(self.form)
         return needed is not None and all(getattr(self, name).strip() for name in needed)
 
@@ -101,7 +103,7 @@ class OutputStyle:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a call has its arguments one by one, by name, instead of in one JSON object."""
+        """Whether a call's arguments are pairs of name and value, instead of one JSON object."""
         return self.form in (TAGGED, ELEMENTS, LITERALS)
 
     @property
@@ -115,7 +117,7 @@ class OutputStyle:
 
     @property
     def call_marks(self) -> tuple[str, ...]:
-        """All marks of calls that are not empty."""
+        """All marks of calls, such as `<tool_call>`, that are not empty."""
         ours = (self.before, self.after, self.opening, self.closing, self.between, self.prelude)
         keys = (self.key_before, self.key_after, self.key_after_json)
         rest = (self.middle, self.name_end, *keys, self.value_after, self.quote)
@@ -133,7 +135,7 @@ class OutputStyle:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
-        """Returns the style in a JSON text, without unknown fields; None if this is no style."""
+        """Returns the style in a JSON text, ignoring unknown fields; None if this is no style."""
         try:
             marks = json.loads(text)
         except (ValueError, RecursionError):

@@ -31,7 +31,7 @@ class PriorityStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """Numbers of requests returned to waiting, ended, made dead letters, or deleted (`purged`).
+    """Numbers of requests that a reap returned to the queue, ended, made dead letters, or deleted.
 
     `has_more` is true if another call may find more to do.
     """

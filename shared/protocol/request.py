@@ -27,14 +27,15 @@ PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_MS = 2**52
-"""The longest deadline or delay in milliseconds (140,000 years). Scores (floats) stay exact."""
+"""The longest deadline or delay in milliseconds (140,000 years). A float, such as a request's score
+in Redis, is exact up to this number."""
 
 MAX_MESSAGES = 4096
 MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_LOGPROBS = 32_768
 """The most log-probabilities of one prompt: its tokens times (`prompt_logprobs` + 1). One event has
-all of them, at about 75 bytes of JSON each. A process that writes or reads this event serves no
-other stream for some tenths of a second."""
+all of them, at about 75 bytes of JSON each. While a process writes or reads such an event, its
+other streams wait for some tenths of a second."""
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 16_384
 """The most characters of all bad words of a request together."""
@@ -59,8 +60,7 @@ _TOKEN_ID = re.compile("[0-9]{1,10}")
 _HTTP_URL = "^https?://"
 _PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with http:// or https://"}
 
-_LONGEST_SHOWN = 80
-"""The most characters of a wrong value that an error message shows."""
+_LONGEST_SHOWN = 80  # characters of a wrong value in an error message
 
 _OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
@@ -204,7 +204,7 @@ class SamplingParams(BaseModel):
 
 
 NEUTRAL = SamplingParams()
-"""All fields with their defaults. A number that equals its default has no effect."""
+"""Parameters with default values. In a request, a number that equals its default has no effect."""
 
 _penalties = attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty")
 _NO_PENALTIES = _penalties(NEUTRAL)
@@ -254,8 +254,7 @@ class OutputPrefix(BaseModel):
 
 
 _MEMBERS = frozenset({*Embed.model_fields, *OutputPrefix.model_fields, *TraceContext.model_fields})
-"""Names of nested objects' fields. The path in a pydantic error has these names and names of types.
-Error messages show only the names of fields."""
+"""Field names of objects inside a request: the parts of pydantic's paths that messages show."""
 
 
 class Request(SamplingParams):
@@ -328,7 +327,7 @@ class Request(SamplingParams):
         return self
 
     def _check_alone(self, kind: str, others: Sequence[str]) -> None:
-        """Raises ValueError if a field is set that has no meaning with the field `kind`."""
+        """Raises ValueError if one of the fields `others` is set beside the field `kind`."""
         for name in (*SamplingParams.model_fields, *others, "output_prefix"):
             if getattr(self, name) != Request.model_fields[name].default:
                 raise ValueError(f"{name}: has no meaning with {kind}, which generates nothing")
@@ -377,7 +376,6 @@ class Request(SamplingParams):
 
 
 def _check_sum(what: str, texts: list[str], most: int) -> None:
-    """Raises ValueError if the texts together have more than `most` characters."""
     if (length := sum(map(len, texts))) > most:
         raise ValueError(f"{length} characters of {what} are more than the {most} allowed in all")
 
@@ -423,12 +421,12 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def field_of(message: str) -> str:
-    """Returns the name of the field that begins a message, without a path inside the field."""
+    """Returns the name of the field with which a message begins, without a path inside it."""
     return message.split(":", 1)[0].split("[", 1)[0]
 
 
 def _shown(value: Any) -> str:
-    """Returns the beginning of a value's JSON. Does not build all of it, which may be megabytes."""
+    """Returns the beginning of a value's JSON, without building all of it."""
     text = ""
     if isinstance(value, str):
         value = value[:_LONGEST_SHOWN]
@@ -450,8 +448,8 @@ def _unknown_field(name: str, within: str = "") -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class TokenAccount:
-    """A holder, such as an API key, and its limit of tokens per minute. The output of a request
-    counts towards this limit while it is generated."""
+    """A holder, such as an API key, and its limit of tokens per minute. Workers count each output
+    token towards this limit."""
 
     holder: str
     limit: int
@@ -475,11 +473,8 @@ class ForkPoint:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request to enqueue.
-
-    `payload` is the request's JSON without `trace_context`. If `payload` is set, `request` needs
-    only the fields that the queue reads.
-    """
+    """A request to enqueue. `payload` is the request's JSON without `trace_context`. If `payload`
+    is set, `request` needs only the fields that the queue reads, such as `priority`."""
 
     request_id: str
     request: Request

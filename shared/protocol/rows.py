@@ -10,10 +10,10 @@ from promptq.shared.protocol.events import TokenEvent
 
 
 class Row(NamedTuple):
-    """One event to publish. The fields are the arguments of the script, in order.
+    """One event to publish. The fields are the arguments of the script `publish`, in order.
 
-    The event has the tokens `start` to `end`. Only a request's last event has `finish_reason` and
-    `result_json`.
+    The event has the output tokens from number `start`, counted from 0, up to but not including
+    `end`. Only a request's last event has `finish_reason` and `result_json`.
     """
 
     request_id: str
@@ -45,13 +45,13 @@ class RowStatus(StrEnum):
 
     @property
     def is_lost(self) -> bool:
-        """Whether this worker must stop the request."""
+        """Whether the worker must stop the request: the row or the lease was refused."""
         return self not in (RowStatus.OK, RowStatus.DUPLICATE)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Reply to `publish`: a status for each row and each held id, in the order of the call."""
+    """Reply to `publish`: a status for each row and each held request, in the call's order."""
 
     rows: list[RowStatus]
     held: list[RowStatus]

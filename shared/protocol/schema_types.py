@@ -11,8 +11,7 @@ _OF_VALUES: dict[type, str] = {
     type(None): "null",
 }  # fmt: skip
 _EITHER = ("anyOf", "oneOf")
-_MOST_NAMES = 16
-"""The most names read from a list of types. JSON Schema has seven types, so more add nothing."""
+_MOST_NAMES = 16  # JSON Schema has only seven types
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str]:
@@ -52,10 +51,8 @@ def types_of(schema: Any, root: Any) -> frozenset[str]:
 
 
 def steps_of(reference: str, root: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields each step of the path in a reference: the container, the key, and the key's value.
-
-    Stops at a key that does not exist.
-    """
+    """Yields each step of the path in a reference, such as `#/$defs/a`: the container, the key, and
+    the key's value. A key that does not exist is the last step, with the value None."""
     item = root
     for name in unquote(reference).removeprefix("#").split("/")[1:]:
         key: Any = name.replace("~1", "/").replace("~0", "~")

@@ -68,7 +68,7 @@ SLOTS = TypeAdapter(list[SlotStats])
 
 
 class Sample(_Observation):
-    """Statistics of a queue for the `SAMPLE_MS` from `at` on (Unix milliseconds of the server).
+    """Statistics of a queue for the `SAMPLE_MS` after `at`, in Unix milliseconds of the server.
 
     Counts are those at the time `at`. Percentiles cover the requests whose first token came within
     the sample, with an error of about 2%. A percentile is None if there was no such request.
@@ -87,7 +87,7 @@ class Sample(_Observation):
     prompt_tokens_per_second: float = 0.0
     """Prompt tokens per second, without tokens found in the cache."""
     worker_tokens_per_second: float = 0.0
-    """Tokens per second of one worker while requests wait, from earlier samples; 0: unknown."""
+    """Tokens per second of one worker while requests wait, from earlier samples; 0 if unknown."""
     finished: int = 0
     ttft_p50_ms: float | None = None
     ttft_p95_ms: float | None = None
@@ -119,7 +119,7 @@ class WorkerStats(_Observation):
     host: str = ""
     pid: int = 0
     state: str = "running"
-    """`running`, `draining` after its last claim, or `no_server` without its inference server."""
+    """`running`; `draining`: claims no more; `no_server`: its inference server is away."""
     holds_back: str = ""
     """Why the worker claims less than its slots could run; empty if it does not."""
     started_at_ms: int = 0
@@ -166,7 +166,7 @@ class WorkerStats(_Observation):
     kv_cached_blocks: int = 0
     """Number of blocks that hold a cached prefix and have no owner."""
     step_ms: float = 0.0
-    """Median milliseconds of the last steps."""
+    """Median duration of the latest steps in milliseconds."""
     current_step_ms: int = 0
     """Milliseconds since the current step began; about 0 if no step runs."""
     tokens_per_second: float = 0.0
@@ -181,7 +181,8 @@ class WorkerStats(_Observation):
     """Names of the statistics that the worker's engine does not report, separated by spaces, such
     as `step_ms cached_tokens`. The values of these fields have no meaning."""
     refused: str = ""
-    """Request fields that the engine cannot serve now, separated by spaces: `logprobs embed`."""
+    """Request fields that the engine cannot serve now, separated by spaces, such as `logprobs
+    embed`."""
     start_up_seconds: float = 0.0
     start_up_stages: str = ""
     """Seconds of each stage of the start, such as `weights=0.812 checking=1.204`."""

@@ -34,19 +34,16 @@ SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name
 
 @cache
 def script_text(name: str) -> str:
-    """Returns a script's text after the texts of the library parts that it uses. Each part becomes
-    a Lua table, and the part's local variables are visible only in the part."""
+    """Returns the text of a script, after the texts of the library parts that the script uses. Each
+    part becomes a Lua table, and the part's local variables are visible only in the part."""
     parts: dict[str, str] = {}
     text = _text_behind(f"scripts/{name}", parts)
     return "".join(parts.values()) + text
 
 
 def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
-    """Returns a file's text. Adds to `parts` the library parts that the file's first line names,
-    and before each part the parts that it uses.
-
-    Raises ValueError if parts use each other in a circle.
-    """
+    """Returns the text of a Lua file. Adds to `parts` the library parts that the file needs, in the
+    order in which Lua must read them. Raises ValueError if parts use each other in a circle."""
     text = (_LUA / f"{file}.lua").read_text()
     first_line = text.partition("\n")[0]
     for name in first_line.removeprefix(_USES).split(", ") if first_line.startswith(_USES) else ():
@@ -66,7 +63,7 @@ class Call(Generic[T_co]):
     args: Sequence[Argument]
     parse: Callable[[Any], T_co]
     of_spoilt: Callable[[], T_co] | None = None
-    """Returns the value to use if the key breaks the protocol. If None, such a key is an error."""
+    """Returns the value to use if the record breaks the protocol. If None, this is an error."""
     of_refusal: Callable[[], T_co] | None = None
     """Returns the value to use if the server refuses the command. If None, a refusal is an error.
     """
@@ -89,7 +86,7 @@ class Call(Generic[T_co]):
         return " ".join(arg if isinstance(arg, str) else repr(arg) for arg in shown)
 
     def read(self, reply: Any) -> T_co:
-        """Returns the value in a reply. If the reply is an error, raises it.
+        """Returns the value in a reply. If the reply is an error, raises the error.
 
         Raises SpoiltRecordError for a reply that breaks the protocol, and NoPermissionError if a
         command inside a script is not permitted (for which servers report another error).
@@ -137,8 +134,8 @@ other tasks can run.
 
 
 async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Awaitable[Any]]) -> T:
-    """Runs an operation to its end and returns its result. `answer` performs each yielded step and
-    returns what the operation receives."""
+    """Runs an operation to its end and returns its result. `answer` sends what the operation
+    yields, and returns the values that the operation receives."""
     try:
         step = next(operation)
         while True:
@@ -178,7 +175,7 @@ def texts_of(values: Iterable[Any]) -> list[str]:
 
 
 def ids_of(values: Iterable[bytes]) -> list[str]:
-    """Returns the ids as text. Other programs' bytes that are not UTF-8 become surrogates."""
+    """Returns the ids as text. Bytes that are not UTF-8 (other programs' ids) become surrogates."""
     return [value.decode("utf-8", "surrogateescape") for value in values]
 
 

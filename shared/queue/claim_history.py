@@ -22,13 +22,13 @@ from contextlib import contextmanager
 from promptq.shared.protocol.claims import ClaimContext, Claims
 
 _NUM_REPLIES = 64
-"""Number of recent replies to compare. The quickest one shows how much this process's clock differs
-from the server's."""
+"""Number of recent replies whose delays are compared."""
 _LONGEST_KEPT = 30.0
-"""For this many seconds after a claim that returned no requests, claims continue at the position
-`skip`. After this time, they begin at the front of the queue again."""
+"""After the last claim that returned no requests, later claims pass over `skip` requests for at
+most this many seconds. Then a claim begins at the front of the queue again."""
 _LONGEST_DELAY = 5.0
-"""In seconds. If a reply seems delayed by more than this, the server or its clock was changed."""
+"""The longest plausible delay of a reply in seconds. Beyond this, the server or its clock
+changed."""
 
 
 class ClaimHistory:
@@ -48,7 +48,7 @@ class ClaimHistory:
 
     @contextmanager
     def call(self) -> Iterator[ClaimTurn]:
-        """Context manager around one claim. The caller assigns the reply to `turn.claims`."""
+        """Context manager around one claim. The caller stores the reply in the turn's `claims`."""
         with self._lock:
             is_alone, self._is_under_way = not self._is_under_way, True
             self._number += is_alone
@@ -70,19 +70,13 @@ class ClaimHistory:
                 self._is_under_way = False
 
     def _place_after(self, claims: Claims) -> int:
-        """Returns the next claim's `skip`: the position in this reply, or 0 after `_LONGEST_KEPT`,
-        because by then more urgent requests may wait before the position."""
         now = time.monotonic()
         if not claims:
             self._kept_since = now
         return claims.next_skip if now - self._kept_since < _LONGEST_KEPT else 0
 
     def _remove_delay(self, claims: Claims) -> None:
-        """Subtracts from `received_at` this reply's delay beyond the quickest recent reply.
-
-        `received_at` relates this process's clock to the server's. After a slow reply, later times
-        of these requests, such as that of a preemption, would otherwise be too early.
-        """
+        """Subtracts from `received_at` this reply's delay beyond the quickest recent reply."""
         if claims:
             first = claims[0]
             difference = first.received_at - first.claimed_at_ms / 1000
@@ -95,7 +89,7 @@ class ClaimHistory:
 
 
 class ClaimTurn:
-    """One claim: its facts about earlier claims, its nonce, and its result."""
+    """One claim: its facts about earlier claims, its nonce, and the requests in its reply."""
 
     def __init__(self, context: ClaimContext) -> None:
         self.context = context

@@ -38,8 +38,8 @@ def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
 
 
 def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
-    """Reads the state of a request; None if the request is unknown. A request without a state, such
-    as one that a plain client enqueued, waits."""
+    """Reads the state of a request; None if the request is unknown. A request that a plain Redis
+    client enqueued has no state field, and waits."""
 
     def parse(reply: list[Any]) -> RequestState | None:
         current, payload = reply
@@ -52,14 +52,14 @@ def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
 
 
 def state_of(field: str | bytes) -> RequestState:
-    """Returns the state that a field names; WAITING if the field names no state, as in scripts."""
+    """Returns the state in a request's field; WAITING if the field names no state."""
     with suppress(ValueError):
         return RequestState(text_of(field))
     return RequestState.WAITING
 
 
 def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
-    """Reads the replay log's events that end after `position` tokens, and the last event."""
+    """Reads the replay log's events with tokens beyond the first `position`, and the last event."""
 
     def parse(reply: list[Any]) -> list[bytes]:
         return [fields_of(entry).get(b"event", b"") for _, entry in reply]
@@ -74,7 +74,7 @@ def contains(keys: Keys, request_id: str) -> Call[bool]:
 
 
 def count(keys: Keys) -> Call[int]:
-    """Reads the number of waiting requests of all tenants, without delayed ones."""
+    """Reads the number of waiting requests of all tenants, without delayed requests."""
     return Call("list_waiting", [0, ""], lambda reply: int(reply[0]), keys=keys)
 
 
@@ -111,7 +111,7 @@ def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
 
 
 def is_later(time_ms: bytes | None, now_ms: int) -> bool:
-    """Returns whether a field has a server time (ms) that is in the future."""
+    """Returns whether a server time (ms) from Redis is after `now_ms`; False if not a number."""
     with suppress(ValueError):
         return time_ms is not None and int(time_ms) > now_ms
     return False
@@ -156,7 +156,7 @@ def forget_alias(alias: str) -> Call[int]:
 
 
 def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
-    """Reads a list's entries by `command`. Logs a key of another type, and returns no entries."""
+    """Reads a list's entries by `command`. If the key is not a list, logs this and returns none."""
     return Call("", [command, key, *args], list, list)
 
 

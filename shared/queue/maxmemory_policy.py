@@ -19,7 +19,7 @@ _LOST = {
     "allkeys": "waiting and running requests may vanish, and nobody is notified",
     "volatile": "results, responses, batches and idempotency keys may vanish before their time",
 }
-"""Description of the possible losses under a policy, by the first word of the policy's name."""
+"""The losses that are possible under a policy, by the first word of the policy's name."""
 
 
 def maxmemory_warning() -> Call[str]:
@@ -53,7 +53,7 @@ class MaxmemoryLog:
         return self._clock() >= self._look_at
 
     def note(self, warning: str) -> None:
-        """Takes the result of a check. Logs the warning if it has changed or is due again."""
+        """Logs the result of a check ('' is no warning) if it has changed or is due again."""
         from promptq.shared.runtime.logs import get_logger  # clients may lack structlog
 
         now = self._clock()

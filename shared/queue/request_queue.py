@@ -47,8 +47,8 @@ POLL_SECONDS = 1.0
 
 _SCRIPT_TRIES = 4
 _TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
-"""Errors after which one call of a pipeline is sent again outside of a pipeline, because only there
-redis-py handles these errors."""
+"""Errors after which one call of a pipeline is sent again, alone: redis-py handles these errors
+only outside of a pipeline."""
 _ABORT_CHECK_SECONDS = 0.05
 _MAX_CALLS_AT_ONCE = 32
 _CLEAR_PAGE = 500
@@ -100,7 +100,7 @@ class _Queue:
         self._scripts = {name: register(where + script_text(name)) for name in SCRIPT_NAMES}
 
     def _exchange(self, calls: Call[T] | Sequence[Call[T]], atomic: bool) -> Operation[T | list[T]]:
-        """Implements `run`. Yields functions that call the server, and receives their replies."""
+        """Implements `run`. Yields functions that call the server, and receives their results."""
         self._check_open()
         if isinstance(calls, Call):
             return calls.read((yield from self._reply(calls)))
@@ -120,7 +120,6 @@ class _Queue:
     def _replies(
         self, client: Any, calls: Sequence[Call[Any]], atomic: bool
     ) -> Operation[list[Any]]:
-        """Returns a server's replies to several calls. The reply to a failed call is its error."""
         pipeline = client.pipeline(transaction=atomic)
         for call in calls:
             if call.script:
@@ -138,7 +137,6 @@ class _Queue:
         return client_at(self.redis, call.key(self.keys))
 
     def _reply(self, call: Call[Any]) -> Operation[Any]:
-        """Returns the server's reply to one call, or its error."""
         reply: Any = None
         client = self._client_for(call)
         elsewhere = {} if client is self.redis else {"client": client}
@@ -172,7 +170,7 @@ class _Queue:
         timeout: float | None,
         abort: threading.Event | asyncio.Event | None,
     ) -> Operation[Claim | None]:
-        """Implements `take` after `wake_ups` is subscribed. Yields functions that do the calls."""
+        """Implements `take` after `wake_ups` is subscribed. Yields functions that send calls."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             claims: Claims = yield partial(take_batch, Room(max_count=1, token_budget=2**53))
@@ -196,8 +194,8 @@ class _Queue:
 
     @property
     def has_unanswered_claim(self) -> bool:
-        """Whether the last claim failed. In this case the server may have handed out requests that
-        this process does not know; the next claim returns them to the queue."""
+        """Whether the last claim got no reply. In this case the server may have handed out requests
+        that this process does not know. The next claim returns them to the queue."""
         return self._claim_history.is_unanswered
 
     def _check_open(self) -> None:
@@ -240,8 +238,8 @@ class RequestQueue(_Queue):
         """Sends one call, or several in one round trip to each server. Returns the value of each.
 
         If one of several calls fails, the calls after it still run; then the first error is raised.
-        A script that the server has not loaded yet runs after the others. `atomic` means that no
-        command of another client comes in between; it is for plain commands only.
+        A script that the server has not loaded yet runs after the other calls. `atomic` means that
+        no command of another client runs between the calls; only plain commands can be atomic.
         """
         return carry_out(self._exchange(calls, atomic), operator.call)
 
@@ -255,7 +253,7 @@ class RequestQueue(_Queue):
     def take_batch(self, room: Room) -> Claims:
         """Claims requests for which there is room, in queue order, without waiting.
 
-        `room.num_held` is the number of requests that the process holds. While a process holds a
+        `room.num_held` is the number of requests that the process holds. While the process holds a
         request with `is_suspect`, it must claim nothing.
         """
         with self._claim_history.call() as turn:
@@ -268,8 +266,8 @@ class RequestQueue(_Queue):
         """Claims one request, waiting up to `timeout` seconds (None: without a limit).
 
         Returns None if the time is over or `abort` is set. Raises QueueClosedError if the queue is
-        closed meanwhile. Use `take` only in a process that holds one request at a time: the claim
-        reports that the process holds no other, and may return a request with `is_suspect`
+        closed during the wait. Use `take` only in a process that holds one request at a time: the
+        claim reports that the process holds no other, and may return a request with `is_suspect`
         (docs/protocol.md, Crashes). A process that holds several requests uses `take_batch`.
         """
         with self.redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
@@ -278,7 +276,7 @@ class RequestQueue(_Queue):
             return carry_out(taking, operator.call)
 
     def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
-        """Sends events and renews leases, in one round trip."""
+        """Sends the events in `rows` and renews the leases of `held`, in one round trip."""
         return self.run(scripts.publish(self.lease_ms, rows, held))
 
     def release(
@@ -286,8 +284,8 @@ class RequestQueue(_Queue):
     ) -> list[str]:
         """Returns requests to the queue, at their old place and with their progress.
 
-        Set `crashed` if the engine failed while it ran them; this counts a crash for each request.
-        `delays_ms` has one delay for each request, during which nobody can claim it.
+        Set `crashed` if the engine failed while it ran the requests; this counts a crash for each.
+        `delays_ms` has one delay for each request, during which nobody can claim the request.
         """
         return self.run(self._release(held, crashed, delays_ms)) if held else []
 
@@ -328,7 +326,8 @@ class RequestQueue(_Queue):
         return self.run(scripts.reap(self._max_crashes))
 
     def sweep(self, cursor: str = "0") -> Swept:
-        """Removes requests that nothing refers to, on the page of keys at the cursor."""
+        """Removes requests that nothing refers to, on one page of the server's keys. `cursor` is
+        "0" for the first page, then the cursor of the last reply."""
         return self.run(scripts.sweep(cursor))
 
     def requeue(self, dead_id: str) -> str:
@@ -349,7 +348,7 @@ class AsyncRequestQueue(_Queue):
 
     At most 32 calls run at once, each on a separate connection, and together they use at most half
     of the client's connections. The other half is for subscriptions, which use one connection each.
-    Further calls wait.
+    Calls beyond the limit wait.
     """
 
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:

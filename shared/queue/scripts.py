@@ -32,10 +32,10 @@ def _row_status(reply: bytes) -> RowStatus:
 
 
 def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
-    """Adds all requests or none. Returns their ids. For a request whose idempotency key is known,
-    this is the id of the earlier request.
+    """Adds all requests or none. Returns their ids. If the idempotency key of a request is known,
+    its id is that of the earlier request.
 
-    With a new `nonce` for each call, a call can be sent again if its reply was lost. Raises
+    With a `nonce` that is new for each call, the call can be sent again after a lost reply. Raises
     RequestExistsError, QueueFullError.
     """
     columns = zip(*map(_values, new), strict=True)
@@ -68,7 +68,7 @@ _FIELDS = (
 
 
 def _values(item: NewRequest) -> tuple[Argument, ...]:
-    """Returns the values of `_FIELDS`. An empty value or 0 means the default."""
+    # an empty value or 0 means the default
     request = item.request
     return (
         *(item.request_id, item.to_payload(), request.priority, request.deadline_ms or 0),
@@ -159,7 +159,7 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
 
 
 def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Published]:
-    """Sends the events of a step, and renews the leases of `held`."""
+    """Sends the events in `rows`, and renews the leases of `held`."""
     args: list[str | bytes | int] = [lease_ms, len(rows)]
     for row in rows:
         args += row
@@ -184,9 +184,9 @@ def release(
     """Returns requests to the queue, at their old place and with their progress.
 
     If the engine failed, pass `max_crashes` (see `reap`): this counts a crash for each request.
-    `delays_ms` has one delay for each request, during which nobody can claim it. `needs` has for
-    each request a field that this worker's engine cannot serve. If no live worker can serve the
-    field, the status is `unserved`, and the worker still holds the request.
+    `delays_ms` has one delay for each request, during which nobody can claim the request. `needs`
+    has one field name for each request, which this worker's engine cannot serve. If no live worker
+    can serve the field, the request's status is `unserved`, and the worker still holds the request.
     """
     args = _held_args(held)
     if max_crashes is not None:
@@ -201,14 +201,15 @@ def release(
 def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[CancelStatus]]:
     """Ends waiting requests. In the mode `any`, also flags running requests as cancelled.
 
-    In the mode `flagged`, ends only waiting requests that a plain client has flagged.
+    In the mode `flagged`, ends only waiting requests that a plain Redis client has flagged.
     """
     encoded = [request_id.encode("utf-8", "surrogateescape") for request_id in request_ids]
     return Call("cancel", [mode, *encoded], lambda reply: [*map(CancelStatus, texts_of(reply))])
 
 
 def try_channels() -> Call[list[CancelStatus]]:
-    """Changes nothing. Raises NoPermissionError if the user may not publish on the channels."""
+    """Tests, without any change, whether the user may publish on the queue's channels. Raises
+    NoPermissionError if not."""
     return cancel([])
 
 
@@ -236,7 +237,7 @@ def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
 
 
 def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
-    """Removes requests that nothing has referred to for a long time, on one page of keys."""
+    """Removes requests that nothing has referred to for long, on one page of the server's keys."""
 
     def parse(reply: list[Any]) -> Swept:
         return Swept(text_of(reply[0]), int(reply[1]), *texts_of(reply[2:]))
@@ -266,8 +267,8 @@ def set_paused(keys: Keys, paused: bool) -> Call[int]:
 
 
 def stand_by(keys: Keys, until_ms: int) -> Call[int]:
-    """Records that a worker without this model will load it when the queue's turn comes. The record
-    is valid until `until_ms` (Unix milliseconds of the server)."""
+    """Records that a worker which now runs another model will load this queue's model when the
+    queue's turn comes. The record is valid until `until_ms` (Unix milliseconds of the server)."""
     return Call("", ["HSET", keys.model, "standby_until", until_ms], int, int)
 
 
@@ -285,8 +286,8 @@ def drain(channel: str, worker_id: str | None) -> Call[int]:
 def heartbeat(
     stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
 ) -> Call[int]:
-    """Publishes a worker's statistics for `ttl_ms`; 0 removes the worker. Returns how many
-    workers live."""
+    """Publishes a worker's statistics for `ttl_ms`; 0 removes the worker. Returns how many workers
+    live."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
     for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]
@@ -314,7 +315,7 @@ def _held_args(held: Iterable[Held]) -> list[str | bytes | int]:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The `amount` that a call uses up of a limit per minute."""
+    """A limit per minute, and the `amount` that a call takes from it."""
 
     name: str
     amount: int
@@ -326,11 +327,11 @@ class RateAnswer:
     """Reply to `take_of_rates`: the state of each limit by its name."""
 
     wait_ms: int | None
-    """Milliseconds until a new try may succeed. 0: all amounts were taken; otherwise, none was.
-    None: an amount exceeds its limit, so no try can succeed."""
+    """Milliseconds until a new try may succeed. 0 if all amounts were taken; otherwise none was
+    taken. None if an amount exceeds its whole limit, so no try can succeed."""
     remaining: dict[str, int]
     reset_ms: dict[str, int]
-    """Milliseconds until each limit is fully available again."""
+    """Milliseconds until each limit is fully available again, by the limit's name."""
 
 
 def take_of_rates(holder: str, rates: Sequence[Rate]) -> Call[RateAnswer]:

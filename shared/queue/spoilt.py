@@ -23,7 +23,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that code raises when it reads a value of an unexpected kind."""
+"""Errors that code raises when it reads a value of an unexpected type."""
 
 _TURN_SECONDS = 60.0
 _MOST_IN_A_TURN = 10
@@ -51,7 +51,7 @@ def spoilt_record(name: str, why: Exception | str) -> SpoiltRecordError:
 def note(error: Exception, name: str = "") -> None:
     """Logs an error of one record: each message once a minute, and at most ten messages a minute.
 
-    An unforeseen error is logged with the `name` of its record and a traceback.
+    An error that promptq does not expect is logged with the record's `name` and a traceback.
     """
     logged = _logged_in(int(time.monotonic() / _TURN_SECONDS))
     message = f"{name}: {error}" if name else str(error)
@@ -65,8 +65,8 @@ def note(error: Exception, name: str = "") -> None:
 def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Context manager that logs an error of the record with this name instead of raising it.
 
-    Errors of the server or the connection are raised, because they concern all records. So is
-    `stop`, an exception that a signal handler raises.
+    Errors of the server or the connection are raised, because they concern all records. `stop`, an
+    exception that a signal handler raises, is raised too.
     """
     try:
         yield
@@ -84,7 +84,8 @@ def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator
 
 @contextmanager
 def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
-    """Deletes `key` if it does not have the type that the commands in the block need. Logs this."""
+    """Context manager. If a command in the block needs another type than `key` has, deletes `key`
+    and logs this."""
     try:
         yield
     except ResponseError as error:

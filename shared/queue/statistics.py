@@ -18,7 +18,7 @@ _MOST_DEADLINES = 1000
 
 
 def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
-    """Reads a worker's last report about its batch: its time (server ms; 0: none) and the slots."""
+    """Reads a worker's last report: its time (server ms; 0: no report) and the slots."""
 
     def parse(reply: list[Any]) -> tuple[int, list[SlotStats]]:
         reported_at, batch = reply
@@ -38,11 +38,11 @@ class Contribution:
     first_token_ms: list[int] = field(default_factory=list)
     """Milliseconds from enqueueing to the first token, of each request that got its first token."""
     queue_ms: list[int] = field(default_factory=list)
-    """Milliseconds from enqueueing to the first prefill, of the same requests."""
+    """Milliseconds from enqueueing to the first prefill, of the requests in `first_token_ms`."""
 
 
 def sample(part: Contribution) -> Call[int]:
-    """Adds a worker's numbers, and writes the samples whose time is over. Returns their number."""
+    """Adds a worker's numbers, and writes the samples that are over. Returns how many it wrote."""
     args = named(
         generated_tokens=part.generated_tokens,
         prompt_tokens=part.prompt_tokens,
@@ -69,7 +69,7 @@ def _sample_of(entry: tuple[bytes, Any]) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """Reads the number of waiting requests by priority; estimates if over some hundreds wait."""
+    """Reads the number of waiting requests by priority: estimates if over some hundreds wait."""
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))
@@ -96,7 +96,7 @@ class Work:
     num_workers: int = 0
     """Number of workers that claim requests; draining workers do not."""
     num_slots: int = 0
-    """Number of requests that these workers can run at once."""
+    """Number of requests that all claiming workers together can run at once."""
     tokens_of_answer: float = 256.0
     """Mean number of tokens in recent answers."""
     tokens_of_worker: float = 0.0

@@ -15,8 +15,7 @@ _REQUIREMENT = re.compile(
 )
 
 _IS_ELSEWHERE = re.compile("sys_platform|python_version")
-"""Matches the condition of a package that only some systems or Python versions need. Such a package
-may be missing."""
+"""Matches the condition of a package that only some systems or Python versions need."""
 
 
 def require(what: str, *extras: str) -> None:
@@ -55,7 +54,6 @@ def _is_complete(extra: str) -> bool:
 
 
 def _needs(extra: str) -> Iterator[str]:
-    """Yields the names of the packages that an extra needs."""
     try:
         requirements = requires("promptq") or []
     except PackageNotFoundError:

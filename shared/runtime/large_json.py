@@ -13,8 +13,7 @@ from promptq.shared.runtime.turns import Work
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BEHIND_ITEM = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
-_AT_ONCE = 16
-"""Number of list items that are read or written in one part. A reader gets them one by one."""
+_AT_ONCE = 16  # list items that are read or written between two pauses
 
 
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
@@ -82,7 +81,7 @@ def _refuse(constant: str) -> Any:
 
 
 def written(value: Any) -> Work[str]:
-    """Returns `value` as ASCII JSON. Sets its long lists' items to None, to free them in parts."""
+    """Returns `value` as ASCII JSON. To free memory early, sets the items of long lists to None."""
     parts: list[str] = []
     yield from _write(value, parts.append)
     return "".join(parts)

@@ -21,8 +21,8 @@ _ACCESS_LOG = "uvicorn.access"
 def configure_logs(level: str, form: str) -> None:
     """Sends log lines of at least `level` to standard error. `form` is auto, console or json.
 
-    Lines of the standard `logging` module get this form too: from `level` on for the engine and
-    uvicorn (run it with `log_config=None`), from warnings on for other libraries.
+    Lines of the standard `logging` module get this form too. The engine and uvicorn (run it with
+    `log_config=None`) log from `level` on, other libraries only warnings and errors.
     """
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console)
@@ -76,7 +76,7 @@ def take_over_logs(*libraries: str) -> None:
 
 
 class _CurrentStandardError:
-    """Standard error, looked up for each line: a program may replace and close the stream."""
+    """Standard error, looked up for each line, because a program may replace `sys.stderr`."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -86,7 +86,7 @@ class _CurrentStandardError:
 
 
 _STANDARD_ERROR = cast("TextIO", _CurrentStandardError())
-"""The stream of all loggers. They share this object because it holds the lock of the stream."""
+"""The stream of all loggers. All share one object, because it holds the lock of the stream."""
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
@@ -101,7 +101,7 @@ The code that serves an HTTP request binds its `request_id`, so that uvicorn's l
 """
 
 unbind = structlog.contextvars.unbind_contextvars
-"""Removes fields that `bind` added. Call it when a task begins other work. A new task inherits the
+"""Removes fields that `bind` added. Call it when a task begins other work: a new task inherits the
 fields of the task that created it."""
 
 
@@ -126,8 +126,8 @@ def _json(line: Any, **options: Any) -> str:
 
 
 def _name_fields(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Adds the logger's name and fields to a line of the standard library. The fields are the
-    members of a mapping that was logged with the text, or the parts of uvicorn's access line."""
+    """Adds the logger's name and fields to a line of the standard library's `logging`. The fields
+    are a mapping that was logged with the text, or the parts of uvicorn's access line."""
     values = line.pop("positional_args", ())
     line["logger"] = line["_record"].name
     if isinstance(values, Mapping):

@@ -24,8 +24,8 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
     Python 3.12 loses a cancellation that arrives when the send has just finished. An error while
     the task ends may also replace the cancellation.
 
-    The caller may be cancelled too; anyio even repeats a cancellation until a scope ends. `end`
-    raises it only after all tasks have ended: callers often close the tasks' resources next.
+    If the caller is cancelled during the wait, `end` raises this only after all tasks have ended:
+    callers often close the tasks' resources next.
     """
     loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None
@@ -58,7 +58,7 @@ async def kept_up(name: str, work: Callable[[], Awaitable[None]]) -> None:
 
 
 async def heeding_cancels(awaitable: Awaitable[T]) -> T:
-    """Awaits `awaitable`. Raises CancelledError if the task was cancelled while it waited.
+    """Awaits `awaitable`. Raises CancelledError if the task was cancelled during the wait.
 
     redis-py sends through `asyncio.wait_for`, which before Python 3.12 loses a cancellation that
     arrives when the send has just finished. The task would then continue to wait.

@@ -50,7 +50,7 @@ class Tracing:
         return TraceContext(**carrier)
 
     def close(self) -> None:
-        """Sends the remaining spans. Waits at most some seconds."""
+        """Sends the remaining spans, which takes at most some seconds."""
         shut_down = getattr(self._provider, "shutdown", None)
         if shut_down is not None:  # shutdown waits for the collector without a limit
             closing = Thread(target=shut_down, daemon=True)

@@ -19,18 +19,18 @@ SLICE_SECONDS = 0.001
 
 
 class Turns:
-    """Lets all long work of one object take turns: one slice in each round of the event loop."""
+    """Runs several pieces of long work by turns: one slice in each round of the event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def give_way(self) -> None:
-        """Waits for a round of the event loop in which no other slice of this object runs."""
+        """Waits for a round of the event loop in which no other work of this object runs."""
         async with self._lock:
             await asyncio.sleep(0)
 
     async def run(self, steps: Work[T]) -> T:
-        """Does the work in slices, and returns its result."""
+        """Runs `steps` in slices, and returns its result."""
         result: list[T] = []
         for _ in _collecting(sliced(steps, None), result):
             await self.give_way()
@@ -38,7 +38,7 @@ class Turns:
 
 
 def sliced(steps: Work[T], pause: P) -> Generator[P, None, T]:
-    """Does the work and returns its result. Yields `pause` after each slice of `SLICE_SECONDS`."""
+    """Runs `steps` and returns its result. Yields `pause` after each slice of `SLICE_SECONDS`."""
     result: list[T] = []
     until = time.perf_counter() + SLICE_SECONDS
     for _ in _collecting(steps, result):
@@ -49,7 +49,7 @@ def sliced(steps: Work[T], pause: P) -> Generator[P, None, T]:
 
 
 def at_once(steps: Work[T]) -> T:
-    """Does all of the work without a pause, and returns its result."""
+    """Runs `steps` without a pause, and returns its result."""
     result: list[T] = []
     for _ in _collecting(steps, result):
         pass
@@ -57,5 +57,4 @@ def at_once(steps: Work[T]) -> T:
 
 
 def _collecting(steps: Generator[P, None, T], result: list[T]) -> Generator[P, None, None]:
-    """Does the work, and adds its result to a list."""
     result.append((yield from steps))

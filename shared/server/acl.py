@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "responses": ("response:*", "responses:*"),
     "upkeep": ("jobs:*", "upkeep", "webhooks:*"),
 }
-"""For each family of keys, the patterns of its keys, which follow the queue's prefix."""
+"""The patterns of the keys in each family of keys. A pattern follows the queue's prefix."""
 
 _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
 """Rules to read the keys that all queues share: the queues' names, and the models' aliases."""
@@ -38,9 +38,9 @@ _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
 _CONNECT = (
     "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"
 )
-"""Rules for the commands that every client needs to connect. Redis 7.0 cannot permit
-`client|setinfo` by name, so the whole category is permitted. Excluded are commands that disturb
-others, and CLIENT TRACKING, which would report the keys of all clients."""
+"""Rules for the commands that every client needs to connect. They permit a whole category, because
+Redis 7.0 cannot permit `client|setinfo` by name. They exclude commands that disturb others, and
+CLIENT TRACKING, which would report the keys of all clients."""
 
 _COMMON = (
     "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl smembers srandmember type"
@@ -53,7 +53,7 @@ _LISTEN = "ssubscribe subscribe sunsubscribe unsubscribe"
 _TRANSACTIONS = "multi exec discard watch unwatch"
 _DATABASES = ("", "[1-9]*:")
 """Patterns for the text between a channel's prefix and its name: nothing for database 0, the number
-for other databases. No channel of database 0 matches the second pattern."""
+and a colon for other databases. So a channel of database 0 never matches the second pattern."""
 
 _LOOK_THROUGH = "dbsize scan"
 """Commands that read the names of all keys of the database, including those of other queues."""
@@ -78,7 +78,7 @@ class Role:
     channels: tuple[str, ...] = ()
     commands: str = ""
     others: tuple[str, ...] = ()
-    """Rules for keys and channels that do not belong to the queue."""
+    """Rules for keys that do not belong to the queue."""
 
     def rules(self, queue: str) -> list[str]:
         """Returns the rules of this role in the syntax of the server's ACL."""
@@ -144,8 +144,8 @@ def user_rules(role: str, queue: str, password: str) -> list[str]:
 
 
 def user_name(role: str, queue: str) -> str:
-    """Returns the name of the user with a role for a queue. For the queue `default`, and for all
-    queues together, the name has no suffix."""
+    """Returns the name of the Redis user with a role for a queue. The name has no suffix if the
+    queue is `default` or stands for all queues."""
     return role if queue in ("default", ALL_QUEUES) else f"{role}-{queue}"
 
 

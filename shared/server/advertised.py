@@ -51,7 +51,7 @@ class Advertisement:
     """The file that advertises a server which is about to start.
 
     The server inherits `descriptor`, which holds the lock on the file. Remove `file` before you
-    stop the server, because the server closes its port a moment before it ends.
+    stop the server: the server closes its port a moment before it ends.
     """
 
     def __init__(self, descriptor: int, begun: Path, file: Path) -> None:
@@ -79,10 +79,8 @@ class Advertisement:
         return None
 
     def publish(self) -> None:
-        """Makes the server visible to commands: they find either the whole address or nothing.
-
-        Closes the descriptor, which the server has inherited by now.
-        """
+        """Makes the whole file visible to commands at once. Closes the descriptor, which the server
+        has inherited by now."""
         with suppress(OSError):
             self._begun.rename(self.file)
         self.close()
@@ -96,10 +94,8 @@ class Advertisement:
 
 
 def advertised(port: int | None = None) -> str | None:
-    """Returns the address of this user's latest live embedded server; None if no server lives.
-
-    With `port`, only a server that listens on this port counts.
-    """
+    """Returns the address of this user's latest live embedded server; None if no server lives. With
+    `port`, only a server that listens on this port counts."""
     return next((url for url in all_advertised() if port in (None, urlsplit(url).port)), None)
 
 
@@ -117,7 +113,8 @@ def how_to_find(url: str) -> str:
 
 
 def password_mark() -> str:
-    """Returns the mark that begins an advertised server's password; empty if none is possible."""
+    """Returns the mark with which an advertised server's password begins; empty if this user's
+    folder cannot be used."""
     folder = _folder()
     with suppress(OSError):
         if _made_private(folder):
@@ -133,9 +130,8 @@ def _mark_of(folder: Path) -> str:
 
 
 def liveness_of(url: str) -> Callable[[], bool] | None:
-    """Returns a function that tests whether the server of an advertised address lives.
-
-    Returns None for an address that was not advertised, or whose folder this process cannot see.
+    """Returns a function that tests whether the server of an advertised address lives. Returns None
+    for an address that was not advertised, or whose folder this process cannot see.
 
     The server is identified by its password, so the rest of the address may be spelt in any way.
     Call the function after opening a connection and before using it. If the function returns True,
@@ -156,7 +152,6 @@ def liveness_of(url: str) -> Callable[[], bool] | None:
 
 
 def _folder() -> Path:
-    """Returns the folder for the files of this user's servers."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and _is_ours(Path(runtime)) and os.access(runtime, os.W_OK):
         return Path(runtime) / "promptq"  # after `su`, another user may own the folder
@@ -188,7 +183,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _made_private(folder: Path) -> bool:
-    """Creates the folder, closed to other users. Returns whether it can be used. Raises OSError."""
+    """Creates the folder, closed to other users. Returns False if others may use it anyway."""
     folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
     if not _is_ours(folder):
         return False

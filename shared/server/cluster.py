@@ -33,8 +33,8 @@ CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 _PORT = 6379
 _OWNERS = ("CLUSTER", "SLOTS")
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)
-"""Errors for a slot on another node; MOVED and MASTERDOWN are subclasses. ASK is not followed,
-because scripts need all keys of a slot on one node: the queue waits until its slot has moved."""
+"""Errors for a slot on another node; MOVED and MASTERDOWN are subclasses. ASK is not followed:
+scripts need all keys of a slot on one node, so the queue waits until its slot has moved."""
 _NO_CLUSTER = "cluster support disabled"
 CLUSTER_RETRIES = 40
 """Enough retries for the half minute of a failover with a `cluster-node-timeout` of 15 s."""
@@ -63,11 +63,8 @@ class Nodes:
         self._reported: list[Address] = []
 
     def __iter__(self) -> Iterator[Address]:
-        """Yields the known addresses in random order, the addresses in the URL last.
-
-        A node may still name a former owner of a slot, so each try should begin at another node.
-        The nodes in the URL may no longer exist.
-        """
+        """Yields the known addresses in random order, because a node may name a former owner of a
+        slot. The addresses in the URL come last, because these nodes may no longer exist."""
         reported, first = (random.sample(each, len(each)) for each in (self._reported, self.first))
         yield from dict.fromkeys([*reported, *first])
 
@@ -90,7 +87,7 @@ def _address(node: list[Any], queried: str) -> Address:
 
 
 class _Cluster:
-    """A cluster as one program uses it: its nodes' addresses, and one client for each slot."""
+    """A cluster as one process uses it: its nodes' addresses, and one client for each slot."""
 
     def __init__(self, kind: Any, url: str, options: Mapping[str, Any], nodes: Nodes) -> None:
         """`url` has only one host. `nodes` has all hosts of the original URL."""
@@ -120,15 +117,13 @@ class _Cluster:
 
 
 def client_of(client: Any, keys: Keys) -> Any:
-    """Returns the client for a queue's keys. This is `client` itself, except on a Cluster.
-
-    Closing `client` closes the returned client too.
-    """
+    """Returns the client for a queue's keys: on a Cluster, that of the queue's slot, otherwise
+    `client` itself. Closing `client` closes the returned client too."""
     return client_at(client, keys.pending)
 
 
 def client_at(client: Any, key: str) -> Any:
-    """Returns the client for the node that has a key's slot; `client` itself without a Cluster."""
+    """Returns the client for the node that has a key's slot; without a Cluster, `client` itself."""
     pool = getattr(client, "connection_pool", None)
     if not isinstance(pool, (_Pool, _AsyncPool)):
         return client
@@ -136,20 +131,19 @@ def client_at(client: Any, key: str) -> Any:
 
 
 def try_once(client: redis.asyncio.Redis) -> None:
-    """Makes failing calls raise at once. A process calls this at its end: the server may be away.
-
-    On a Cluster a few quick retries remain, because the slot may be moving.
-    """
+    """Makes calls of this client raise at the first failure. A process calls this when it ends,
+    because the server may be away. On a Cluster, a few quick retries remain: the slot may be
+    moving."""
     retries = _RETRIES_AT_THE_END if isinstance(client.connection_pool, _AsyncPool) else 0
     client.set_retry(redis.asyncio.retry.Retry(_BACKOFF, retries, (redis.ConnectionError,)))
 
 
 def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     """Returns a client of the class `kind` for
-    `redis+cluster://[[user]:password@]host[:port][,host:port...]`.
+    `redis+cluster://[[user]:password@]host[:port][,host:port...]`. Raises ValueError.
 
-    The client talks to the node that has the list of queues; `client_of` returns the client for a
-    queue. Raises ValueError.
+    The client talks to the node that has the set of all queues; `client_of` returns that of a
+    queue.
     """
     parts = urlsplit(url)
     databases = parse_qs(parts.query).get("db", [])
@@ -177,11 +171,7 @@ class _SlotPool:
     cluster: _Cluster
 
     def others(self) -> list[Any]:
-        """Returns the pools that must be closed with this one.
-
-        If the first slot's pool closes, the pools of all other slots close too. Any other pool
-        closes alone.
-        """
+        """Returns the pools that close with this one: all others if this is the first slot's."""
         first, *others = list(self.cluster.clients.values())
         return [other.connection_pool for other in others] if first.connection_pool is self else []
 
@@ -202,17 +192,16 @@ class _AsyncPool(_SlotPool, redis.asyncio.ConnectionPool):
 
 @cache
 def _following(kind: Any) -> Any:
-    """Returns a subclass of `kind`, a connection class. Instances connect to their slot's node."""
+    """Returns a subclass of the connection class `kind` that connects to the node of its slot."""
     is_async = issubclass(kind, redis.asyncio.connection.AbstractConnection)
     mixin = _AsyncFollowing if is_async else _Following
     return type("FollowingConnection", (mixin, kind), {"plain": kind})
 
 
 class _FollowsSlot:
-    """Base of connections that determine their host and port each time they open."""
+    """Base of connections that look up their slot's host and port each time they open."""
 
-    plain: Any
-    """The class from which this class of connections was made."""
+    plain: Any  # the connection class of redis-py
 
     def __init__(self, *, slot: int, nodes: Nodes, **options: Any) -> None:
         super().__init__(**options)
@@ -326,7 +315,6 @@ def _changed(error: Exception) -> ClusterChangedError:
 
 
 def _more_informative(one: Exception, other: redis.RedisError) -> Exception:
-    """Returns the more informative of two nodes' errors: one in a reply says more than no reply."""
     if isinstance(other, redis.ResponseError):
         return NoClusterError(str(other)) if _NO_CLUSTER in str(other) else other
     if isinstance(one, (redis.ResponseError, AuthenticationError)):

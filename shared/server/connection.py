@@ -116,16 +116,14 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
 
 
 def hides_info(error: Exception) -> bool:
-    """Returns whether the server refused INFO. Then its version stays unknown: if the server is too
-    old, later commands will fail."""
+    """Returns whether the error is a refusal of INFO. Then the server's version stays unknown: if
+    it is too old, later commands will fail."""
     return isinstance(error, NoPermissionError) or _is_unknown(error, "INFO")
 
 
 def make_async_redis(url: str) -> redis.asyncio.Redis:
     """Returns an unconnected asyncio client of the server at `url`, whose calls are not retried.
-
-    Raises ConfigurationError.
-    """
+    Raises ConfigurationError."""
     client: redis.asyncio.Redis = _make(redis.asyncio.Redis, url)
     pool: Any = client.connection_pool
     pool.connection_class = _adapted(pool.connection_class)
@@ -136,11 +134,10 @@ def make_async_redis(url: str) -> redis.asyncio.Redis:
 def _adapted(kind: Any) -> Any:
     """Returns an asyncio connection class that packs commands in C, as the synchronous client does.
 
-    A publish has seven arguments for each token, and packing them in Python costs more than the
-    rest of a call. A `memoryview` is not copied: it is large, and copying 8 MB takes milliseconds.
-
-    A connection that the server has just closed counts as lost. Otherwise uvloop would raise a
-    RuntimeError, after which redis-py does not reconnect.
+    In Python, packing a publish (seven arguments for each token) costs more than the rest of the
+    call. A `memoryview`, which is large, is not copied. A connection that the server has just
+    closed counts as lost. Otherwise uvloop would raise a RuntimeError, after which redis-py does
+    not reconnect.
     """
 
     def pack_command(connection: Any, *args: Any) -> list[bytes]:
@@ -171,7 +168,7 @@ def _make(kind: Any, url: str) -> Any:
 
 
 def _what_is_wrong(kind: Any, url: str) -> str:
-    """Returns a sentence about a URL's fault. The password is masked, so no part of it shows."""
+    """Returns a sentence about the fault in a URL, without the password."""
     try:
         _try_to_make(kind, without_password(url))
     except _WRONG_URL as error:
@@ -213,13 +210,12 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
     """Returns the default options of connections. Options in the URL replace them.
 
     - Timeouts: a server that does not answer within them counts as gone.
-    - Maintenance notifications are off. Only Redis Enterprise has them. They would cost each
-      connection a round trip, and redis-py would pass a connection with an unread reply to another
-      call.
-    - Only the URL can limit the pool. At the limit, redis-py fails calls as if the server were
-      gone, and a call with a connection may need a second one before it returns the first. Even
-      without a limit there are few connections: each thread needs one, and `AsyncRequestQueue`
-      limits its calls.
+    - Maintenance notifications are off. They cost each connection a round trip, and with them
+      redis-py passes a connection with an unread reply to another call. Only Redis Enterprise has
+      them.
+    - The pool has no limit. At a limit, redis-py fails calls as if the server were gone, and a call
+      may need a second connection. Each thread needs only one, and `AsyncRequestQueue` limits its
+      calls.
     """
     options: dict[str, Any] = {
         "max_connections": _NO_LIMIT,
@@ -244,10 +240,8 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
 
 
 def _checks_of(kind: Any, url: str) -> dict[str, Any]:
-    """Returns options with which each connection first checks that its embedded server still lives.
-
-    After a server has ended, another program, perhaps another user's, may listen on its port.
-    """
+    """Returns options that make each new connection check that its embedded server still lives.
+    After the server has ended, another user's program may listen on its port."""
     lives = liveness_of(url)
     if lives is None:
         return {}
@@ -270,12 +264,11 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
 
 
 def _retry(kind: Callable[..., T], url: str) -> T:
-    """Returns a policy that retries for some seconds after a lost connection; `from_url` sets none.
+    """Returns a policy that retries for some seconds after a lost connection.
 
-    Repeating is safe: to a call that was carried out already, the scripts reply `duplicate` or
+    Retries are safe: to a call that was carried out already, the scripts reply `duplicate` or
     `finished`. If the server accepts a connection but does not answer, the call is not retried.
-    Each try connects anew. So if the server has become a replica, the call reaches the server to
-    which the host name or load balancer points by then.
+    Each try connects anew, and so follows the host name or load balancer to a new master.
     """
     retries = CLUSTER_RETRIES if urlsplit(url).scheme in CLUSTER_SCHEMES else _RETRIES
     return kind(EqualJitterBackoff(cap=1, base=0.01), retries, supported_errors=WORTH_TRYING)
@@ -300,7 +293,7 @@ def explain(
     if_not_permitted: str = "may not do this (docs/operations.md, Access, says which role may)",
 ) -> PromptqError:
     """Returns promptq's error for an error of redis-py. `if_not_permitted` is the message if the
-    user lacks a permission."""
+    server's user lacks a permission."""
     shown = without_password(url)
     if isinstance(error, (AuthenticationError, ResponseError)):
         text = _PLACE_IN_SCRIPT.sub("", str(error))
@@ -368,7 +361,7 @@ def explain(
 
 
 def _is_unknown(error: Exception, command: str) -> bool:
-    """Returns whether the server does not have a command, or has renamed it."""
+    """Returns whether the error says that the server has no command of this name."""
     text = str(error).lower()
     unknown = f"unknown command '{command}'".lower()
     return isinstance(error, ResponseError) and unknown in text.replace("`", "'")

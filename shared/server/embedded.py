@@ -29,7 +29,7 @@ from promptq.shared.runtime.extras import require
 from promptq.shared.server.advertised import Advertisement, is_free, password_mark
 
 PREFERRED_PORT = 6399
-"""The port that `promptq up` tries first, so that commands from the docs find the server."""
+"""The port that `promptq up` tries first. The docs use this port in their commands."""
 
 _START_SECONDS = 20.0
 _PASSWORD_BYTES = 32
@@ -42,7 +42,7 @@ _FILES = (
     *("server.log", "server.conf", "lock"),
     *("dump.rdb", "temp-*", "appendonlydir", "appendonlydir/*"),
 )
-"""Files that servers create in their folder, as patterns of paths."""
+"""Files that the server creates in its folder, as patterns of paths."""
 
 # The server's standard output is the locked descriptor, which shows that the server lives. The
 # shell closes its copy of the descriptor.
@@ -153,8 +153,7 @@ class EmbeddedServer:
         )
 
     def _wait_until_ready(self) -> bool:
-        """Waits until the server's log says that it is ready. Returns False if it does not start. A
-        test of the port could send the password to another program that got the port first."""
+        """Waits until the log says that the server is ready. Returns False if it never is."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             log = self._log_text()
@@ -179,8 +178,7 @@ class EmbeddedServer:
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
-    """Turns the append-only file on, and waits until the server has written all data to the file.
-    Until then, the server would refuse to stop."""
+    """Turns the append-only file on, and waits for all data: the server cannot stop before."""
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):
@@ -189,10 +187,8 @@ def _append_from_now_on(client: redis.Redis) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Locks the folder. Yields the lock's descriptor, which the server inherits and keeps open.
-
-    Without the lock, two servers could append to the same files and mix their data.
-    """
+    """Locks the folder against other servers, which would mix their data with this server's. Yields
+    the lock's descriptor, which the server inherits and keeps open."""
     try:
         _check_private(folder)
         file = (folder / "lock").open("a")
@@ -213,12 +209,9 @@ def _locked(folder: Path) -> Iterator[int]:
 
 
 def _check_private(folder: Path) -> None:
-    """Creates the folder, or makes an existing folder inaccessible to all but its owner.
-
-    Raises ConfigurationError if another user owns the folder or may change its content. Raises it
-    too if other users have access to the folder and the folder has files that no server made: they
-    may have a reason to read these files.
-    """
+    """Creates the folder, or makes an existing folder inaccessible to other users. Raises
+    ConfigurationError if others own the folder, may change it, or may want to read it: it is open
+    to them and has files that no server made."""
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
     _check_owner(folder)
     mode = folder.stat().st_mode

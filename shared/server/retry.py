@@ -30,15 +30,15 @@ _LOG_AGAIN_SECONDS = 60.0
 _logged_at: dict[str, float] = {}
 
 _LONGEST_TRY_SECONDS = 40.0
-"""The most seconds that one try adds to the time of trying. If a try took longer, the process or
-machine stood still: even in a cluster, a try takes at most the half minute of a failover."""
+"""The most seconds of one try that count as trying. Even a failover of a cluster takes only half a
+minute, so in a longer try, the process or machine stood still."""
 
 
 _BUSY = "BUSY"
 
 
 class BusyError(ConnectionError):
-    """The server runs a script for a long time. Counts as a lost connection, as LOADING does."""
+    """The server runs a long script. Counts as a lost connection, like Redis' error LOADING."""
 
 
 WORTH_TRYING = (ConnectionError, ReadOnlyError, ClusterDownError, TryAgainError)
@@ -60,17 +60,15 @@ def is_busy(error: Exception) -> bool:
 
 
 def is_away(error: Exception) -> bool:
-    """Returns whether the same call may succeed later, without any change by the sender."""
+    """Returns whether the same call may succeed later, without any change by the caller."""
     if isinstance(error, AuthenticationError):
         return False
     return isinstance(error, (ConnectionError, TimeoutError)) or is_busy(error)
 
 
 def note_failure(error: Exception) -> None:
-    """Logs why the server does not accept a repeated call: each reason at most once a minute.
-
-    During an outage, several parts of a process call this function again and again.
-    """
+    """Logs why the server does not accept a call: each reason at most once a minute, because
+    several parts of a process meet the same outage."""
     from promptq.shared.runtime.logs import get_logger  # clients may lack structlog
 
     # The text may have a transaction's command before the reason, and a script's line after it.
@@ -84,7 +82,7 @@ def note_failure(error: Exception) -> None:
 async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
     """Repeats `call` until the server accepts it, and returns its value.
 
-    Calls are repeated after a lost connection or reply, and while the server loads data, is a
+    A call is repeated after a lost connection or reply, and while the server loads data, is a
     replica, or is out of memory or disk. Repeating is safe, because scripts refuse a call as a
     whole and do nothing twice. Refused credentials are raised at once.
 

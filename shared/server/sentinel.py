@@ -82,7 +82,7 @@ class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
 
 
 def in_short(error: redis.ConnectionError) -> redis.ConnectionError:
-    """Returns the error without the options of unreached sentinels, some of which are passwords."""
+    """Returns the error without the options of unreached sentinels, which may contain passwords."""
     text, _, unreached = str(error).partition(" : ")
     if unreached:
         text += "; a sentinel does not answer, or refuses the connection or its credentials"
@@ -90,7 +90,7 @@ def in_short(error: redis.ConnectionError) -> redis.ConnectionError:
 
 
 def address_of_sentinels(pool: Any) -> str | None:
-    """Returns the URL of a pool's sentinels and service, without credentials; else None."""
+    """Returns the URL of a pool's sentinels and service, without credentials; otherwise None."""
     if not isinstance(pool, _POOLS):
         return None
     sentinels = (each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels)
@@ -100,8 +100,8 @@ def address_of_sentinels(pool: Any) -> str | None:
 
 
 class _Connection(redis.sentinel.SentinelManagedConnection):
-    """A connection that closes if an exception, such as a signal handler's, interrupts a call, as
-    all other connections of redis-py do. Otherwise the next call would read the old reply."""
+    """A connection that closes if an exception, such as a signal handler's, interrupts a call.
+    Otherwise the next call would read the reply to the interrupted one."""
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         options = {"disconnect_on_error": True, **options}
@@ -113,15 +113,11 @@ class _TLSConnection(_Connection, redis.sentinel.SentinelManagedSSLConnection):
 
 
 class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
-    """A pool that also closes the connections to the sentinels, because nothing else does."""
+    """A pool that also closes the connections to the sentinels. redis-py does not close them."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes all connections; after a change of the master, only the idle ones.
-
-        redis-py closes an idle connection only some rounds of the event loop later. Meanwhile
-        another call may take the connection, and would fail with an AttributeError. So idle
-        connections leave the pool first.
-        """
+        """Closes all connections; after a change of the master, only the idle ones. These leave the
+        pool first: redis-py closes them later, and a call that takes one until then would fail."""
         if inuse_connections:
             await super().disconnect()
             for sentinel in self.sentinel_manager.sentinels:

@@ -34,7 +34,7 @@ def scheme_of(pool: Any) -> str:
 
 
 def what_is_wrong(error: BaseException) -> str:
-    """Returns a sentence about the TLS fault behind an error; empty if there is none."""
+    """Returns a sentence about the TLS fault that caused an error; empty if none did."""
     cause: BaseException | None = error
     seen = set[int]()  # an error that was raised again may be in its own context
     while cause is not None and not isinstance(cause, ssl.SSLError) and id(cause) not in seen:

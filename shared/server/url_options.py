@@ -79,7 +79,7 @@ _OF_SENTINELS = {"sentinel_username": _TEXT, "sentinel_password": _TEXT}
 def several_hosts(
     parts: SplitResult, path: str, kind: str, port: int
 ) -> tuple[str, list[tuple[str, int]]]:
-    """Returns a URL with one host only, which redis-py can read, and the list of all (host, port).
+    """Returns the URL with its first host only, for redis-py, and all hosts as (host, port).
 
     `kind` is the word for a host in messages. `port` is the default. Raises ValueError.
     """
@@ -97,8 +97,8 @@ def several_hosts(
 
 
 def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
-    """Returns the query without the options of `_NO_EFFECT`. Raises ValueError if an option is not
-    supported or has a wrong value."""
+    """Returns the query of a URL without the options in `_NO_EFFECT`. Raises ValueError for an
+    unknown option or a wrong value."""
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
     for part in query.split("&") if query else ():

@@ -72,18 +72,16 @@ class ReaperSettings(Settings):
 
 
 def read_settings(**overrides: Any) -> Settings:
-    """Returns the settings that all processes have. Raises ConfigurationError.
-
-    `overrides` take precedence over the environment.
-    """
+    """Returns the settings that all processes have; `overrides` replace environment variables.
+    Raises ConfigurationError."""
     return read_settings_of(Settings, flag_of, **overrides)
 
 
 def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **overrides: Any) -> T:
-    """Returns the settings of one class. Raises ConfigurationError.
+    """Returns the settings of the class `kind`. Raises ConfigurationError.
 
-    `overrides` that are not None take precedence over the environment. `named` returns the name of
-    a setting for messages.
+    `overrides` that are not None replace environment variables. `named` converts the name of a
+    setting for error messages.
     """
     try:
         return kind(**{name: value for name, value in overrides.items() if value is not None})
@@ -98,6 +96,6 @@ def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **over
 
 
 def flag_of(name: str) -> str:
-    """Returns how a worker's command line writes a setting, such as `--redis` or `-- ARGUMENTS`."""
+    """Returns a setting's form on a worker's command line, such as `--redis` or `-- ARGUMENTS`."""
     others = {"redis_url": "--redis", "engine_arguments": "-- ARGUMENTS"}
     return others.get(name) or "--" + name.replace("_", "-")

@@ -12,8 +12,8 @@ from promptq.shared.errors import ConfigurationError
 def queues_of_models(
     models: Sequence[str], queues: Sequence[str], first_queue: str
 ) -> dict[str, str | None]:
-    """Returns a mapping from a queue's name to the queue's model. If `queues` is empty, the first
-    model's queue is `first_queue`, and the others are named after their models.
+    """Returns a mapping from queues to models. If `queues` is empty, the first model's queue is
+    `first_queue`, and the queues of the others are named after their models.
 
     Raises ConfigurationError if there are too few or too many queues, or two with the same name.
     """

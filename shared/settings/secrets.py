@@ -15,11 +15,9 @@ _SECRETS = (
 
 
 def forget_secrets() -> None:
-    """Removes secrets from the environment, and from the text of `/proc/self/environ`.
-
-    That file shows the memory in which the process got its environment, even after a variable was
-    removed. So this function overwrites the text. Child processes do not get the secrets.
-    """
+    """Removes secrets from the environment, which child processes inherit, and from the text of
+    `/proc/self/environ`. That file shows the memory in which the process got its environment, even
+    after a variable was removed, so this function overwrites the memory."""
     names = [name for secret in _SECRETS if (name := ENV_PREFIX + secret) in os.environ]
     with suppress(ValueError, OSError):  # a C library without `environ`
         entries = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")

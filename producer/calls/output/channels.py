@@ -9,16 +9,16 @@ from promptq.shared.protocol.output_style import OutputStyle
 
 _LONGEST_HEADER = 256
 _SLICE = 1024
-"""Number of characters that are read in one go. With more, a search for a mark would be slower."""
+"""Number of characters that are read at once. With more, the searches for marks would be slower."""
 _BETWEEN_MESSAGES = "\n"
 _REASONING, _CONTENT, _CALL, _REST = "reasoning", "content", "call", "rest"
 
 
 class ChannelText:
-    """Parser of a text in the form `channels` of `OutputStyle`.
+    """Parser of a text in the form `channels` of `OutputStyle`: messages, each with a header.
 
-    A text without a header is content. But if a call is `forced`, a text without a header may be a
-    JSON object, because workers of earlier releases write the call in this form.
+    A text without a header is content. But if a call is `forced`, such a text may be a JSON object,
+    because workers of earlier releases write the call in this form.
     """
 
     def __init__(self, style: OutputStyle, *, with_tools: bool, forced: bool = False) -> None:
@@ -47,12 +47,12 @@ class ChannelText:
 
     @property
     def num_calls(self) -> int:
-        """The number of calls so far."""
+        """Number of tool calls that were found so far."""
         return self._num_calls if self._object is None else self._object.num_calls
 
     def feed(self, text: str) -> tuple[str, str, list[ToolDelta]]:
-        """Reads more text. Returns the reasoning, the content and the pieces of calls that are
-        certain now."""
+        """Reads more text. Returns new reasoning, content and pieces of calls. Holds back text that
+        may be the beginning of a mark."""
         for start in range(0, len(text), _SLICE):
             self._held += text[start : start + _SLICE]
             if self._forced and self._is_at_start and self._held.lstrip().startswith("{"):
@@ -66,7 +66,8 @@ class ChannelText:
         return self._take()
 
     def finish(self) -> tuple[str, str, list[ToolDelta]]:
-        """Ends the text. Returns the parts that were not certain before, in the order of `feed`."""
+        """Ends the text. Returns reasoning, content and pieces of calls that `feed` has held
+        back."""
         if self._object is not None:
             return "", *self._object.finish()
         if self._kind:
@@ -83,14 +84,12 @@ class ChannelText:
         return texts[_REASONING], texts[_CONTENT], deltas
 
     def _read_part(self) -> bool:
-        """Reads up to the end of a header or a message. Returns False if more text is needed."""
+        """Reads to the end of a header or a message. Returns False if this needs more text."""
         if self._in_header:
             return self._read_header()
         return self._read_message() if self._kind else self._read_start()
 
     def _read_start(self) -> bool:
-        """Reads up to the header of a message, or to the text of a message without a header.
-        Returns False if more text is needed."""
         begun = self._held.lstrip()
         self._blank.append(self._held[: len(self._held) - len(begun)])
         self._held = begun
@@ -128,8 +127,8 @@ class ChannelText:
         return True
 
     def _read_arguments(self, json: JsonDepth) -> bool:
-        """Reads a call's JSON object. The rest of the message is ignored. Text in the object's
-        strings is never a mark. Returns False if more text is needed."""
+        """Reads a call's JSON object, in which no text is a mark. Drops the rest of the message.
+        Returns False if this needs more text."""
         begun = self._held.lstrip() if self._is_empty else self._held
         if self._is_empty and begun and not begun.startswith("{"):
             self._json = None  # not an object: all text up to the next mark

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 class JsonDepth:
-    """Counts the objects and lists that are not closed yet. Brackets in strings do not count."""
+    """Counts the JSON objects and lists that are open. Brackets in strings do not count."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
         self._in_string = self._escaped = False
 
     def feed(self, letter: str) -> None:
-        """Reads the next character."""
+        """Reads the next character of the JSON."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False

@@ -19,17 +19,18 @@ _ESCAPES = {
     "v": "\\u000b",
     "0": "\\u0000",
 }
-"""JSON for the character after a backslash in a string of Python or JSON."""
+"""Maps a character that may follow a backslash, in a string of Python or JSON, to JSON."""
 _NULLS = {"null": "None", "none": "None", "nil": "None"}
 _CHARACTERS = 0x110000
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class LiteralArguments:
-    """Reads arguments character by character, up to the first character of the mark after the call.
+    """Parser of a call's arguments that are literals, such as city="Paris", days=[1, None].
 
-    If an argument's schema does not allow strings, a string is parsed as JSON. Some templates write
-    all values of earlier calls as strings, so models may do this in new calls.
+    The parser stops at the first character of the mark that ends the call. If an argument's schema
+    allows no strings, a string is parsed as JSON: some templates write all values of earlier calls
+    as strings, so models may do this in new calls.
     """
 
     def __init__(self, style: OutputStyle, types: Mapping[str, frozenset[str]]) -> None:
@@ -50,7 +51,7 @@ class LiteralArguments:
         self._state: Callable[[str], str] = self._outside
 
     def feed(self, letter: str) -> str:
-        """Reads the next character. Returns the JSON that is certain now."""
+        """Reads the arguments' next character. Returns the next piece of their JSON, or ''."""
         return self._state(letter)
 
     def _outside(self, letter: str) -> str:
@@ -83,13 +84,13 @@ class LiteralArguments:
         return value
 
     def _take_word(self) -> str:
-        """Returns the characters before the last one, and forgets all of them."""
+        """Returns the word before the punctuation character that was just read."""
         word = "".join(self._word[:-1]).rstrip()
         self._word.clear()
         return word
 
     def _item(self) -> str:
-        """Counts a value, and returns the JSON before it: a comma between the values of a list."""
+        """Returns the JSON before the next value: a comma between the values of a list, or ''."""
         self._lacks_value = False
         if self._closers[-1] != "]":
             return ""
@@ -106,8 +107,7 @@ class LiteralArguments:
         return f"{before}{json.dumps(key)}: "
 
     def _value(self, word: str) -> str:
-        """Returns a word that had no quotation marks as JSON: a number, a constant, or otherwise a
-        string."""
+        """Converts an unquoted word to JSON: a number, a constant, or otherwise a string."""
         allowed = self._allowed if len(self._closers) == 1 else frozenset[str]()
         for written in (_NULLS.get(word, word), _number(word)):
             json_text = as_json(written, allowed)
@@ -172,7 +172,7 @@ class LiteralArguments:
         return self._item() + as_json(text, self._allowed)
 
     def _in_escape(self, letter: str) -> str:
-        """Reads the next character of an escape sequence. `_escape` has the earlier ones."""
+        """Reads the next character of an escape sequence in a string."""
         kind, digits = (self._escape + letter)[1], (self._escape + letter)[2:]
         if kind not in _HEX_DIGITS:
             self._escape = ""
@@ -189,8 +189,7 @@ class LiteralArguments:
 
 
 def _number(word: str) -> str:
-    """Converts a Python number that JSON does not allow, such as `1.`, to JSON. Returns any other
-    word unchanged."""
+    """Converts a number such as `1.`, which JSON does not allow. Returns other words unchanged."""
     try:
         return repr(float(word))
     except ValueError:

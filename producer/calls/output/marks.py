@@ -9,13 +9,15 @@ def squeezed(text: str) -> str:
 
 
 def without(text: str, mark: str) -> str:
-    """Returns the text without the mark at its end. White space in the mark does not count."""
+    """Returns the text without the mark at its end, and without white space at either end. White
+    space inside the mark does not count."""
     for letter in reversed(squeezed(mark)):
         text = text.rstrip().removesuffix(letter)
     return text.strip()
 
 
 def overlap(text: str, mark: str) -> int:
-    """Returns how many characters at the end of a text may be the beginning of a mark."""
+    """Returns how many characters at the end of `text` may begin `mark`: 3 for "Hi <th" and
+    `<think>`."""
     most = min(len(text), len(mark) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

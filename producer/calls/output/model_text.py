@@ -24,19 +24,19 @@ from promptq.shared.protocol.schema_types import types_of
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutput:
-    """The kinds of output that a chat allows. The parser of its text needs them."""
+    """The kinds of output that a chat allows."""
 
     with_tools: bool = False
     """Whether the prompt describes tools to the model."""
     is_forced: bool = False
-    """Whether the model must call a tool, so that the whole text is a call."""
+    """Whether the model must call a tool, so that the whole output is a call."""
     with_reasoning: bool = False
-    """Whether the text may begin with reasoning: only if no grammar constrains the whole text."""
+    """Whether the output may begin with reasoning: not if a call or a format is required."""
     types: ParameterTypes = field(default_factory=dict)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> ExpectedOutput:
-        """Returns the expected output for the fields of a chat's payload."""
+        """Returns the kinds of output that the fields of a chat's payload allow."""
         tools, choice = fields.get("tools"), fields.get("tool_choice")
         wanted = fields.get("response_format")
         is_json = isinstance(wanted, Mapping) and wanted.get("type") != "text"
@@ -52,7 +52,7 @@ class ExpectedOutput:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A parsed piece of a text: only parts whose kind is certain."""
+    """A parsed piece of a model's text."""
 
     reasoning: str = ""
     content: str = ""
@@ -62,7 +62,7 @@ class Piece:
         return bool(self.reasoning or self.content or self.calls)
 
     def __add__(self, later: Piece) -> Piece:
-        """Joins two pieces. The result has one delta for each call."""
+        """Joins two successive pieces. The result has one delta for each tool call."""
         return Piece(
             self.reasoning + later.reasoning,
             self.content + later.content,
@@ -71,7 +71,7 @@ class Piece:
 
 
 class ModelText:
-    """Parses a text piece by piece. Without a `style`, all of the text is content."""
+    """Parser of a model's text, piece by piece. Without a `style`, all of the text is content."""
 
     def __init__(self, style: OutputStyle | None, expected: ExpectedOutput) -> None:
         self._reasoning: ReasoningText | None = None
@@ -96,12 +96,13 @@ class ModelText:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls so far."""
+        """Number of tool calls that were found so far."""
         calls = self._channels or self._tools
         return calls.num_calls if calls is not None else 0
 
     def feed(self, text: str) -> Piece:
-        """Reads more text. Returns the part whose kind is certain now."""
+        """Reads more text. Returns new reasoning, content and calls. Holds back text that may be
+        the beginning of a mark."""
         if self._channels is not None:
             return Piece(*self._channels.feed(text))
         reasoning = ""
@@ -110,7 +111,7 @@ class ModelText:
         return self._answer(reasoning, text)
 
     def finish(self) -> Piece:
-        """Ends the text. Returns the part whose kind was not certain before."""
+        """Ends the text. Returns reasoning, content and calls that `feed` has held back."""
         if self._channels is not None:
             return Piece(*self._channels.finish())
         reasoning, text = "", ""
@@ -120,7 +121,6 @@ class ModelText:
         return piece if self._tools is None else piece + Piece("", *self._tools.finish())
 
     def _answer(self, reasoning: str, text: str) -> Piece:
-        """Reads the text after the reasoning, which may contain calls."""
         if self._tools is None:
             return Piece(reasoning, text)
         return Piece(reasoning, *self._tools.feed(text))
@@ -133,8 +133,7 @@ def read_whole(text: str, style: OutputStyle | None, expected: ExpectedOutput) -
 
 
 def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a small set of fields for which `ExpectedOutput.of` returns the same as for
-    `fields`."""
+    """Returns a few small fields for which `ExpectedOutput.of` returns the same as for `fields`."""
     expected = ExpectedOutput.of(fields)
     needed: dict[str, Any] = {}
     if expected.with_tools:

@@ -14,7 +14,7 @@ Kind = Literal["reasoning", "content", "call"]
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """A piece of reasoning, content or a call. The first piece of a call has its `name`."""
+    """A piece of reasoning, content or a tool call. A call's first piece has the tool's `name`."""
 
     kind: Kind
     text: str
@@ -22,13 +22,14 @@ class OutputPiece:
 
 
 class OutputText:
-    """Parses a text piece by piece. The result does not depend on where the text was divided."""
+    """Parser of a model's text. The result does not depend on how the text was divided."""
 
     def __init__(self, style: OutputStyle | None, expected: ExpectedOutput) -> None:
         self._reader = ModelText(style, expected)
 
     def feed(self, text: str) -> list[OutputPiece]:
-        """Reads more text. Returns the pieces whose kind is certain now."""
+        """Reads more text. Returns new pieces. Holds back text that may be the beginning of a
+        mark."""
         if self._reader.is_plain:
             return [OutputPiece("content", text)] if text else []
         pieces: list[OutputPiece] = []
@@ -37,7 +38,7 @@ class OutputText:
         return _joined(pieces)
 
     def finish(self) -> list[OutputPiece]:
-        """Ends the text. Returns the pieces whose kind was not certain before."""
+        """Ends the text. Returns the pieces that `feed` has held back."""
         return _joined(_in_order(self._reader.finish()))
 
 

@@ -9,8 +9,8 @@ from promptq.producer.calls.output.marks import overlap
 
 
 class ReasoningText:
-    """Parser of a text that may begin with reasoning. White space around the reasoning belongs to
-    neither part."""
+    """Parser of a text that may begin with reasoning between marks, such as `<think>` and
+    `</think>`. White space around the reasoning is dropped."""
 
     def __init__(self, before: str, after: str) -> None:
         self._before, self._after = before.strip(), after.strip()
@@ -20,12 +20,12 @@ class ReasoningText:
         self._state: Callable[[str], tuple[str, str]] = self._at_start
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Reads more text. Returns the parts of the reasoning and of the answer that are certain
-        now."""
+        """Reads more text. Returns new text of the reasoning and of the answer. Holds back text
+        that may be the beginning of a mark."""
         return self._state(text)
 
     def finish(self) -> tuple[str, str]:
-        """Ends the text. Returns the parts that were not certain before."""
+        """Ends the text. Returns the reasoning and the answer that `feed` has held back."""
         held, self._held = self._held, ""
         if self._state == self._inside:
             return self._certain(held.rstrip()), ""
@@ -60,8 +60,8 @@ class ReasoningText:
         return reasoning, ""
 
     def _certain(self, text: str) -> str:
-        """Returns a piece of reasoning: the white space that was held back (`_blank`), then the
-        text. The first piece begins without white space."""
+        """Returns a piece of reasoning, with the white space that was held before it (`_blank`).
+        The first piece begins without white space."""
         if not text:
             return ""
         text = "".join(self._blank) + text if self._has_begun else text.lstrip()

@@ -19,12 +19,12 @@ JSON_TYPES: dict[type, frozenset[str]] = {
     type(None): frozenset({"null"}),
 }
 _CONSTANTS = {"True": True, "False": False, "None": None}
-"""Python's constants. Templates write them in earlier calls, so models write them, too."""
+"""Python's constants. Templates write them in earlier calls, so models write them in new calls."""
 _LONGEST_KEY = 256
 
 
 class TaggedArguments:
-    """Reads arguments character by character.
+    """Parser of a call's arguments in tags, such as <parameter=city>Paris</parameter>.
 
     A value is a string if its tag says so, or if its schema allows only the type `string`. Any
     other value is read as JSON if the schema allows the JSON's type, otherwise as a string.
@@ -49,7 +49,7 @@ class TaggedArguments:
         self._state: Callable[[], str] = self._between
 
     def feed(self, letter: str) -> str:
-        """Reads the next character. Returns the JSON that is certain now."""
+        """Reads the arguments' next character. Returns the next piece of their JSON, or ''."""
         self._held += letter
         return self._state()
 
@@ -110,8 +110,8 @@ class TaggedArguments:
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
-    """Returns a text as JSON: the value in it if the value's type is allowed, otherwise a string.
-    Without `allowed` types, each type is allowed."""
+    """Returns a text as JSON. If the text is JSON of an `allowed` type, or if `allowed` is empty,
+    this is the value; otherwise a string."""
     try:
         value: Any = (
             _CONSTANTS[text] if text in _CONSTANTS else json.loads(text, parse_constant=_no)
@@ -125,7 +125,7 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
 
 
 def inside(text: str) -> str:
-    """Returns the text as the inside of a JSON string, without the quotation marks."""
+    """Returns the text as JSON string, without the quotation marks around it."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -25,22 +25,21 @@ from promptq.shared.protocol.output_style import ELEMENTS, LITERALS, NAMED, TAGG
 _STRING, _NAME, _FIRST_KEY = "", "\0", "\1"
 """Special elements of a call's head, which is the text before the arguments. `_STRING` stands for
 the tool's name as a JSON string, `_NAME` for the name up to a mark, and `_FIRST_KEY` for the first
-argument's name or the end of the call. All other elements are literal text."""
+argument's name or the mark that ends the call. Other elements are literal text."""
 
 _HALF_CHARACTER = "\ufffd"
 _LONGEST_NAME, _LONGEST_MARK = 256, 256
-"""The most characters of a name and of a mark, including white space. Longer text is content."""
+"""The most characters of a tool's name and of a mark, with white space. Longer text is content."""
 
 _index = attrgetter("index")
 
 ParameterTypes = Mapping[str, Mapping[str, frozenset[str]]]
-"""For each tool and each of its parameters, the JSON types that the schema allows; empty: any
-type."""
+"""The JSON types that a schema allows, by tool and parameter. An empty set allows any type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """A piece of the call number `index`. The first piece of a call has its `name`."""
+    """A piece of tool call number `index` (from 0). A call's first piece has the tool's `name`."""
 
     index: int
     arguments: str
@@ -48,8 +47,8 @@ class ToolDelta:
 
 
 class ToolText:
-    """Separates calls from the text around them, which is content. If a call is `forced`, the whole
-    text is one call, and no part of it is content."""
+    """Parser that separates tool calls from the text around them, which is content. If a call is
+    `forced`, the whole text is one call."""
 
     def __init__(
         self, style: OutputStyle, *, forced: bool = False, types: ParameterTypes | None = None
@@ -106,7 +105,8 @@ class ToolText:
             self._expect(0)
 
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """Reads more text. Returns the content and the pieces of calls that are certain now."""
+        """Reads more text. Returns new content and pieces of calls. Holds back text that may be the
+        beginning of a mark."""
         for letter in text:
             if (
                 letter == _HALF_CHARACTER
@@ -118,7 +118,7 @@ class ToolText:
         return self._take()
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """Ends the text. Returns the parts that were not certain before."""
+        """Ends the text. Returns the content and pieces of calls that `feed` has held back."""
         self._hold_blank()
         if self._forced:
             if self._state == self._in_head and self._name and not self.num_calls:
@@ -172,18 +172,15 @@ class ToolText:
             self._follows_call = False
 
     def _mark_begun(self) -> str:
-        """Returns the held text without white space, as the possible beginning of a mark.
-
-        Before the first call, white space is content. So if no call was found yet and the held text
-        begins with white space, returns ''.
-        """
+        """Returns the held text without white space: the possible beginning of a mark. '' if white
+        space begins the text and counts as content, as it does before the first call."""
         return "" if self._held[0].isspace() and not self.num_calls else squeezed(self._held)
 
     def _in_plain(self, letter: str) -> None:
         self._content.append(letter)
 
     def _expect(self, element: int) -> None:
-        """Begins a call. `element` is the index of the next element of its head."""
+        """Begins to read a call's head (the text before its arguments) at this element."""
         self._element = element if self._head[element] else element + 1
         self._matched = self._dense = self._name = ""
         self._state = self._in_head
@@ -253,8 +250,8 @@ class ToolText:
             self._no_call()
 
     def _next_element(self, argument: str = "") -> None:
-        """Goes to the next element of the call's head. `argument` is text that was read and belongs
-        to the arguments."""
+        """Goes to the next element of a call's head. `argument` is text that was already read and
+        belongs to the arguments."""
         self._matched = self._dense = ""
         self._element += 1
         if self._element == 2:
@@ -265,12 +262,8 @@ class ToolText:
                 self._state(letter)
 
     def _no_call(self) -> None:
-        """Handles held text that is not the head of a call. A call may begin after the first
-        character of this text.
-
-        The text may also begin a JSON object that has a call's members in another order than the
-        style's. Such an object is parsed when it has ended.
-        """
+        """Handles held text that is not the head of a call: a call may begin later in this text. An
+        object that has begun is read to its end first: its members may come in another order."""
         held, self._held = self._held, ""
         if self._is_object and self._before and self._element > 1 and not self._forced:
             self._held, self._object = held[: self._opened_at], []
@@ -319,7 +312,6 @@ class ToolText:
             self._state = self._in_object if self._is_object else self._in_tail
 
     def _in_object(self, letter: str) -> None:
-        """Skips the members that follow the arguments in a call's object."""
         self._json.feed(letter)
         if self._json.depth == 0:
             self._state = self._in_tail
@@ -345,7 +337,7 @@ class ToolText:
 
     def _call_of(self, text: str) -> tuple[str | None, Any]:
         """Returns the name and the arguments of the call in a JSON object. The name is None if the
-        object is not a call."""
+        object is no call."""
         try:
             call = from_json(text, allow_inf_nan=False)
             arguments = call.get(self._arguments_key)
@@ -359,7 +351,7 @@ class ToolText:
         return (name if is_call else None), arguments
 
     def _in_tail(self, letter: str) -> None:
-        """Reads the text after a call's arguments: the mark after the call, or the next call."""
+        """Reads the text after a call's arguments: the mark that ends it, or the next call."""
         self._held += letter
         end = squeezed(self._held)
         if self._between and end == self._between:
@@ -376,7 +368,7 @@ class ToolText:
                 self._state(each)
 
     def _up_to_after(self, letter: str) -> None:
-        """Skips all text up to the mark after the call, or up to the next call."""
+        """Skips the text up to the mark that ends the call (`_after`), or up to the next call."""
         if letter.isspace():
             return
         self._dense = (self._dense + letter)[-_LONGEST_MARK:]
@@ -387,25 +379,25 @@ class ToolText:
 
 
 def call_id(request_id: str, index: int) -> str:
-    """Returns the id of a request's call number `index`. It is the same for every reader."""
+    """Returns the id of a request's tool call number `index`, which is the same for all readers."""
     digest = hashlib.sha256(f"{request_id}\n{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"
 
 
 def chat_call(request_id: str, delta: ToolDelta) -> dict[str, Any]:
-    """Returns the call that begins with this delta, in the form of OpenAI's API."""
+    """Returns a tool call in the form of OpenAI's API, from the first delta of the call."""
     function = {"name": delta.name, "arguments": delta.arguments}
     return {"id": call_id(request_id, delta.index), "type": "function", "function": function}
 
 
 def _escapes(text: str) -> bool:
-    """Returns whether the next character is escaped: the text ends in an odd number of
-    backslashes."""
+    """Returns whether the text ends in an odd number of backslashes, so that the next character is
+    escaped."""
     return (len(text) - len(text.rstrip("\\"))) % 2 == 1
 
 
 def merged(deltas: list[ToolDelta]) -> list[ToolDelta]:
-    """Joins successive deltas of the same call."""
+    """Joins successive deltas of the same tool call."""
     return [
         ToolDelta(index, "".join(delta.arguments for delta in of_one), of_one[0].name)
         for index, of_one in ((index, list(group)) for index, group in groupby(deltas, _index))
