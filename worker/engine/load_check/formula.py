@@ -101,7 +101,7 @@ def _check(
     refused: UnsupportedModelError | None,
 ) -> CheckedModel:
     """Check a model once. For `by_parts` see `in_float32`. `refused` is the error of an earlier
-    check with `by_parts`. If wrong logits caused it, the model now passes only in fp32."""
+    check with `by_parts`. If the cause was wrong logits, the model now passes only in fp32."""
     family, model = loaded.family, loaded.model
     mixers = mixers_of(model)
     # Recurrent layers know positions from their states.
