@@ -275,8 +275,8 @@ def _with_response_template(style: OutputStyle, response_template: Any) -> Outpu
 
 
 def _words(field: Any, name: str) -> str | None:
-    """Returns the mark that opens or closes a field; None if it is a pattern that matches several
-    texts."""
+    """Returns the mark that opens or closes a field; None if that is a pattern which matches
+    several texts."""
     if not isinstance(field, Mapping):
         return None
     if isinstance(words := field.get(name), str):

@@ -26,8 +26,8 @@ class StopStrings:
             each.find(text[max(0, len(text) - len(each.string) + 1) :])
 
     def release(self, text: str, *, look: bool) -> str:
-        """Add the next part. Returns the new text that cannot be part of a stop string, with text
-        that was held back before. `look` is False if no stop string may end in this part."""
+        """Add the next part. Returns text, also text held back before, that can no longer be part
+        of a stop string. `look` is False if no stop string may end in this part."""
         if not self._strings:
             return text
         if self.found is not None:

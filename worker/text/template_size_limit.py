@@ -290,8 +290,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = filters
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse a template. Arguments after a `*` pass through the filter `list`, which has
-        checks."""
+        """Parse a template. Arguments after a `*` pass through the filter `list`, which is
+        checked."""
         template = super()._parse(source, name, filename)
         calls: Iterable[Any] = template.find_all((nodes.Call, nodes.Filter, nodes.Test))
         for call in calls:

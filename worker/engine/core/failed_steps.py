@@ -38,7 +38,7 @@ class Collected(NamedTuple):
 
 def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
     """Returns the results of a launched batch. Raises RuntimeError if the runner did not return one
-    list for each sequence that samples, with one token for each of its rows."""
+    list for each sequence that samples, with one token for each row that samples."""
     sampled = runner.collect(launched)
     counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
     if counts != wanted:

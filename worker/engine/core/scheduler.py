@@ -17,7 +17,7 @@ from promptq.worker.engine.core.step_plan import StepPlan, can_plan_next
 
 
 class _Room(NamedTuple):
-    """Room for a waiting sequence: its cached prefix, and the sequences to preempt first."""
+    """Room for a waiting sequence: its cached prefix, and the sequences to preempt for it."""
 
     prefix: list[int]
     victims: list[Sequence]
@@ -241,8 +241,8 @@ class Scheduler:
         return None
 
     def _newcomers(self) -> list[Sequence]:
-        """Returns the first waiting sequence of each tenant that runs nothing, if its priority is
-        the most urgent of all waiting. Empty if nothing runs, because then the queue's order
+        """Returns, for each tenant that runs nothing, the first of its waiting sequences with the
+        most urgent priority of all. Empty if nothing runs, because then the queue's order
         decides."""
         tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
         if not tenants or not self.running:
@@ -276,7 +276,7 @@ class Scheduler:
         self, sequence: Sequence, plan: StepPlan, preemptible: _Preemptible
     ) -> _Room | None:
         """Returns room for a waiting sequence in addition to this plan. Returns None if there is
-        too little room, or if the sequence should wait for a prefix."""
+        too little room, or if the sequence should wait for a prefix that this plan computes."""
         prefix = self.block_manager.find_prefix(sequence)
         if plan.computes_next_block(sequence, prefix):
             return None

@@ -282,8 +282,7 @@ class CallGrammar:
         return self._up_to(f"({' | '.join(map(json.dumps, texts))})", mark)
 
     def _up_to(self, content: str, mark: str) -> str:
-        """Returns a grammar term for `content` up to and including `mark`, which occurs only at the
-        end."""
+        """Returns a grammar term for `content` and then `mark`, which occurs only at the end."""
         # One terminal has the content and the first letters of the mark, so that no letter of the
         # mark counts as content. Added tokens of the mark come after it: a terminal cannot contain
         # them.
@@ -354,7 +353,8 @@ class CallGrammar:
         return first
 
     def _bare(self, schema: Any) -> str:
-        """Returns the name of a rule for a value. Strings in the value have the style's quotes."""
+        """Returns the name of a rule for a value that `schema` allows, with strings in the style's
+        quotes."""
         reference = schema.get("$ref") if isinstance(schema, dict) else "#any" * (schema is True)
         if isinstance(reference, str) and reference in self._by_reference:
             return self._by_reference[reference]

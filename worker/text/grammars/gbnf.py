@@ -133,7 +133,7 @@ class _Writer:
             raise ValueError("unknown form")
 
     def _times(self, token: str, *, is_group: bool = False) -> str:
-        """Returns GBNF of a repetition, such as `{2,3}`. After a group, `*` replaces `{2,3}`."""
+        """Returns GBNF of a repetition such as `{2,3}`. A group may repeat any number of times."""
         times = token
         if token.startswith("{"):
             least, comma, most = token[1:-1].partition(",")

@@ -109,7 +109,7 @@ class _Plain:
 
 def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema, changed so that each schema in a `oneOf` requires the property that the
-    `discriminator` names. pydantic does not require this property if it has a default."""
+    `discriminator` names. pydantic's schemas do not require a property that has a default."""
     if not any("discriminator" in node and "oneOf" in node for node in all_objects(schema)):
         return schema
     schema = deepcopy(schema)

@@ -16,7 +16,7 @@ _RESOLVED = _NAMES.union(_REFERENCES[1:])
 
 
 def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with JSON pointers as references, and without `$id` and anchors.
+    """Returns the schema with all references as JSON pointers, and without `$id` and anchors.
 
     References to another document do not change, and neither do dynamic references that have
     several targets.

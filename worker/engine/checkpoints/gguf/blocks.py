@@ -20,8 +20,8 @@ def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q4_0: a scale in fp16, then 16 bytes: low halves for inputs 0 to 15, high halves for 16 to
-    31."""
+    """Q4_0: a scale in fp16, then 16 bytes: inputs 0 to 15 in lower halves, 16 to 31 in upper
+    ones."""
     scales, numbers = _halves(blocks[..., :2]), _nibbles(blocks[..., 2:])
     return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 4, 32)
 
