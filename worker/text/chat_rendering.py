@@ -13,8 +13,8 @@ from promptq.worker.text.template_fields import with_fields_of
 from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
 RENDER_SECONDS = 1.0
-"""CPU seconds that the model's chat template may take for one request. The messages that it loops
-over may come from a stranger."""
+"""The most CPU seconds that a chat template may take for one request. The template loops over
+messages that may come from a stranger."""
 
 MAX_REASON = 300
 """The most characters that an error message quotes from the error message of a library."""
@@ -29,11 +29,8 @@ class ChatRenderer:
         """Results of `reads_parts`, by template and whether the chat has tools."""
 
     def template(self, *, with_tools: bool) -> str:
-        """Returns the template of chats with tools, or of chats without tools; empty if there is
-        none.
-
-        Chooses among a model's named templates as transformers and llama.cpp do.
-        """
+        """Returns the chat template for requests with or without tools; empty if there is none.
+        Chooses among a model's named templates as transformers and llama.cpp do."""
         templates = self._tokenizer.chat_template or ""
         if not isinstance(templates, dict):
             return str(templates)
@@ -42,7 +39,7 @@ class ChatRenderer:
 
     @property
     def response_template(self) -> Any:
-        """The `response_template` of the model's files, in the form of `transformers`, or None."""
+        """The model's template for parsing outputs, as transformers reads it, or None."""
         return getattr(self._tokenizer, "response_template", None)
 
     def render(self, request: Request) -> str:
@@ -106,6 +103,6 @@ class ChatRenderer:
 
     @cached_property
     def _call_arguments(self) -> frozenset[str]:
-        """The arguments of `apply_chat_template` that are not variables of the template."""
+        """Arguments of `apply_chat_template`, which a request may not set."""
         call = inspect.signature(self._tokenizer.apply_chat_template)
         return TEMPLATE_CALL_ARGUMENTS.union(call.parameters, self._tokenizer.special_tokens_map)

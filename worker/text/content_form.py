@@ -16,11 +16,11 @@ _TOOLS: Tools = [{"type": "function", "function": _TOOL}]
 def reads_parts(
     write: Callable[[list[Message], Tools | None], str], *, with_tools: bool
 ) -> dict[str, bool]:
-    """Returns for each role whether the template reads only content that is a list of parts.
+    """Returns, for each role, whether the template reads content only if it is a list of parts.
 
-    The templates of many vision models do. This function renders short chats in both forms and
-    searches the result for the content, as llama.cpp does. `write` renders a chat, and raises an
-    Exception if the template refuses the chat.
+    The templates of many vision models do not read content that is a text. This function renders
+    short chats in both forms and searches the result for the content, as llama.cpp does. `write`
+    renders a chat, and raises an Exception if the template refuses the chat.
     """
     reads: dict[str, bool] = {}
 
@@ -42,8 +42,8 @@ def reads_parts(
 
 
 def in_form(messages: Sequence[Message], reads_parts: dict[str, bool]) -> list[Message]:
-    """Returns the messages in the form that the template reads. The content of each of the passed
-    messages must be a text."""
+    """Returns `messages`, whose content is text, with a list of parts as content for each role that
+    `reads_parts` maps to True."""
     return [
         message | _message(message["role"], message["content"], in_parts=True)
         if reads_parts.get(message["role"], reads_parts["user"])

@@ -9,7 +9,6 @@ from promptq.worker.text.stop_strings import StopStrings
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
 _MOST_BROKEN_TOKENS = 1024
-"""The search for the last whole character of a context goes back by at most this many tokens."""
 
 _MOST_TOKENS = 16
 _MOST_BYTES = 4
@@ -28,8 +27,8 @@ class IncrementalDecoder:
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens, self._done = _whole(decode, context)
-        """The last tokens, and the text of the first `_num_done` of them, which was returned
-        before."""
+        """The last tokens, and the text of the first `_num_done` of them, which was already
+        returned."""
         self._num_done = len(self._tokens)
         self._lacks_context = not self._done and bool(decode(context[-_CONTEXT_TOKENS:]))
         """Whether the context has text, but no whole character at its end."""
@@ -62,20 +61,16 @@ class IncrementalDecoder:
         return text
 
     def _may_be_complete(self) -> bool:
-        """Whether decoding all held tokens may return text. Used if many tokens are held.
-
-        Decodes only the first and the last held tokens. The last tokens may complete a character.
-        If one byte is wrong, some tokenizers decode the whole run of bytes as U+FFFD, so the wrong
-        byte must be included. The first tokens have this byte: whole characters before it would
-        have been returned already.
-        """
+        """Whether the held tokens may end with a whole character. Decodes only some of them."""
+        # Some tokenizers decode a whole run of bytes as U+FFFD if one byte is wrong. The first
+        # tokens have a wrong byte if there is one, because whole characters before it were returned
+        # already.
         first = self._tokens[self._num_done : self._num_done + _MOST_BYTES]
         text = self._decode([*first, *self._tokens[_MOST_BYTES - _MOST_TOKENS :]])
         return bool(text) and not text.endswith(REPLACEMENT)
 
     def _settle(self, whole: str) -> None:
-        """Record that all text was returned. Drops old tokens only if there are many, because
-        the remaining tokens must then be decoded again."""
+        # Old tokens are dropped rarely, because the remaining tokens must then be decoded again.
         if len(self._tokens) <= _MOST_TOKENS:
             self._done = whole
         else:
@@ -85,8 +80,8 @@ class IncrementalDecoder:
 
 
 def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
-    """Returns the last tokens of a context, up to its last whole character, and their text. After
-    an incomplete character, the first character of the output would be wrong."""
+    """Returns the last few tokens of the context that end with a whole character, and their text. A
+    text decoded after an incomplete character would begin with a wrong character."""
     end = len(context)
     while end > max(0, len(context) - _MOST_BROKEN_TOKENS):
         tokens = list(context[max(0, end - _CONTEXT_TOKENS) : end])
@@ -100,8 +95,9 @@ def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
 class TextStream:
     """A request's output text, cut at its stop strings.
 
-    A stop string counts if it ends in output token `min_tokens` or later. `prefix`, such as the
-    mark `<think>`, is put before the output's text, and is not searched for stop strings.
+    A stop string has an effect only if its last character comes from output token number
+    `min_tokens`, counted from 1, or a later one. `prefix`, such as the mark `<think>`, is put
+    before the output's text, and is not searched for stop strings.
     """
 
     def __init__(
@@ -134,18 +130,17 @@ class TextStream:
         return bool(self._stop)
 
     def begin(self, token_ids: Sequence[int]) -> str:
-        """Begin the output with the tokens of the output prefix. Returns the text that can no
-        longer change.
-
-        A stop string may begin in that text, but not end in it.
-        """
+        """Begin the output with the tokens of the request's output prefix. Returns their text,
+        without an incomplete character at the end. A stop string may begin in this text, but not
+        end in it."""
         self._num_tokens += len(token_ids)
         text = "".join(map(self._decoder.push, token_ids))
         self._stop.begin_after(text)
         return self._prefix + text if token_ids else text
 
     def push(self, token_id: int) -> str:
-        """Add the next output token. Returns the text that can no longer change."""
+        """Add the next output token. Returns further text that later tokens cannot change: it ends
+        before an incomplete character, and before the beginning of a possible stop string."""
         self._num_tokens += 1
         text = self._release(self._decoder.push(token_id))
         return self._prefix + text if self._num_tokens == 1 else text
@@ -155,8 +150,8 @@ class TextStream:
         return self._release(self._decoder.flush()) + self._stop.flush()
 
     def replay(self, token_ids: Iterable[int]) -> str:
-        """Restore the state of an earlier attempt from its tokens. Returns the text that can no
-        longer change."""
+        """Add the tokens of earlier attempts, one by one. Returns the text that `push` returned for
+        them."""
         return "".join(map(self.push, token_ids))
 
     def _release(self, text: str) -> str:

@@ -14,14 +14,15 @@ from promptq.worker.text.tokenizer import Tokenizer
 
 _SHOWN_CHARS = 80
 _TAIL_TOKENS = 16
-"""A mark is searched in this many tokens at the end of the prompt."""
+"""Number of tokens at the end of the prompt in which a mark is searched."""
 
 
 class OutputMarks:
-    """The marks of a chat's output. The output's text keeps special tokens that are marks.
+    """The marks around calls and reasoning, such as `<think>`, in a chat's output. The output's
+    text keeps marks that are special tokens.
 
-    If the chat template writes the mark before the reasoning into the prompt, the output's text
-    begins with this mark too. Otherwise readers could not see that the text begins with reasoning.
+    If the prompt ends with the mark before the reasoning, the output's text begins with this mark
+    too. Otherwise clients could not see that the text begins with reasoning.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class OutputMarks:
                 self._prefix = style.reasoning_before
 
     def check_stop_strings(self) -> None:
-        """Raise InvalidRequestError if there is a stop string that no text can contain."""
+        """Raise InvalidRequestError if one of the request's stop strings can never be in the
+        output's text."""
         for stop in self._request.stop_strings:
             if self._tokenizer.added_token(stop) is not None:
                 continue
@@ -61,8 +63,9 @@ class OutputMarks:
     def text_stream(
         self, prefix_tokens: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
     ) -> tuple[TextStream, str]:
-        """Returns the output's text stream, which has read the output prefix and earlier attempts'
-        events, and the text of that prefix. Stop strings count from token `min_tokens` on."""
+        """Returns the output's text stream and the text of `prefix_tokens`, the output prefix. The
+        stream has read these tokens and the `events` of earlier attempts. A stop string has an
+        effect if it ends in output token number `min_tokens`, counted from 1, or a later one."""
         emitted = [token_id for event in events for token_id in event.token_ids]
         text = "".join(event.text for event in events)
         stream: TextStream
@@ -85,7 +88,8 @@ class OutputMarks:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTokens:
-    """Counts the tokens between the marks of the reasoning, without the marks."""
+    """Counts the tokens of the reasoning, without the marks around it, such as `<think>` and
+    `</think>`."""
 
     style: OutputStyle
     tokenizer: Tokenizer

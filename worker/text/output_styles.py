@@ -207,9 +207,10 @@ _REASONING = (
 
 
 def style_of(tokenizer: HuggingFaceTokenizer, name: str = AUTO) -> OutputStyle:
-    """Returns the form of a model's calls and reasoning, according to its chat templates.
+    """Returns the form in which a model writes tool calls and reasoning, according to its chat
+    templates.
 
-    If `name` is the name of a family, calls have the form of that family.
+    If `name` is the name of a model family, tool calls have the form of that family.
     """
     chats = tokenizer.chats
     with_tools, without = (
@@ -224,11 +225,11 @@ def style_of(tokenizer: HuggingFaceTokenizer, name: str = AUTO) -> OutputStyle:
 def output_style(
     chat_template: str, response_template: Any = None, name: str = AUTO
 ) -> OutputStyle:
-    """Returns the form of calls and reasoning. If the template is of no known family, calls are
-    bare JSON.
+    """Returns the form in which a model with this chat template writes tool calls and reasoning. If
+    no known family has this template, calls are bare JSON.
 
-    Marks that a `response_template` of `transformers` states literally take precedence over those
-    of the chat template.
+    Marks that `response_template` (of transformers) states literally take precedence over those of
+    the chat template.
     """
     shown = chat_template.replace('\\"', '"').replace("\\n", "\n")  # escaped in template strings
     style = _named(name) or next(
@@ -274,8 +275,8 @@ def _with_response_template(style: OutputStyle, response_template: Any) -> Outpu
 
 
 def _words(field: Any, name: str) -> str | None:
-    """Returns the mark that opens or closes a field; None if it is a pattern that matches several
-    texts."""
+    """Returns the mark that opens or closes a field; None if that is a pattern which matches
+    several texts."""
     if not isinstance(field, Mapping):
         return None
     if isinstance(words := field.get(name), str):

@@ -20,16 +20,14 @@ class StopStrings:
         return bool(self._strings)
 
     def begin_after(self, text: str) -> None:
-        """Set the text before the first part. This text has already been sent.
-
-        A stop string may begin in it, but not end in it.
-        """
+        """Set the text before the first part, which was already sent. A stop string may begin in
+        this text, but not end in it."""
         for each in self._strings:
             each.find(text[max(0, len(text) - len(each.string) + 1) :])
 
     def release(self, text: str, *, look: bool) -> str:
-        """Add the next part. Returns the text that can no longer become part of a stop string.
-        `look` is False for text in which no stop string may end."""
+        """Add the next part. Returns text, also text held back before, that can no longer be part
+        of a stop string. `look` is False if no stop string may end in this part."""
         if not self._strings:
             return text
         if self.found is not None:
@@ -56,16 +54,13 @@ class StopStrings:
 
 
 class _StopString:
-    """Searches a text that comes in parts for one stop string.
-
-    This is the algorithm of Knuth, Morris and Pratt (1977). Its cost for a character does not
-    depend on the length of the string.
-    """
+    """Searches a text that comes in parts for one stop string, by the algorithm of Knuth, Morris
+    and Pratt (1977). Its cost for a character does not depend on the length of the string."""
 
     def __init__(self, string: str) -> None:
         self.string = string
         self.num_matched = 0
-        """Number of first characters of the stop string with which the text so far ends."""
+        """Number of first characters of the stop string that the text so far ends with."""
         self._borders = [0]  # of each prefix: the longest shorter prefix that it also ends with
         matched = 0
         for length in range(1, len(string)):

@@ -49,7 +49,7 @@ def _renamed(
 
 
 def _name_and_number(call: dict[str, Any], number: int) -> str:
-    """Returns a call id as Kimi writes it, with the number of the call in the chat."""
+    """Returns a call id as Kimi writes it. `number` counts the calls of the chat from 0."""
     return f"functions.{call['function']['name']}:{number}"
 
 
@@ -62,11 +62,9 @@ def _nine_letters(call: dict[str, Any], number: int) -> str:
 
 
 def _with_thinking(message: Message) -> Message:
-    """Returns the message with its reasoning in the field that gpt-oss' template reads.
-
-    In a message with calls, this template takes the content for the reasoning, and refuses both
-    fields together. So a message with calls, content and reasoning does not change.
-    """
+    """Returns the message with its reasoning in the field that gpt-oss' template reads. This
+    template refuses that field in a message with calls and content, so such a message does not
+    change."""
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     has_both = message.get("tool_calls") and message.get("content")
     if not reasoning or has_both or "thinking" in message:

@@ -49,7 +49,7 @@ _GROWTH = {
     **dict.fromkeys(("urlencode", "encode"), 12),
     "pprint": 10,
 }
-"""By filter or method: the most characters or bytes that it makes of one character."""
+"""For each filter or method: the most characters or bytes that it makes of one character."""
 _CASES = frozenset({"capitalize", "casefold", "lower", "swapcase", "title", "upper"})
 """Filters and methods whose result needs up to 12 bytes for a character that is not ASCII."""
 _MEASURED = (str, bytes, list, tuple, dict)
@@ -96,13 +96,12 @@ def size_limit() -> Iterator[None]:
 
 
 def _check(size: int, most: int = MOST_BYTES) -> None:
-    """Raise TemplateSizeError if a value has too many characters, items, pieces or bits."""
     if size > most:
         raise TemplateSizeError
 
 
 def _kept(value: Any) -> Any:
-    """Add a new value to the count of bytes, and return the value. Raises TemplateSizeError."""
+    """Count the bytes of a new value, and return it. Raises TemplateSizeError above a limit."""
     if type(value) is str and len(value) < _SMALL:
         return value
     if isinstance(value, _MEASURED):
@@ -130,8 +129,8 @@ def _length(value: Any) -> int:
 
 
 def _json_of(value: Any) -> str:
-    """Returns a text as it is, and the JSON of any other value. Some templates expect the arguments
-    of a call as a text."""
+    """Returns a text unchanged, and the JSON of any other value. Some templates expect the
+    arguments of a call as a text."""
     _check(_length(value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -141,8 +140,7 @@ def _int_of(value: Any) -> int:
 
 
 def _check_pieces(text: str | bytes, separator: Any, most: int) -> None:
-    """Check the number of pieces before a text is split. `most` is the limit of splits; -1 means
-    none."""
+    """Check the number of pieces before a text is split at most `most` times (-1: no limit)."""
     if len(text) > _MOST_PIECES and not 0 <= most <= _MOST_PIECES:
         _check(len(text.split(separator, _MOST_PIECES)), _MOST_PIECES)
 
@@ -180,7 +178,6 @@ def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
 
 
 def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
-    """Check the length of the text or list that a text's method would return."""
     _check_growth(name, text)
     match name, args:
         case "split" | "rsplit", _:
@@ -203,7 +200,6 @@ def _check_method(text: str | bytes, name: str, args: Sequence[Any]) -> None:
 
 
 def _check_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check the length of the text or list that a filter would return."""
     arguments = [*args, *kwargs.values()]
     width = max(map(_int_of, arguments), default=0)
     if name in _TEXTS_OF_ANYTHING and isinstance(value, list | tuple | dict):
@@ -264,7 +260,7 @@ class _Filters(dict[str, Callable[..., Any]]):
 
 
 class _Generator(CodeGenerator):
-    """Compiles templates so that operations that can grow without limit call the environment."""
+    """Compiles templates so that the operator `~` and slices check sizes."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined((")
@@ -294,7 +290,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = filters
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse a template. The filter `list`, which has checks, wraps arguments after a `*`."""
+        """Parse a template. Arguments after a `*` pass through the filter `list`, which is
+        checked."""
         template = super()._parse(source, name, filename)
         calls: Iterable[Any] = template.find_all((nodes.Call, nodes.Filter, nodes.Test))
         for call in calls:
@@ -340,7 +337,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Join the pieces that a template or a block of it has written. Checks their size."""
+        """Join the pieces of text that a template or block has written. Checks their size."""
         size, kept = 0, []
         for piece in pieces:
             size += len(piece)

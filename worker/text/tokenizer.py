@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Returns all token sequences by which any of these words may appear in an output."""
+        """Returns the token sequences that write one of these words, alone or after a space."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         ...
 
     def decoder(self, marks: Sequence[str]) -> Decode:
-        """Returns a function like `decode` that keeps those special tokens that occur in the texts
+        """Returns a function like `decode` that keeps the special tokens that occur in one of the
         `marks`."""
         ...
 
@@ -53,11 +53,12 @@ class Tokenizer(Protocol):
         ...
 
     def special_within(self, text: str) -> list[str]:
-        """Returns the special tokens whose names the text contains. Outputs never show them."""
+        """Returns the special tokens, such as `<eos>`, whose names are in `text`. `decode` leaves
+        them out."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """Returns the text of a token in the middle of a text, or the name of a special token."""
+        """Returns a token's text with its leading space, if any, or the name of a special token."""
         ...
 
 
@@ -302,11 +303,9 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _failing_alone(field: str) -> Iterator[None]:
-    """Inside this context, turn a failure of the tokenizer into InvalidRequestError.
-
-    Some models' tokenizers have regular expressions that fail with some texts. If an expression
-    takes too long, the tokenizers library panics, and a panic is not an Exception.
-    """
+    """Inside this context, turn a failure of the tokenizer into InvalidRequestError. Some
+    tokenizers have regular expressions that fail with some texts. If an expression takes too long,
+    the tokenizers library panics, and a panic is not an Exception."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,5 @@
-"""The interface of grammars: which tokens may come next in a sequence. The engine knows no library.
+"""The interface of grammars, which determine the tokens that may come next in a sequence. The
+engine imports no grammar library.
 
 A grammar is the state of one sequence. The engine passes each token to the grammar, and ends the
 sequence when no token may follow. During a forward pass, one call fills the masks of a whole step.
@@ -19,11 +20,11 @@ class GrammarError(Exception):
 
 
 class Grammar(Protocol):
-    """The state of a grammar after one sequence's output. Used by one thread at a time."""
+    """The state of a grammar after one sequence's output so far. Used by one thread at a time."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output matches, and no further token may follow."""
+        """Whether the output so far matches the grammar, and no further token may follow."""
         ...
 
     @property

@@ -37,7 +37,7 @@ class EngineRequest:
     """The random numbers of the sequence depend only on this seed and the token's position."""
 
     max_tokens: int
-    """The most output tokens of all attempts together. Prompt and output then fit the model."""
+    """The most output tokens of all attempts together, so that prompt and output fit the model."""
 
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence: the model's (unless ignore_eos) and the request's."""
@@ -119,28 +119,29 @@ class SequenceOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Set only with the request's first token, if the request wants log-probabilities of its
-    prompt. The items of the list, in order, cover the prompt from its second token."""
+    """Log-probabilities of the prompt's tokens from the second one on, in parts that follow each
+    other. Set only with the request's first token, and only if the request wants them."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_refused: bool = False
-    """Set together with `error` if the request itself forbids every token."""
+    """Whether there is an `error` because the request itself forbids every token."""
     timing: SequenceTiming | None = None
-    """Set with the first token of an attempt or after a preemption, and on the last output."""
+    """Set with the first token of an attempt, the first after a preemption, and the last output."""
     embedding: npt.NDArray[np.float32] | None = None
     """[embedding_size]: pooled hidden states, not normalised. Set on the last output if the request
     has `pooling`."""
     given_back: GivenBack | None = None
-    """Set if the engine gives the sequence back unfinished. Its request returns to the queue."""
+    """Set if the engine stops the sequence before its end, to return its request to the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """The reason why an engine gives a sequence back before its end."""
+    """The reason why an engine stops a sequence before its end, to return its request to the
+    queue."""
 
     reason: str
     is_blamed: bool = True
-    """Whether this reason counts as a crash. A request that crashes too often ends."""
+    """Whether this counts as a crash of the request. A request that crashes too often ends."""
     delay_ms: int | None = None
     """Milliseconds before the next attempt; None: no delay. Set only if `is_blamed` is false."""
 
@@ -160,7 +161,7 @@ class SequenceTiming:
     resumed_at: list[float] = field(default_factory=list)
 
     def copy(self) -> SequenceTiming:
-        """Returns a copy, which does not change together with the sequence."""
+        """Returns a copy that later steps of the sequence do not change."""
         return replace(self, preempted_at=[*self.preempted_at], resumed_at=[*self.resumed_at])
 
 
@@ -179,7 +180,7 @@ class EngineStats:
     """Blocks without an owner whose content can be reused as a prefix."""
     num_steps: int = 0
     num_processed: int = 0
-    """Sequences that have ended, for any reason."""
+    """Number of sequences that have ended, for any reason."""
     prompt_tokens: int = 0
     """Prompt tokens that were computed. Cached tokens do not count."""
     cached_tokens: int = 0
@@ -288,14 +289,14 @@ class EngineAbilities:
     preempts_inexact: bool = True
     """Whether the engine may also preempt a sequence that would not resume exactly."""
     unheeded: frozenset[str] = frozenset()
-    """Fields, besides those above, that the engine would ignore and that a worker refuses."""
+    """Further request fields that the engine would ignore. Workers refuse requests with them."""
     lowest_temperature: float = 0.0
     """The engine raises a temperature between 0 and this value to this value."""
     exact_resume: bool = True
     """Whether another attempt continues with exactly the tokens that an undisturbed attempt would
     emit. Even if not, a stream has no gap and no repeated token."""
     inexact_with: frozenset[str] = frozenset()
-    """Fields that prevent a request from resuming exactly. A `temperature` of 0 does not."""
+    """Fields that, if set, prevent an exact resume of a request. A `temperature` of 0 does not."""
     most_biases: int | None = None
     """The most tokens whose logits the engine can bias. It carries the penalties of an earlier
     output over by biases, which no `repetition_penalty` may scale. None: it needs no biases."""

@@ -18,8 +18,8 @@ class Progress(Protocol):
     """A callback for the stages of a worker's start, such as loading weights."""
 
     def __call__(self, stage: str, share: float | None = None) -> object:
-        """Report that `stage` is running, and that the previous stage is over. `share` is the
-        completed part of the stage, from 0 to 1; None if it is unknown."""
+        """Report that `stage` has begun or goes on, and that the stage before it is over. `share`
+        is the completed part of the stage, from 0 to 1; None if it is unknown."""
         ...
 
 
@@ -102,8 +102,8 @@ class EnginePort(Protocol):
         ...
 
     async def stop(self, patience: float) -> None:
-        """Stop when the running step ends, or as soon as this step has taken more than `patience`
-        seconds. Steps that were not fetched are dropped."""
+        """Stop the engine. Waits for the end of the running step, but no longer than `patience`
+        seconds from the beginning of the step. Steps that were not fetched are dropped."""
         ...
 
     def add(self, request: EngineRequest) -> None:
@@ -120,7 +120,8 @@ class EnginePort(Protocol):
         ...
 
     async def fetch(self) -> list[StepOutput]:
-        """Wait for a step, and return all since the last call. Without calls, the engine pauses.
+        """Wait until a step ends, and return all steps that ended since the last call. If `fetch`
+        is not called, the engine pauses.
 
         Raises the exception of an engine that failed, once all earlier steps have been fetched.
         """

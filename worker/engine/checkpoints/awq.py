@@ -43,6 +43,6 @@ class AWQ:
 
 
 def _outputs(words: torch.Tensor) -> torch.Tensor:
-    """Returns uint8 [outputs, inputs] for int32 [inputs, outputs / 8]."""
+    """Unpacks int32 words [inputs, outputs / 8] to uint8 [outputs, inputs]."""
     numbers = unpack(words, 4).view(len(words), -1, 8)
     return numbers[:, :, _PLACES].flatten(1).T

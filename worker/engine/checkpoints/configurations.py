@@ -32,7 +32,7 @@ def pooling_of(folder: Path) -> Pooling | None:
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """Returns the poolings that are on. Newer files name one, older files have switches."""
+    """Returns the poolings that are on: newer files have a name, older files have switches."""
     if isinstance(name := config.get("pooling_mode"), str):
         return [name]
     return [

@@ -45,7 +45,7 @@ class Format(Protocol):
     marker: str
     """The name of the tensor that only quantized layers have."""
     bits: int
-    """Bits of a number. A 32-bit word has several numbers."""
+    """Bits of one element of a weight. A 32-bit word has several elements."""
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor:
         """Returns a linear layer's weight from its tensors. Raises KeyError if one is missing."""
@@ -59,7 +59,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "fp8": FP8,
 }
 _OF_THE_CACHE = {"q_scale", "k_scale", "v_scale"}
-"""Scales for a quantized KV cache. promptq does not read them, because it computes scales of K
+"""Names of scales for a quantized KV cache. promptq does not read them: it computes the scales of K
 and V while it serves."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEADER = 100_000_000
@@ -92,7 +92,6 @@ class ModelFolder:
             check_sizes(source, text_config, numbers)
 
     def _has_experts(self) -> bool:
-        """Whether the files of a directory have weights of experts."""
         files = self._files() if Path(self.source).is_dir() else []
         return any(".experts." in name for file in files for name in _tensors(file))
 
@@ -123,8 +122,8 @@ class ModelFolder:
         return sum(file.stat().st_size for file in self._files())
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
-        """Returns the bytes of all parameters in `dtype`, or in the dtype that transformers would
-        load. Returns 0 for a hub name, whose files may not be downloaded yet."""
+        """Returns the bytes of all parameters once converted to `dtype` (None: as transformers
+        loads them). Returns 0 for a hub name, whose files may not be downloaded yet."""
         if not Path(self.source).is_dir():
             return 0
         if self._format is None and dtype is None:
@@ -204,9 +203,9 @@ class ModelFolder:
         return weights
 
     def _of_head(self, names: Iterable[str]) -> list[str]:
-        """Returns those of `names` that name a head's tensors. These tensors are in
-        the module `mtp` (Qwen3-Next), or in a layer after the model's last layer (DeepSeek-V3,
-        GLM-4.5). Such a layer counts only if it has a part that no other layer has."""
+        """Returns those of `names` that are tensors of the head. These are in the module `mtp`
+        (Qwen3-Next), or in a layer after the model's last layer (DeepSeek-V3, GLM-4.5). Such a
+        layer counts only if it has a part that no other layer has."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         found = [name for name in names if of_head.fullmatch(name)]
@@ -248,7 +247,7 @@ class ModelFolder:
 
 
 def _check_index_of_hub(name: str) -> None:
-    """Before the download, raise UnsupportedModelError if the index names other formats."""
+    """Raise UnsupportedModelError, before a download, if the index names files of other formats."""
     if Path(name).is_dir():
         return
     with suppress(OSError):  # no index, or transformers reports the error
@@ -295,8 +294,8 @@ def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _num_numbers(file: Path, packed: int) -> int:
-    """Returns the number of elements in a safetensors file, if a 32-bit word has `packed` numbers.
-    Returns 0 for a damaged file. Loading the file reports the damage."""
+    """Returns the number of elements in a safetensors file, if each 32-bit word has `packed` of
+    them. Returns 0 for a damaged file. Loading the file reports the damage."""
     try:
         return sum(
             prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)

@@ -30,11 +30,12 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"),
     *("head_dim", "num_attention_heads", "num_key_value_heads"),
 )
-"""Sizes of a model's matrices. The check multiplies all except the first by the hidden size."""
+"""Settings that are sizes of a model's matrices. `check_sizes` multiplies all except the first by
+the hidden size."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 _CONTENTS = ("vocab", "merges")
-"""Settings of tokenizers that are either the content of a file or the name of a file."""
+"""Tokenizer settings that have either the content of a file or the file's name."""
 _LONGEST_NAME = 200
 _INDEX = "model.safetensors.index.json"
 
@@ -105,8 +106,9 @@ def check_config(source: str, config: Any) -> None:
 
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
-    """Raise UnsupportedModelError if one matrix would be larger than all files with weights.
-    transformers would fill the memory with such a matrix before it compares the sizes."""
+    """Raise UnsupportedModelError if one matrix would have more elements than `num_numbers`, the
+    number in all files with weights. transformers would fill the memory with it before it compares
+    the sizes."""
     # Plain values: an attribute that differs between layers raises an error.
     sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
     hidden_size = sizes["hidden_size"]

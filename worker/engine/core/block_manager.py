@@ -32,10 +32,10 @@ class BlockManager:
     prefixes. The manager then notes which tenants sent a block, because a tenant's cached tokens
     count only the blocks that this tenant sent.
 
-    If the model has recurrent layers, their states are not in the blocks. Then a sequence can share
-    a prefix only if `kept_states` has the state after this prefix. For a longer prefix, perhaps the
-    blocks can be found, but no state is kept. Because two sequences already begin with this longer
-    prefix, a third may follow. So the state of the second sequence after this prefix is kept.
+    The states of recurrent layers are not in the blocks. If the model has such layers, a sequence
+    can share a prefix only if `kept_states` has the state after it. If a sequence finds the blocks
+    of a longer prefix, but no state, then two sequences begin with this longer prefix, and a third
+    may follow. So the engine keeps the state of the second sequence after this prefix.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class BlockManager:
         self.block_size = block_size
         self._all_blocks = frozenset(range(num_blocks))
         self.num_gained = 0
-        """Number of times that a block lost its last owner, or became findable. As long as this
-        number stays the same, a waiting sequence that lacked room still lacks room."""
+        """Number of times that a block lost its last owner or became findable. A waiting sequence
+        that lacked room still lacks room while this number does not change."""
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of findable blocks
         self._findable: dict[bytes, int] = {}
@@ -80,8 +80,9 @@ class BlockManager:
         return [block for block in sequence.block_table if self._references[block] > 1]
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the cached blocks of the sequence's first tokens. Leaves out the last token, and
-        all tokens whose logits are needed, because these must be computed."""
+        """Returns the blocks that already have K and V of the sequence's first tokens. They never
+        cover the last token or tokens whose logits are needed, because these tokens must be
+        computed."""
         prefix = self._findable_blocks(sequence)
         if self.kept_states is None:
             return prefix
@@ -110,16 +111,17 @@ class BlockManager:
         return num_known
 
     def num_needed(self, sequence: Sequence, prefix: list[int]) -> int:
-        """Returns the number of free blocks for the known tokens of a sequence without blocks.
-        Blocks of `prefix` that have an owner need no free block."""
+        """Returns the number of free blocks that a sequence without blocks needs for its known
+        tokens. Blocks of its cached `prefix` that have an owner need no free block."""
         owned = sum(1 for block in prefix if self._references[block])
         return num_blocks_for(sequence.num_tokens, self.block_size) - owned
 
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Yields each sequence of `leaving`, with the number of free blocks once it and all before
-        it are gone. Blocks of `prefix` do not become free: `num_needed` counts them as owned."""
+        """Yields each sequence of `leaving`, with the number of blocks that are free once this
+        sequence and all before it are gone. Blocks of `prefix` do not become free: `num_needed`
+        counts them as owned."""
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
         for sequence in leaving:
@@ -166,7 +168,8 @@ class BlockManager:
         return True
 
     def mark_computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make each block findable that became full when tokens `start` to `end` were computed."""
+        """Record that the tokens from `start` up to, but without, `end` are computed. Blocks that
+        are full now can be found by their hash."""
         first, last = start // self.block_size, end // self.block_size
         if sequence.state_source is not None and self.kept_states is not None:
             self.kept_states.unpin(sequence.state_source)
@@ -253,7 +256,6 @@ class BlockManager:
         return block
 
     def _evict(self) -> int:
-        """Make the least recently used cached block unfindable, and return it for another use."""
         block, _ = self._cached.popitem(last=False)
         block_hash, self._hashes[block] = self._hashes[block], None
         if block_hash is not None:
@@ -263,8 +265,8 @@ class BlockManager:
         return block
 
     def _hash_blocks(self, sequence: Sequence) -> None:
-        """Extend the chain of block hashes of the sequence up to its last full block. The hash is
-        cryptographic, because no sequence may find a block with another prefix than its own."""
+        """Compute the hashes of the sequence's full blocks. The hash is cryptographic, because no
+        sequence may find a block whose prefix differs from its own."""
         hashes, size = sequence.block_hashes, self.block_size
         for index in range(len(hashes), sequence.num_tokens // size):
             parent = hashes[-1] if hashes else self._salt_hash(sequence)
@@ -272,11 +274,9 @@ class BlockManager:
             hashes.append(_hash(parent + token_ids.tobytes()))
 
     def _salt_hash(self, sequence: Sequence) -> bytes:
-        """Returns the first hash in the chains of a tenant and salt.
-
-        The parameter `person` of BLAKE2 makes this hash differ from all later hashes of chains. The
-        tenant is hashed first, to a fixed length, so no salt can imitate another tenant and salt.
-        """
+        """Returns the hash before that of a first block, made of the tenant and the cache salt."""
+        # `person` makes these hashes differ from those of blocks. The hash of the tenant has a
+        # fixed length, so no salt can imitate another tenant and salt.
         tenant = "" if self._senders is not None else sequence.request.tenant
         salt = sequence.request.cache_salt.encode("utf-8", "surrogatepass")
         text = _hash(tenant.encode("utf-8", "surrogatepass"), b"tenant") + salt

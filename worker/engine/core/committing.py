@@ -28,7 +28,7 @@ class Committer:
         self, batch: Batch, collected: Collected
     ) -> Iterator[tuple[Sequence, SequenceOutput]]:
         """Store the results of a batch, and yield each sequence with its output. If an output has a
-        finish reason, the caller must end the sequence before it takes the next output."""
+        `finish_reason`, the caller must end the sequence before it takes the next output."""
         for share, reported in zip(batch.reporting, collected.prompt_logprobs, strict=True):
             share.sequence.num_reported_rows = share.reported_rows.stop
             share.sequence.prompt_logprobs.append(reported)
@@ -70,7 +70,6 @@ class Committer:
             self._totals.prompt_tokens += max(0, num_new_of_prompt)
 
     def _append(self, share: ScheduledSequence, tokens: list[SampledToken]) -> SequenceOutput:
-        """Append sampled tokens to the sequence, up to its end, and return the output."""
         sequence = share.sequence
         if tokens[0].error is not None:
             output = failed(sequence, tokens[0].error)
@@ -115,7 +114,7 @@ class Committer:
         )
 
     def _pool(self, share: ScheduledSequence) -> Iterator[tuple[Sequence, SequenceOutput]]:
-        """Pool a share's hidden states. The last token's states complete the vector."""
+        """Add a share's hidden states to the sequence's vector, which the last token completes."""
         sequence = share.sequence
         if share.start == 0:
             sequence.pool.clear()  # preempted, so it starts again
@@ -144,12 +143,10 @@ def _finish_reason(sequence: Sequence) -> FinishReason | None:
 
 
 def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
-    """Returns the tokens that would have been sampled without a draft.
-
-    These are the first token, and each later token if all drafted tokens before it were right. The
-    list also ends before a token whose sampling failed. The next step samples that token again as
-    its first, so an error that persists ends the request there.
-    """
+    """Returns the tokens that would have been sampled without a draft: the first one, and each
+    later one if all drafted tokens before it were right. Ends before a token whose sampling failed.
+    The next step samples that token again as its first, so an error that persists ends the
+    request."""
     num_accepted = 1
     for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):
         if token.token_id != drafted or following.error is not None:

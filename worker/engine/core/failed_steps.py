@@ -38,7 +38,7 @@ class Collected(NamedTuple):
 
 def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
     """Returns the results of a launched batch. Raises RuntimeError if the runner did not return one
-    list for each sequence that samples, with one token for each of its rows."""
+    list for each sequence that samples, with one token for each row that samples."""
     sampled = runner.collect(launched)
     counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
     if counts != wanted:
@@ -58,7 +58,7 @@ class StepRecovery:
     `commit` stores the results of a batch and returns outputs. `leave` removes a sequence and
     returns the sequence's last output. The second argument of `leave` is the error message, or None
     to give the sequence back. If memory was short even for a single sequence, `set_back` makes this
-    sequence wait, and returns whether to try again.
+    sequence wait, and returns whether it will be tried again.
     """
 
     def __init__(
@@ -112,10 +112,8 @@ class StepRecovery:
 
 def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[ScheduledSequence]]:
     """Returns the parts to try after shares failed with `error`; empty if nothing smaller is left.
-
-    A list of several shares is cut into halves. A single share is tried without its draft. If
-    memory is still short, the share is tried with half of its tokens. Later steps compute the rest.
-    """
+    Several shares are cut into halves. A single share is tried without its draft. If memory is
+    still short, the share is tried with half of its tokens, and later steps compute the rest."""
     if len(shares) > 1:
         half = len(shares) // 2
         return [shares[:half], shares[half:]]
@@ -128,8 +126,8 @@ def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[Sc
 
 
 def _probe(failed: Sequence) -> Batch:
-    """Returns a batch with a one-token prompt, in a failed sequence's slot and last block. No other
-    sequence uses this block, because it is for the last known token, which is not computed yet."""
+    """Returns a batch with a one-token prompt, in the slot and the last block of a failed sequence.
+    The last block is for a token that is not computed yet, so no other sequence uses it."""
     sequence = Sequence.of(EngineRequest(_PROBE_ID, [0], NEUTRAL, seed=0, max_tokens=1))
     sequence.slot = failed.slot
     sequence.block_table = failed.block_table[-1:]

@@ -11,10 +11,10 @@ from promptq.worker.engine.core.sequence import Sequence
 class KeptStates:
     """Hands out the places of kept states, and finds a state by the hash of the block before it.
 
-    A place is an index into the runner's pool of states. It is free, reserved for a sequence that
-    will write its state there, or has a state that can be found. A sequence that begins with a
-    state pins the state's place until the sequence's first step is done. If no place is free,
-    `reserve` takes the place of the least recently used state that is not pinned.
+    A place is an index into the runner's pool of states. A place is either free, or reserved for a
+    sequence that will write its state there, or has a state that can be found. A sequence that
+    begins with a state pins the state's place until the sequence's first step is done. If no place
+    is free, `reserve` takes the place of the least recently used state that is not pinned.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -24,7 +24,8 @@ class KeptStates:
         self._pins: Counter[int] = Counter()
 
     def longest(self, block_hashes: list[bytes], most: int) -> int:
-        """Returns the largest number of first blocks, up to `most`, after which a state is kept."""
+        """Returns the largest n, up to `most`, with a state kept after the first n blocks; 0 if
+        there is none."""
         counts = (
             count for count in range(most, 0, -1) if block_hashes[count - 1] in self._findable
         )
@@ -51,7 +52,8 @@ class KeptStates:
         return None
 
     def publish(self, block_hash: bytes, place: int) -> None:
-        """Make a state findable that was written to a reserved place."""
+        """Make the state in a reserved place findable. `block_hash` is the hash of the last block
+        before the state."""
         if block_hash in self._findable:
             self.release(place)
         else:

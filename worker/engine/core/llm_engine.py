@@ -39,9 +39,9 @@ from promptq.worker.engine.core.step_plan import most_reported_rows
 _AUDIT_INTERVAL_SECONDS = 1.0
 """The least seconds between two audits. An audit takes 0.1 µs for each block."""
 _SMALL_STEPS = 256
-"""Number of smaller steps after a step that ran out of memory."""
+"""Number of steps with fewer sequences after a step that ran out of memory."""
 _MOST_SHORTAGES = 6
-"""The engine gives a sequence back after it lacked memory this many times to compute it alone."""
+"""Number of memory shortages of a sequence alone, after which the engine gives it back."""
 _PAUSE_SECONDS = 0.05
 """Seconds before the next try if there was no memory for any sequence. Doubles each time."""
 _STEPS_SHOWN = 32
@@ -289,7 +289,7 @@ class LLMEngine:
         return last_output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
-        """Returns the drafter of a sequence. Returns None if the request or the model takes no
+        """Returns the drafter of a sequence. Returns None if the request or the model allows no
         drafts, or if the choice of a token depends on earlier tokens (see `looks_back`)."""
         request = sequence.request
         limit = request.params.speculative_tokens
@@ -313,7 +313,6 @@ class LLMEngine:
         self._totals.num_processed += 1
 
     def _check_integrity_when_idle(self) -> None:
-        """Audit the engine if it has no sequences, at most once in _AUDIT_INTERVAL_SECONDS."""
         if not self.has_work and time.monotonic() >= self._next_audit_at:
             self.check_integrity()
             self._next_audit_at = time.monotonic() + _AUDIT_INTERVAL_SECONDS

@@ -12,29 +12,29 @@ from promptq.worker.engine.core.sequence import Batch
 LONG_PROMPT = 512
 """Prompts with more tokens than this are computed in paced chunks while other sequences decode."""
 STRETCH = 1.6
-"""The longest step with a chunk of a long prompt, as a multiple of a step with decodes only."""
+"""The time limit of a step with a chunk of a long prompt, as a multiple of the time of a step with
+decodes only."""
 MIN_CHUNK = 4
 """The least tokens of a chunk. Fewer would not be worth the fixed cost of a step."""
 PROMPTS_STRETCH = 5.0
-"""The longest step with prompts of any length, as a multiple of a step with decodes only. With this
-limit, the first of several prompts that come together need not wait for the last."""
+"""The time limit of a step with any prompts, as a multiple of the time of a step with decodes only.
+So the first of several prompts that come together need not wait for the last."""
 MIN_PROMPT_TOKENS = 256
 """A step may always have this many prompt tokens in all."""
 _RECENT, _RECENT_PROMPTS = 5, 9
-"""Numbers of recent steps that are remembered: steps with decodes only, and steps with prompts.
-Their medians are used, because a single delayed step says little."""
+"""Numbers of recent steps whose times are kept: steps with decodes only, and steps with prompts.
+Medians of these times are used, because a single delayed step says little."""
 _GROWTH = 4
 """A chunk has at most this many times the tokens of the largest recent chunk."""
 _CAUTION, _BOLDNESS = 4, 16
-"""A prompt token is assumed to cost at least 1 / n of the seconds per prompt token in the largest
-recent step. If recent steps had about equal numbers of prompt tokens, n is _CAUTION; otherwise, it
-is _BOLDNESS."""
+"""A prompt token is assumed to take at least 1 / n of the time per prompt token of the largest
+recent step. n is _CAUTION if recent steps had about equal numbers of prompt tokens, otherwise
+_BOLDNESS."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptStep:
-    """A step with prompts: the number of prompt tokens, the step's seconds, and its seconds without
-    the time of the decodes in it."""
+    """A step with prompt tokens. `beyond` is its seconds minus the time of the decodes in it."""
 
     num_tokens: int
     seconds: float
@@ -86,7 +86,7 @@ class Pacing:
         return median(self._decode_seconds) if self._decode_seconds else 0.0
 
     def note(self, batch: Batch, seconds: float) -> None:
-        """Learn from a step that took `seconds`."""
+        """Update the measured times with a step that took `seconds`."""
         prompts = [
             share.num_tokens
             for share in batch.scheduled
@@ -101,11 +101,8 @@ class Pacing:
             self._fit()
 
     def _fit(self) -> None:
-        """Fit a line through recent steps by the median slope of pairs (Theil-Sen).
-
-        Steps of about the same size determine only the sum of the fixed time and the tokens' time.
-        In that case the fixed time keeps its value.
-        """
+        """Fit a fixed time and a time per token to recent steps, by the median slope of pairs
+        (Theil-Sen). If all steps have about the same size, the fixed time keeps its value."""
         largest = max(self._prompts, key=lambda step: step.num_tokens)
         slopes = [
             (one.beyond - other.beyond) / (one.num_tokens - other.num_tokens)

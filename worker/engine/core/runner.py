@@ -67,14 +67,14 @@ class Runner(Protocol):
         ...
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
-        """Returns sampled tokens for each share of `batch.sampling`, in that order: one after the
-        last known token, and one after each drafted token. Also sets `states` of the shares that
-        are pooled."""
+        """Returns, for each share of `batch.sampling`, its sampled tokens: one after the last known
+        token, and one after each drafted token. Also sets `states` of the shares that are
+        pooled."""
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:
-        """Returns the log-probabilities of the prompt tokens after `reported_rows`, in the order of
-        `batch.reporting`."""
+        """Returns, for each share of `batch.reporting`, the log-probabilities of the prompt tokens
+        after its `reported_rows`."""
         ...
 
     def peak_memory_bytes(self) -> int: ...

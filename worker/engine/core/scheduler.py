@@ -17,15 +17,15 @@ from promptq.worker.engine.core.step_plan import StepPlan, can_plan_next
 
 
 class _Room(NamedTuple):
-    """Room for a waiting sequence: its cached prefix, and the sequences to preempt first."""
+    """Room for a waiting sequence: its cached prefix, and the sequences to preempt for it."""
 
     prefix: list[int]
     victims: list[Sequence]
 
 
 _Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
-"""Returns running sequences to preempt for a waiting one that needs this number of blocks, in
-order."""
+"""Function of a waiting sequence and the number of blocks that it needs. Returns running sequences
+to preempt, in this order."""
 
 
 class Scheduler:
@@ -111,8 +111,9 @@ class Scheduler:
     def follow(
         self, batch: Batch, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
     ) -> Batch | None:
-        """Plan the step after `batch` before its tokens are known: the next chunks of prompts, and
-        one more decode of each sequence that samples in `batch` and may have further tokens.
+        """Plan the step after `batch` before the tokens of `batch` are known: the next chunks of
+        prompts, and one more decode of each sequence that samples in `batch` and may have further
+        tokens.
 
         Returns None if a waiting sequence may be admitted, or if the plan depends on the tokens.
         """
@@ -196,20 +197,17 @@ class Scheduler:
                 plan.give(sequence)
 
     def _next_to_make_room(self) -> Sequence:
-        """Returns the running sequence to preempt when memory is short. Of the least urgent
-        sequences, this is the last one of the tenant with the largest share. Never the most urgent
+        """Returns the running sequence to preempt when memory is short: of the least urgent
+        sequences, the last one of the tenant with the largest share. Never the most urgent
         sequence, unless it runs alone."""
         if len(self._tenants_running) < 2:
             return self.running[-1]
         return last_of_most(self.running, self._shares())
 
     def _ahead_of_order(self, plan: StepPlan) -> Iterator[tuple[Sequence, _Room]]:
-        """Yields waiting sequences that can join this plan ahead of the queue's order. The caller
-        must admit each one before it takes the next.
-
-        First come sequences that are more urgent than a running one, which they preempt. Then come
-        sequences of tenants that run nothing, which preempt tenants with more than their share.
-        """
+        """Yields waiting sequences that can join this plan ahead of the queue's order, with the
+        sequences that they preempt: first those more urgent than a running one, then those of
+        tenants that run nothing. The caller must admit each one before it takes the next."""
         while (sequence := self._next_urgent()) is not None:
             if (room := self._find_room(sequence, plan, self._less_urgent)) is None:
                 break
@@ -219,7 +217,7 @@ class Scheduler:
                 yield newcomer, room
 
     def _in_order(self, plan: StepPlan) -> Iterator[tuple[Sequence, _Room]]:
-        """Yields waiting sequences that can join this plan in the queue's order. The caller must
+        """Yields waiting sequences that can join this plan, in the queue's order. The caller must
         admit each one before it takes the next."""
         position = 0  # also the number of places kept for sequences that wait for a prefix
         while position < min(len(self.waiting), self._num_places):
@@ -243,8 +241,9 @@ class Scheduler:
         return None
 
     def _newcomers(self) -> list[Sequence]:
-        """Of the waiting sequences with the most urgent priority, returns the first of each tenant
-        that runs nothing. Empty if nothing runs, because then the queue's order decides."""
+        """Returns, for each tenant that runs nothing, the first of its waiting sequences with the
+        most urgent priority of all. Empty if nothing runs, because then the queue's order
+        decides."""
         tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
         if not tenants or not self.running:
             return []
@@ -257,7 +256,7 @@ class Scheduler:
         return newcomers
 
     def _draft(self, plan: StepPlan) -> None:
-        """Draft tokens for decodes, with rows and blocks that no other sequence needs."""
+        """Draft tokens for decodes, in rows and blocks of KV cache that no other sequence needs."""
         num_sequences = len(plan.shares)
         num_tokens = sum(share.num_tokens for share in plan.shares.values())
         num_rows = min(MAX_ROWS - num_tokens, plan.num_tokens_left)
@@ -287,7 +286,7 @@ class Scheduler:
         self, sequence: Sequence, plan: StepPlan, preemptible: _Preemptible
     ) -> _Room | None:
         """Returns room for a waiting sequence in addition to this plan. Returns None if there is
-        too little room, or if the sequence should wait for a prefix."""
+        too little room, or if the sequence should wait for a prefix that this plan computes."""
         prefix = self.block_manager.find_prefix(sequence)
         if plan.computes_next_block(sequence, prefix):
             return None
@@ -305,7 +304,7 @@ class Scheduler:
 
     def _less_urgent(self, sequence: Sequence, num_needed: int) -> list[Sequence]:
         """Returns the running sequences that are less urgent than `sequence`, the least urgent
-        first. Empty if all of their blocks together are too few."""
+        first. Empty if preempting all of them would free too few blocks."""
         priority = sequence.request.priority
         lesser = [*takewhile(lambda each: each.request.priority > priority, reversed(self.running))]
         num_freed_at_most = sum(len(victim.block_table) for victim in lesser)
@@ -322,7 +321,7 @@ class Scheduler:
         return Shares(self.max_num_seqs, self.block_manager.num_blocks, running)
 
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Whether the free blocks are enough for a waiting sequence."""
+        """Whether a waiting sequence fits into the free blocks. Notes how many blocks it lacks."""
         needed = self._num_needed(sequence, prefix, len(self.running))
         num_missing = needed - self.block_manager.num_free
         if num_missing > 0:
@@ -330,7 +329,7 @@ class Scheduler:
         return num_missing <= 0
 
     def _still_lacks_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Whether a sequence surely still lacks room. Cheap: does not look up its prefix."""
+        """Whether a sequence certainly still lacks room, found without a search for its prefix."""
         known, num_gained = self._without_room
         return (
             known == sequence.sequence_id
@@ -392,5 +391,4 @@ def _urgency(sequence: Sequence) -> tuple[Any, ...]:
 
 
 def _remove(sequences: list[Sequence], sequence: Sequence, key: Callable[[Sequence], Any]) -> None:
-    """Remove a sequence from a list that is sorted by `key`. No two sequences have the same key."""
     del sequences[bisect_left(sequences, key(sequence), key=key)]

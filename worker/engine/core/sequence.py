@@ -25,7 +25,7 @@ class SequenceStatus(Enum):
 class Sequence:
     """One attempt at a request inside the engine.
 
-    Its KV cache has the first `num_computed_tokens` of `token_ids`. A sequence has no phases: the
+    The KV cache has the first `num_computed_tokens` of `token_ids`. A sequence has no phases: the
     scheduler gives it work while it has known tokens that are not computed. A step that computes
     the last known token samples the next one, or ends a sequence whose request is for a vector.
     """
@@ -91,13 +91,14 @@ class Sequence:
         return self.is_decode(self.num_computed_tokens, self.num_uncomputed_tokens)
 
     def is_decode(self, start: int, num_tokens: int) -> bool:
-        """Whether computing these tokens is a decode: of one token, or also of a few accepted
-        drafted tokens before it, which recurrent layers have to compute again."""
+        """Whether `num_tokens` tokens from `start` on are a decode: one token, or a few output
+        tokens. A model with recurrent layers computes accepted drafted tokens again, so its decodes
+        may have several."""
         return num_tokens <= (1 if start < self.num_prompt_tokens else MAX_ROWS)
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """How many first tokens need not be computed if their KV is cached. Hidden states and
+        """Number of first tokens that need not be computed if their KV is cached. Hidden states and
         logits are not cached. So the last token and the rows to report are always computed. If the
         mean of all hidden states is wanted, all tokens are computed."""
         if self.request.pooling == "mean":
@@ -121,14 +122,14 @@ class ScheduledSequence:
     samples: bool
     """Whether the tokens include the last known one, so that the step samples the next one."""
     draft: tuple[int, ...] = ()
-    """Drafted next tokens, after each of which the step samples too. UNKNOWN ones are chosen at
-    launch by the model's head."""
+    """Drafted tokens after the known ones. The step also samples after each of them. At launch, the
+    model's head chooses the tokens that are UNKNOWN."""
     drafts_by_head: bool = False
     """Whether the model's head drafts these tokens, or has drafted them."""
     feeds_head: bool = False
     """Whether the head may draft in the next steps, and so needs the hidden states of this one."""
     states: npt.NDArray[np.float32] | None = None
-    """[num_pooled, hidden size]. The runner sets this when it collects the step."""
+    """Hidden states [num_pooled, hidden size]. The runner sets this when it collects the step."""
 
     @property
     def num_rows(self) -> int:
@@ -136,7 +137,7 @@ class ScheduledSequence:
 
     @property
     def num_ahead(self) -> int:
-        """Number of tokens between the last known token and the first sampled one."""
+        """Number of tokens in the share after the last known token, without drafted ones."""
         return self.start + self.num_tokens - self.sequence.num_tokens
 
     @property
@@ -166,7 +167,7 @@ class ScheduledSequence:
 
     @property
     def num_samples(self) -> int:
-        """The number of the sequence's last rows, each of which samples a token."""
+        """Number of the share's last rows that sample. Each samples one token."""
         return 1 + len(self.draft) if self.samples else 0
 
 

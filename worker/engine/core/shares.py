@@ -38,7 +38,7 @@ class TenantCounts(dict[str, int]):
 
 class Shares:
     """The share of each tenant: its part of the slots or of the KV cache, whichever is larger,
-    divided by its weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
+    divided by the tenant's weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
 
     `running` yields the running requests, each with its number of blocks.
     """
@@ -79,8 +79,9 @@ class Shares:
 
 
 def last_of_most(running: list[Sequence], shares: Shares) -> Sequence:
-    """Returns a sequence to preempt, never the first of `running`. Among the least urgent others,
-    chooses those of the tenant with the largest share, and of these the last."""
+    """Returns the sequence to preempt from `running`, which is sorted by urgency. Never returns the
+    first one. Of the others with the least urgent priority, returns the last one of the tenant with
+    the largest share."""
     priority = running[-1].request.priority
     lesser = takewhile(lambda each: each.request.priority == priority, reversed(running[1:]))
     return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))
@@ -90,7 +91,8 @@ def beyond_their_share(
     running: list[Sequence], shares: Shares, newcomer: EngineRequest, num_needed: int
 ) -> Iterator[Sequence]:
     """Yields the running sequences to preempt for `newcomer`, which needs `num_needed` blocks. Each
-    is the last of the tenant that then has the largest share. No tenant falls below its share."""
+    is the last sequence of the tenant with the largest share at that time. No tenant falls below
+    its share."""
     by_tenant: dict[str, list[Sequence]] = {}
     for sequence in running:
         if sequence.request.priority >= newcomer.priority:

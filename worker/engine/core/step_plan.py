@@ -38,10 +38,11 @@ class StepPlan:
             self.num_tokens_left = min(self.num_tokens_left, num_tokens)
 
     def give(self, sequence: Sequence, start: int | None = None) -> None:
-        """Give a sequence a share of the tokens that are left, if any are left.
+        """Give a sequence a share of the step's tokens that are left, if any are left.
 
-        `start` is the number of its tokens that will be computed when the running step ends. If
-        these are all known tokens, the share is for the next token, which is not known yet.
+        `start` is the number of the sequence's tokens that will be computed when the running step
+        ends. If these are all known tokens, the share is for the next token, which is not known
+        yet.
         """
         start = sequence.num_computed_tokens if start is None else start
         uncomputed = max(1, sequence.num_tokens - start)
@@ -93,12 +94,10 @@ class StepPlan:
         )
 
     def _keeps_for(self, other: Sequence, sequence: Sequence, num_shared: int) -> bool:
-        """Make `other`, which this plan computes, keep its state after the tokens that both
-        sequences begin with. Then `sequence` can start from that state.
-
-        Returns False, and changes nothing, in two cases: these tokens are no more than the
-        `num_shared` blocks that `sequence` can share already, or `other` has already computed them.
-        """
+        """Make `other`, which this plan computes, keep its state after the tokens with which both
+        sequences begin, so that `sequence` can start from that state. Returns False, and changes
+        nothing, if these tokens are not more than `num_shared` blocks, or if `other` has already
+        computed them."""
         hashes = other.block_hashes, sequence.block_hashes
         most = min(sequence.num_cacheable_tokens // self.block_size, *map(len, hashes))
         # A hash covers all tokens up to its block, so bisection finds the first difference.
@@ -114,7 +113,8 @@ class StepPlan:
 
 
 def can_plan_next(share: ScheduledSequence) -> bool:
-    """Whether the sequence's next share can be planned before this share's token is known."""
+    """Whether the sequence's next share can be planned before the token that `share` samples is
+    known."""
     sequence = share.sequence
     return not share.samples or (
         not share.draft

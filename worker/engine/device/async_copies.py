@@ -1,6 +1,6 @@
 """Copies small tensors to a device and back without waiting for the device's other work.
 
-A copy from or to memory that is not pinned would wait for all queued work. Then a step could not be
+Copies from or to memory that is not pinned would wait for all queued work. Then a step could not be
 launched before the previous one has ended.
 """
 
@@ -26,7 +26,7 @@ def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) ->
 def to_device_at_once(
     arrays: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Copy arrays of any dtypes to the device in one transfer. Returns a view for each."""
+    """Copy arrays of any dtypes to the device in one transfer. Returns a tensor for each array."""
     if device.type != "cuda":
         return [torch.from_numpy(array) for array in arrays]
     # Triton compiles kernels again for addresses that are not multiples of 16.
@@ -65,5 +65,5 @@ class HostCopies:
         return [each.numpy() for each in self._tensors]
 
     def lists(self) -> list[list[Any]]:
-        """Returns the arrays as lists."""
+        """Wait for the copies, and return them as lists."""
         return [each.tolist() for each in self.arrays()]

@@ -80,8 +80,8 @@ def misread_experts(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def _is_read(module: Any) -> bool:
-    """Whether `sum_of_experts` computes the same as the module for a few rows. The rows have large
-    numbers: near 0 the activation is nearly linear, so gate and up could be exchanged unnoticed."""
+    """Whether `sum_of_experts` computes the same as the module for a few rows of large numbers.
+    Near 0 the activation is nearly linear, so an exchange of gate and up would remain unnoticed."""
     num_experts = len(module.down_proj)
     weights = partial(expert_weights, module)
     generator = torch.Generator("cpu").manual_seed(0)
@@ -103,8 +103,9 @@ def sum_of_experts(
     shares: torch.Tensor,
     weights_of: Callable[[int], ExpertWeights],
 ) -> torch.Tensor:
-    """Returns the output of the experts' module, computed in fp32. `weights_of` returns the weights
-    of one expert, because the fp32 weights of all experts may need too much memory."""
+    """Returns the output of the experts' module, computed in fp32. `chosen` and `shares` have the
+    experts of each row of `hidden` and the weights of their outputs. `weights_of` returns the
+    weights of one expert, because the fp32 weights of all experts may need too much memory."""
     experts: Any = module
     hidden = hidden.float()
     total = torch.zeros_like(hidden)

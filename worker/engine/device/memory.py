@@ -18,7 +18,8 @@ def counts_memory(device: torch.device) -> bool:
 
 
 def give_back(device: torch.device) -> None:
-    """Return the allocator's unused memory to the device, and restart the measurement of peaks."""
+    """Return the unused memory of torch's allocator to the device, and measure peaks from now
+    on."""
     if counts_memory(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -39,7 +40,7 @@ class MemoryPeak:
     def bytes(self) -> int:
         """Returns the peak number of bytes minus the bytes in use at the beginning.
 
-        Returns the larger one of two such differences: of reserved bytes and of allocated bytes.
+        Computes this difference for reserved and for allocated bytes, and returns the larger one.
         Reserved memory has gaps, and the same work will have these gaps again.
         """
         return max(

@@ -35,7 +35,7 @@ def has_fast_bf16_products() -> bool:
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[bool]:
-    """Switch off TF32, and restore it on exit. In TF32, CUDA multiplies fp32 numbers with 11 bits.
+    """Switch off TF32, in which CUDA multiplies with 11 bits, and restore the setting on exit.
 
     Yields whether products are exact now. They are not exact if the environment forces TF32, as
     NVIDIA_TF32_OVERRIDE=1 does. torch's flag does not show this, so a product is tested.
@@ -138,8 +138,8 @@ def product(
     bias: torch.Tensor | None,
     weight_of: Callable[[slice], torch.Tensor],
 ) -> torch.Tensor:
-    """Returns the output of a linear layer, computed in fp32. `weight_of` returns a slice of the
-    weight's rows in fp32, because all rows at once may need too much memory."""
+    """Returns the output of a linear layer, computed in fp32. `weight_of(rows)` returns these rows
+    of the weight in fp32, because all rows at once may need too much memory."""
     step = max(1, _PART // x.shape[-1])
     parts = [slice(first, first + step) for first in range(0, num_outputs, step)]
     y = torch.cat([nn.functional.linear(x.float(), weight_of(part)) for part in parts], dim=-1)

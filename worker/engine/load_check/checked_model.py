@@ -70,7 +70,8 @@ class CheckedModel:
         num_slots: int = 0,
         releases: bool = False,
     ) -> PackedModel | Decoder:
-        """Returns the model on this cache, for `num_slots` sequences of up to `max_length` tokens.
+        """Returns the model ready to serve, with `cache` as its KV cache, for `num_slots` sequences
+        of up to `max_length` tokens.
 
         `releases`: nothing else needs the weights, so the decoder frees the weights that it packs.
         """

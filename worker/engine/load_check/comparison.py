@@ -37,16 +37,16 @@ decide a near tie differently. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
 """Tolerance for a model that is too large to be checked in fp32. bf16 rounds to 8 bits."""
 ROUNDING_TOLERANCE = 0.5
-"""Tolerance for a decoder with rounded weights, inputs, or K and V, after its formula has passed.
-Each layer rounds, so correct products are off by 0.05 in models of 40 layers, and by 0.2 in some
-models. Wrong products are off by 1."""
+"""Tolerance for a decoder with rounded weights, inputs, or K and V. A check without rounding comes
+first. Each layer rounds, so correct products are off by 0.05 in models of 40 layers, and by 0.2 in
+some models. Wrong products are off by 1."""
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 """Tolerance in fp32 if the environment forces TF32, which rounds to 11 bits."""
 
 _DECODER_POSITIONS = 1024
 """The largest position in tests of promptq's decoders. Larger positions need no test: the decoders'
-tables for rotation come from the model's module, and layers that use positions without these
-tables are refused."""
+tables for rotary positions come from the model's module, and a layer that uses positions without
+these tables is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Probe:
 
 
 def probes_of(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
-    """Returns two requests. The second one is at the end of the model's positions, and shows
-    whether the model uses the positions of its input."""
+    """Returns two requests. The second one is at the last of `max_length` positions (None: 1024),
+    and shows whether the model uses the positions in its input."""
     vocab_size = loaded.text_config.vocab_size
     last = max_length or 1024
     probes = []

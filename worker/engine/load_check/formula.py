@@ -101,7 +101,7 @@ def _check(
     refused: UnsupportedModelError | None,
 ) -> CheckedModel:
     """Check a model once. For `by_parts` see `in_float32`. `refused` is the error of an earlier
-    check with `by_parts`. If wrong logits caused it, the model now passes only in fp32."""
+    check."""
     family, model = loaded.family, loaded.model
     mixers = mixers_of(model)
     # Recurrent layers know positions from their states.
@@ -121,6 +121,7 @@ def _check(
                 if takes_float32
                 else nullcontext(False) as is_float32,
             ):
+                # Only a check in fp32 can show that earlier wrong logits were no fault.
                 if refused is not None and refused.__cause__ is None and not is_float32:
                     raise refused
                 is_exact = is_float32 and multiplies_exactly

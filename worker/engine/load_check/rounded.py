@@ -1,5 +1,5 @@
-"""Checks a decoder with rounded or packed weights. An earlier check (formula.py) has shown that its
-formula is right."""
+"""Checks a decoder with rounded or packed weights. An earlier check (formula.py) has shown that it
+computes the same as the model without rounding."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ class Expectation:
     ) -> Expectation | None:
         """Returns the expected logits, computed in fp32 with the unpacked weights.
 
-        `checked` shows that the decoder computes the formula of the model's modules. The model will
-        serve sequences of up to `max_length` tokens on `cache`. Returns None if memory is short.
+        `checked` is the result of `check_model`, which tested the decoder without rounding. The
+        model will serve sequences of up to `max_length` tokens on `cache`. Returns None if memory
+        is short.
         """
         assert checked.decoder is not None, "only promptq's decoders pack weights"
         most = cache.num_blocks // len(LENGTHS) * cache.block_size

@@ -26,8 +26,8 @@ from promptq.worker.text.grammars.schema_patterns import ANNOTATIONS
 from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, any_of, terms
 
 _IDS = {":": "/0|[1-9][0-9]?[0-9]?/", "[CALL_ID]": "/[a-zA-Z0-9]{9}/"}
-"""Patterns of the call ids that follow a function's name: a number for Kimi, nine letters or digits
-for Mistral."""
+"""Patterns of the call id after a function's name: a number for Kimi, nine letters or digits for
+Mistral."""
 _NOTES = ANNOTATIONS - {"x-guidance"}
 _OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties"}
 _ARRAY = _NOTES | {"type", "items", "minItems", "maxItems"}
@@ -36,19 +36,19 @@ _NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusive
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MOST_REFERENCES = 16
 _MOST_BRANCHES = 4096
-"""The most schemas in the `anyOf` of all tools together. If there are more, or if they are nested
-deeper than `_MOST_REFERENCES`, a call is a JSON object."""
+"""The most schemas in the `anyOf` of all tools. With more, a call is a JSON object."""
 _KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
-"""The pattern of names of properties that the schema does not list. The length of a name is
-limited, because a weak model may continue it for ever."""
+"""The pattern of property names that the schema does not list. The length of a name is limited,
+because a weak model may continue a name for ever."""
 
 
 class _UnfitError(Exception):
-    """Raised if a form of calls cannot express a schema."""
+    """Raised if the model's form of tool calls cannot express a schema."""
 
 
 class CallGrammar:
-    """Writes Lark grammars for the calls of one model, whose form `style` describes."""
+    """Writes Lark grammars for one model's forced tool calls. `style` describes the form of its
+    calls."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class CallGrammar:
     def text(self, tools: Sequence[ToolSchema], *, is_begun: bool = False) -> str:
         """Returns a grammar that accepts one call of any of the tools.
 
-        With `is_begun`, an earlier release of promptq has begun the call. That release wrote no
-        ids, and it wrote objects where this release writes tags.
+        `is_begun`: an earlier release of promptq wrote the first tokens of the call. That release
+        wrote no call ids, and it wrote a JSON object where this release writes tags.
         """
         calls = []
         for tool in tools:
@@ -124,8 +124,8 @@ class CallGrammar:
         return f"{before} {self._json(self._tool.parameters)} {after}"
 
     def _channel_call(self) -> str:
-        """Returns a grammar of a call. It accepts both orders: first the channel's name, as models
-        write calls, or first the function's name, as chat templates write them."""
+        """Returns a grammar term for a call in gpt-oss' form. The channel's name comes first, as
+        models write calls, or the function's name, as chat templates write them."""
         style = self._style
         tool, channel = style.prelude + self._tool.name, f"{style.before}commentary"
         heads = [self._terms(text) for text in (channel + tool, tool + channel)]
@@ -138,8 +138,8 @@ class CallGrammar:
         )
 
     def _json(self, schema: Any) -> str:
-        """Returns a grammar term for JSON that matches a schema, which is a part of the tool's
-        parameters. The schema's references point into these parameters."""
+        """Returns a grammar term for JSON that matches `schema`, a part of the tool's parameters.
+        References in `schema` point into the whole parameters."""
         schema = dict(schema) if isinstance(schema, Mapping) else schema
         if schema is True:
             schema = {}
@@ -153,7 +153,7 @@ class CallGrammar:
         return text
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
-        """Returns the schema, or the target if it is only a reference. Raises _UnfitError."""
+        """Returns the schema, or the target if it is only a `$ref`. Raises _UnfitError."""
         for _ in range(_MOST_REFERENCES):
             if schema is True:
                 return {}
@@ -167,7 +167,7 @@ class CallGrammar:
         raise _UnfitError
 
     def _pairs(self, schema: Any) -> tuple[dict[str, Any], list[str], Any]:
-        """Returns an object's properties, its required names, and the schema of all other
+        """Returns an object's `properties`, its `required` names, and the schema of other
         properties."""
         schema = self._resolved(schema)
         properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -209,7 +209,7 @@ class CallGrammar:
         return f"K{number}"
 
     def _value(self, schema: Any) -> str:
-        """Returns the grammar term for the value after an argument's name."""
+        """Returns a grammar term for an argument's value and the marks around it."""
         style = self._style
         texts, json_schemas = self._split(schema)
         after = style.value_after
@@ -233,13 +233,10 @@ class CallGrammar:
         return " | ".join([*as_text, *as_json])
 
     def _split(self, schema: Any, depth: int = 0) -> tuple[dict[str, bool], list[dict[str, Any]]]:
-        """Returns grammar terms for the strings that a schema allows, and schemas of its other
-        values.
-
-        Each term includes the mark after the string. The dictionary maps a term to True if no
-        reader can mistake its strings for JSON. `depth` is the number of `anyOf` around this
-        schema. Raises _UnfitError.
-        """
+        """Returns grammar terms for the strings that `schema` allows, and schemas of its other
+        values. A term includes the mark that ends the string, such as `</parameter>`. The
+        dictionary maps a term to True if none of its strings can be parsed as JSON. `depth` is the
+        number of `anyOf` around `schema`."""
         self._num_branches += 1
         if depth > _MOST_REFERENCES or self._num_branches > _MOST_BRANCHES:
             raise _UnfitError
@@ -274,8 +271,7 @@ class CallGrammar:
         return texts, [{**resolved, "type": other_kinds}] if other_kinds else []
 
     def _text(self, schema: Mapping[str, Any], mark: str) -> str:
-        """Returns a grammar term for a string and the mark that ends it. The string does not
-        contain the mark."""
+        """Returns a grammar term for a string that `schema` allows, up to and including `mark`."""
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         length = f"{{{least},{most}}}" if "minLength" in schema or "maxLength" in schema else "*"
         return self._up_to(f"/(?s:.{length})/", mark)
@@ -286,13 +282,10 @@ class CallGrammar:
         return self._up_to(f"({' | '.join(map(json.dumps, texts))})", mark)
 
     def _up_to(self, content: str, mark: str) -> str:
-        """Returns a grammar term for the content and the mark that ends it. The content does not
-        contain the mark.
-
-        One terminal has the content and the beginning of the mark, so that no letter of the mark
-        counts as content. The terminal ends before the mark's first added token, because a terminal
-        cannot contain added tokens.
-        """
+        """Returns a grammar term for `content` and then `mark`, which occurs only at the end."""
+        # One terminal has the content and the first letters of the mark, so that no letter of the
+        # mark counts as content. Added tokens of the mark come after it: a terminal cannot contain
+        # them.
         if known := self._terminals.get((content, mark)):
             return known
         pieces = [piece for piece in any_of(tuple(self._added)).split(mark) if piece]
@@ -324,7 +317,7 @@ class CallGrammar:
         return " | ".join([self._json(schema), *(f'"{word}"' for word in words)])
 
     def _bare_pairs(self, schema: Any) -> str:
-        """Returns a grammar term for the pairs of an object, whose keys are sorted as chat
+        """Returns a grammar term for an object's pairs of name and value, sorted by name as chat
         templates sort them."""
         properties, required, others = self._pairs(schema)
         if not all(re.fullmatch(r"[A-Za-z_][\w.-]*", name) for name in properties):
@@ -338,16 +331,16 @@ class CallGrammar:
     def _other_pair(
         self, properties: Mapping[str, Any], others: Any, value: Callable[[Any], str]
     ) -> str:
-        """Returns a rule for a pair with a name other than those of the properties; empty if the
-        schema allows no such pair."""
+        """Returns the name of a rule for a pair whose name is not in `properties`; empty if
+        `others`, the schema of such a pair's value, is False."""
         if others is False:
             return ""
         key = self._other_key(properties)
         return self._rule(f"{key} {json.dumps(self._style.key_after)} ({value(others)})")
 
     def _joined(self, pairs: list[tuple[str, bool]], other: str, comma: str) -> str:
-        """Returns a grammar term for pairs in this order, separated by commas. The pairs are given
-        as (term, is_required). Last comes any number of `other` pairs."""
+        """Returns a grammar term for `pairs` of (term, is_required), in this order, and then any
+        number of `other` pairs. The separator is `comma`."""
         more, first = "", ""
         if other:
             more, first = f"({comma} {other})*", f"({other} ({comma} {other})*)?"
@@ -360,7 +353,8 @@ class CallGrammar:
         return first
 
     def _bare(self, schema: Any) -> str:
-        """Returns the name of a rule for a value. Strings in the value have the style's quotes."""
+        """Returns the name of a rule for a value that `schema` allows, with strings in the style's
+        quotes."""
         reference = schema.get("$ref") if isinstance(schema, dict) else "#any" * (schema is True)
         if isinstance(reference, str) and reference in self._by_reference:
             return self._by_reference[reference]
@@ -428,13 +422,12 @@ class CallGrammar:
         return frozenset(_TYPES)
 
     def _check(self, schema: dict[str, Any], known: frozenset[str]) -> None:
-        """Raise _UnfitError if the schema has keywords other than the known ones."""
         if schema.keys() - known:
             raise _UnfitError
 
 
 def _moved(schema: Any) -> Any:
-    """Returns the schema with references into `#/$defs/root` in place of those into `#`."""
+    """Returns the schema with each reference to `#` replaced by one to `#/$defs/root`."""
     if isinstance(schema, dict):
         return {
             key: value.replace("#", "#/$defs/root", 1)
@@ -450,7 +443,7 @@ def _is_type_alone(schema: dict[str, Any]) -> bool:
 
 
 def _is_like_json(text: str) -> bool:
-    """Whether readers may take the text for JSON, or for a constant of Python."""
+    """Whether the text can be parsed as JSON, or is a constant of Python."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -459,7 +452,6 @@ def _is_like_json(text: str) -> bool:
 
 
 def _python_words(schema: dict[str, Any]) -> list[str]:
-    """Returns those of Python's constants True, False and None that a schema allows."""
     kinds = schema.get("type", [])
     if not _is_type_alone(schema):
         return []
@@ -468,5 +460,5 @@ def _python_words(schema: dict[str, Any]) -> list[str]:
 
 
 def _regex(text: str) -> str:
-    """Returns a regular expression of a grammar that matches exactly this text."""
+    """Returns a regular expression, in Lark's syntax, that matches exactly this text."""
     return re.sub(r"([][.+*?(){}|^$\\/])", r"\\\1", text).replace("\n", "\\n")

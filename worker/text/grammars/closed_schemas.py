@@ -20,15 +20,15 @@ _COMBINING = frozenset((*_BRANCH, *_BRANCHES, "$ref", "dependentSchemas", "uneva
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema, changed at all depths so that objects have only the properties it names.
 
-    References must be JSON pointers. Objects with `additionalProperties` do not change, and neither
-    do those to which other schemas add properties, such as a branch of `allOf`.
+    References must be JSON pointers. Objects with `additionalProperties` do not change. Nor do
+    objects to which another schema may add properties, such as a branch of `allOf`.
     """
     result: dict[str, Any] = _closed(schema, "#", _parts(schema))
     return result
 
 
 def _parts(schema: dict[str, Any]) -> set[str]:
-    """Returns the paths of the schemas that describe the same value as another schema."""
+    """Returns the paths of schemas that apply to one value together with another schema."""
     schemas = dict(_by_path(schema, "#"))
     pending = [
         other
@@ -54,8 +54,8 @@ def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _described_with(schema: dict[str, Any], path: str) -> list[str]:
-    """Returns the paths of a schema's branches and of the target of its `$ref`. All of these
-    describe the same value as the schema itself, which is at `path`."""
+    """Returns the paths of the schemas that apply to the same value as `schema`, which is at
+    `path`: its branches and the target of its `$ref`."""
     paths = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
     if isinstance(reference := schema.get("$ref"), str):
         paths.append(unquote(reference).rstrip("/"))
@@ -85,8 +85,8 @@ def below(path: str, keys: tuple[Any, ...]) -> str:
 
 
 def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
-    """Yields (keys, child, is_branch) for each direct child of a schema. A branch describes the
-    same value as the schema."""
+    """Yields (keys, child, is_branch) for each direct child schema. A branch, such as an item of
+    `anyOf`, applies to the same value as `schema`."""
     for name in (*_SCHEMA, *_BRANCH):
         if isinstance(child := schema.get(name), dict):
             yield (name,), child, name in _BRANCH
@@ -118,7 +118,7 @@ def rebuilt(
 
 
 def _combines(schema: dict[str, Any]) -> bool:
-    """Whether an object must match several schemas at once."""
+    """Whether the schema has several constraints for one object, some of them in other schemas."""
     direct = {"properties", "patternProperties", "required", "dependentSchemas", *_BRANCH}
     if direct & schema.keys():
         return True

@@ -24,7 +24,7 @@ class Disjointness:
         self._steps_left = _MAX_STEPS
 
     def of_all(self, schemas: Sequence[Any]) -> bool:
-        """Whether any two of the schemas provably exclude each other."""
+        """Whether no value matches two of the schemas. False if this cannot be proved."""
         return all(self._of(one, other, 0) for one, other in combinations(schemas, 2))
 
     def _of(self, one: Any, other: Any, depth: int) -> bool:
@@ -53,8 +53,9 @@ class Disjointness:
         return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
 
     def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether two schemas of objects exclude each other: one requires a property that the other
-        does not allow, or both require a property and their schemas for it exclude each other."""
+        """Whether two schemas exclude each other because of one property. Either one requires the
+        property and the other does not allow it, or both require it with schemas that exclude each
+        other."""
         for first, second in ((one, other), (other, one)):
             required = [name for name in _list(first, "required") if isinstance(name, str)]
             named, others = first.get("properties"), second.get("properties", {})

@@ -1,8 +1,8 @@
 """Writes grammars in llama.cpp's form, GBNF.
 
-The result accepts every text that the grammar accepts, except those with the character NUL. It
-accepts further texts where GBNF, or this module, has no exact form: a number has no limits, for
-example, and schemas that are combined stand for any value.
+The result accepts every text that the grammar accepts, except those with the character NUL. It also
+accepts other texts where GBNF, or this module, has no exact form. For example, it ignores the
+limits of a number, and accepts any value where schemas are combined.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Writer:
         self._num_chars = 0
 
     def grammar(self, lark: str) -> str:
-        """Returns the whole grammar. Of an intersection (`&`), only the first part counts."""
+        """Returns the whole grammar. Of an intersection `a & b`, only the first part is used."""
         lines, at, depth, skipped_from = ["root ::= n-start"], 0, 0, -1
         while at < len(lark):
             if (match := _LARK.match(lark, at)) is None:
@@ -119,7 +119,6 @@ class _Writer:
         return "\n".join([*lines, *self._rules, _RULES])
 
     def _rule(self, body: str) -> str:
-        """Returns the name of a new rule. llama.cpp repeats a rule by its name, not by its text."""
         self._num_chars += len(body)
         if self._num_chars > MAX_GRAMMAR_CHARS:
             raise ValueError("too long")
@@ -128,13 +127,13 @@ class _Writer:
         return name
 
     def _spend(self, number: int) -> None:
-        """Raises ValueError if the grammar has too many repetitions and alternatives."""
+        """Count repetitions and alternatives. Raises ValueError if the grammar has too many."""
         self._left -= number
         if self._left < 0:
             raise ValueError("unknown form")
 
     def _times(self, token: str, *, is_group: bool = False) -> str:
-        """Returns GBNF of a repetition, such as `{2,3}`. After a group, `*` replaces `{2,3}`."""
+        """Returns GBNF of a repetition such as `{2,3}`. A group may repeat any number of times."""
         times = token
         if token.startswith("{"):
             least, comma, most = token[1:-1].partition(",")
@@ -206,7 +205,7 @@ class _Writer:
         return self._value(schema)
 
     def _value(self, schema: Any) -> str:
-        """Returns the name of a rule for a value."""
+        """Returns the name of a rule for a JSON value that matches `schema`."""
         keys = schema.keys() - ANNOTATIONS if isinstance(schema, dict) else set()
         if not keys or (keys & _COMBINING and (len(keys) > 1 or keys & {"allOf", "if", "not"})):
             schema, keys = {}, {"$ref"}
@@ -296,7 +295,6 @@ def _literal(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns GBNF of a JSON string with this text."""
     parts = [
         "esc" if each in _ESCAPED else _literal(each)
         for each in re.split(r'([\x00-\x1f"\\\x7f])', text)
@@ -306,7 +304,7 @@ def _quoted(text: str) -> str:
 
 
 def _set(token: str, is_json: bool) -> str:
-    """Returns GBNF of a pattern for one character. Outside of ASCII, it matches all or none."""
+    """Returns GBNF of a one-character pattern. Outside of ASCII, it matches all or none."""
     if re.search(r"&&|--|~~|\|\|", token):
         raise ValueError("unknown form")
     matches = re.compile(token, re.ASCII | re.DOTALL).match  # in Rust, \x1C is no space

@@ -56,7 +56,7 @@ def options_of(strict: bool) -> dict[str, Any]:
 
 
 def schema_grammar(schema: dict[str, Any], strict: bool) -> str:
-    """Returns the grammar of JSON that matches a schema, as JSON. Raises ValueError."""
+    """Returns llguidance's grammar for JSON that matches `schema`, as JSON. Raises ValueError."""
     from llguidance import LLMatcher
 
     options = cast("Any", options_of(strict))
@@ -64,8 +64,8 @@ def schema_grammar(schema: dict[str, Any], strict: bool) -> str:
 
 
 def lark_of(text: str) -> str:
-    """Returns a grammar as Lark text. `text` is Lark text, or the JSON that functions of llguidance
-    return."""
+    """Returns a grammar as Lark text. `text` is Lark text, or a grammar that llguidance wrote as
+    JSON."""
     header = "%llguidance {}\n"
     if text.startswith('{"grammars"'):
         (grammar,) = json.loads(text)["grammars"]

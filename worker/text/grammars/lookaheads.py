@@ -14,9 +14,9 @@ _ANY = r"[\s\S]*"
 
 
 def without_lookaheads(pattern: str) -> list[str] | None:
-    """Returns patterns without look-aheads. A text that matches all of them also matches `pattern`,
-    but they may exclude other texts that match `pattern`. Returns None if `pattern` does not begin
-    with look-aheads, or if they cannot be replaced."""
+    """Returns patterns without look-aheads: a text that matches all of them also matches `pattern`.
+    But not every text that matches `pattern` matches all of them. Returns None if `pattern` does
+    not begin with look-aheads, or if they cannot be replaced."""
     if len(pattern) > _LONGEST or not pattern.startswith("^(?"):
         return None
     tokens = _TOKEN.findall(pattern)

@@ -55,11 +55,9 @@ format is only the pattern's name, as in zod."""
 
 
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with fewer keywords that llguidance refuses. Each value that matches the
-    result also matches `schema`.
-
-    A `oneOf` whose schemas exclude each other becomes an `anyOf`.
-    """
+    """Returns the schema, changed so that it has fewer of the keywords that llguidance refuses.
+    Each value that matches the result also matches `schema`. A `oneOf` whose schemas exclude each
+    other becomes an `anyOf`."""
     root = _with_discriminators(with_pointers(schema))
     result: dict[str, Any] | bool = _Plain(root).of(root)
     return result if isinstance(result, dict) else {"enum": []}
@@ -110,11 +108,8 @@ class _Plain:
 
 
 def _with_discriminators(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with the `discriminator` of each `oneOf` as a required property of the
-    schemas in it.
-
-    pydantic does not require this property if it has a default.
-    """
+    """Returns the schema, changed so that each schema in a `oneOf` requires the property that the
+    `discriminator` names. pydantic's schemas do not require a property that has a default."""
     if not any("discriminator" in node and "oneOf" in node for node in all_objects(schema)):
         return schema
     schema = deepcopy(schema)
@@ -143,7 +138,7 @@ def _accepts_none(schema: Any) -> bool:
 
 
 def _accepts_texts(schema: Any) -> bool:
-    """Whether the schema allows every string. `propertyNames` with such a schema has no effect."""
+    """Whether the schema allows every string, so that it adds no constraint as `propertyNames`."""
     if isinstance(schema, dict) and schema.get("type", "string") in ("string", ["string"]):
         no_limit = ["minLength"] * _is_zero(schema.get("minLength"))
         schema = _without(schema, "type", *no_limit)
@@ -159,7 +154,7 @@ def _needs_nothing(dependency: Any) -> bool:
 
 
 def _are_required(dependencies: Any, required: list[Any]) -> bool:
-    """Whether `required` already contains all properties that other properties depend on."""
+    """Whether `required` contains all properties that `dependencies` can require."""
     known = {name for name in required if isinstance(name, str)}
     return isinstance(dependencies, dict) and all(
         isinstance(names, list)
@@ -190,7 +185,7 @@ _IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": _accepts_all,
     "uniqueItems": lambda value: value is False,
 }
-"""By keyword: tests whether a value adds no constraint, whatever the other keywords are."""
+"""For each keyword: whether a value adds no constraint, whatever the other keywords are."""
 _OF_KIND = {
     "array": ("contains", "maxContains", "minContains", "unevaluatedItems", "uniqueItems"),
     "object": (
@@ -198,12 +193,11 @@ _OF_KIND = {
         *("minProperties", "propertyNames", "unevaluatedProperties"),
     ),
 }
-"""By type: keywords that constrain only values of that type."""
+"""For each type: keywords that constrain only values of that type."""
 
 
 def _idle(schema: dict[str, Any]) -> list[str]:
-    """Returns the keywords of a schema that add no constraint. Its child schemas must be the
-    results of `_Plain.of`."""
+    """Returns the keywords that add no constraint. Child schemas must be results of `_Plain.of`."""
     keywords = [*schema.keys() - _CONSTRAINTS - _STRUCTURE]  # refused beside a `$ref`
     keywords += [
         name for name, is_idle in _IDLE_VALUES.items() if name in schema and is_idle(schema[name])

@@ -16,7 +16,7 @@ _RESOLVED = _NAMES.union(_REFERENCES[1:])
 
 
 def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with JSON pointers as references, and without `$id` and anchors.
+    """Returns the schema with all references as JSON pointers, and without `$id` and anchors.
 
     References to another document do not change, and neither do dynamic references that have
     several targets.
@@ -60,8 +60,7 @@ def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _placed(schema: Any, path: str, base: str) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yields each schema with its path and the address (`$id`) of the document that it belongs
-    to."""
+    """Yields each schema inside `schema`, its path, and the address (`$id`) of its document."""
     if isinstance(schema, dict):
         base = _joined(base, _text(schema, "$id"))
         yield schema, path, base

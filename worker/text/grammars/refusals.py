@@ -72,7 +72,6 @@ def refusal_message(wanted: Output, reason: str, reason_against: Callable[[str],
 
 
 def _reworded(reason: str) -> str:
-    """Returns llguidance's reason in the words of JSON schema."""
     reason = reason.split("failed to compile JSON schema: ")[-1]
     if match := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
         return f"{match[1].replace(chr(34), '')} {_NOT_ENFORCED}"
@@ -98,12 +97,9 @@ class _TooManyTrialsError(Exception):
 
 
 def _place_of_fault(schema: dict[str, Any], reason_of: Callable[[dict[str, Any]], str]) -> Keys:
-    """Returns the keys that lead to the deepest schema, or keyword, that causes the refusal.
-
-    `reason_of` returns why llguidance refuses a schema. Each trial removes a part of the schema. If
-    llguidance accepts the rest, or refuses it for another reason, the removed part has the cause.
-    The number and the time of trials are limited, so in a large schema the place may be less exact.
-    """
+    """Returns the keys that lead to the deepest schema, or keyword, that llguidance refuses. Each
+    trial removes a part of the schema: if `reason_of` then returns another reason, the fault is in
+    that part. Trials have limits, so in a large schema the place may be less exact."""
     ends_at = time.monotonic() + _MAX_SECONDS
     reason = reason_of(schema)
     trials = 0

@@ -72,8 +72,8 @@ class Grammars:
     """Compiles grammars for the output formats of requests. Thread-safe.
 
     The 256 grammars that were used last stay compiled, or fewer if they are large. With `vets`, a
-    new grammar is first compiled in a process with limits. `style` is the form of forced tool
-    calls; by default, the tokenizer's chat templates determine it.
+    new grammar is first compiled in a separate process with limits on time and memory. `style` is
+    the form of forced tool calls; by default, the tokenizer's chat templates determine it.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Grammars:
     def start(
         self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
     ) -> LLGrammar:
-        """Returns the grammar of an output that has no token yet. The output may end with
+        """Returns the grammar of an output before its first token. The output may end with
         `end_token_ids`.
 
         Raises InvalidRequestError, with the reason, if llguidance refuses the schema or if the
@@ -261,8 +261,8 @@ class LLMasker:
 
 
 class LLGrammar:
-    """Implements `Grammar` with llguidance. `text` is the grammar's text if an inference server may
-    use it."""
+    """Implements `Grammar` with llguidance. `text` is the grammar's text for `source`; None if no
+    inference server may use it."""
 
     __slots__ = ("_all_ends", "_ends_to_allow", "_ends_to_ban", "_text", "masker", "matcher")
 
@@ -324,10 +324,8 @@ def _ends_by_itself(wanted: Output) -> bool:
 
 
 def _simplified(wanted: Output) -> Output:
-    """Returns the output format with its schemas changed for llguidance; see `plain` and `closed`.
-
-    Raises InvalidRequestError if a schema or grammar is too long.
-    """
+    """Returns the output format with its schemas changed by `plain` and `closed`. Raises
+    InvalidRequestError if a schema or grammar is too long."""
     if isinstance(wanted, GrammarOutput):
         _check_length(len(wanted.grammar), wanted.field)
     for _, schema, _ in placed_schemas(wanted):

@@ -14,15 +14,16 @@ MAX_GRAMMAR_CHARS = 2**18
 
 @lru_cache(maxsize=4)
 def any_of(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Returns a pattern that matches any of the names, longest first. It is a group, so that
-    `re.split` keeps the names."""
+    """Returns a pattern that matches any of the names, longest first. The pattern is a group, so
+    that `re.split` keeps the names."""
     any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     return re.compile(f"({any_name})" if names else "((?!))")
 
 
 def terms(text: str, added_tokens: Mapping[str, int]) -> str:
-    """Returns the text as terms of a Lark grammar. Each added token is written by its id, because
-    its letters would match only other tokens."""
+    """Returns the text as terms of a Lark grammar. Each added token in the text is written by its
+    id. A term with its letters would not match the added token, only ordinary tokens with these
+    letters."""
     pieces = any_of(tuple(added_tokens)).split(text)
     return " ".join(
         f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)
@@ -34,8 +35,8 @@ def terms(text: str, added_tokens: Mapping[str, int]) -> str:
 def choice_grammar(
     texts: Sequence[str], added_tokens: Mapping[str, int], special_tokens: Collection[str]
 ) -> str:
-    """Returns a Lark grammar that accepts one of the texts. One terminal has all texts that contain
-    no added token, because a rule for each text would make masks slow.
+    """Returns a Lark grammar that accepts one of the texts. All texts without added tokens share
+    one terminal, because a rule for each text would make masks slow.
 
     Raises ValueError if a text contains a special token, because outputs never show these tokens.
     """

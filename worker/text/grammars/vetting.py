@@ -23,20 +23,20 @@ from typing import IO, Any, cast
 from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_grammar, reason_of
 
 COMPILE_SECONDS = 1.0
-"""CPU seconds that a grammar may take, for compiling and its first masks together."""
+"""The most CPU seconds that one grammar may take, for compiling and its first masks together."""
 COMPILE_BYTES = 128 * 2**20
-"""Bytes of memory that a grammar may take."""
+"""The most bytes of memory that one grammar may take."""
 MASK_SECONDS = 0.1
-"""CPU seconds that a mask may take. In a worker, all sequences of a step wait for it."""
+"""The most CPU seconds that one mask may take. In a worker, all sequences of a step wait for it."""
 _MASKS = 32
 _WALL_SECONDS = 25.0
-"""The most seconds for a grammar by the wall clock, so that a busy machine delays no request for
+"""The most seconds of wall-clock time for one grammar. So a busy machine delays no request for
 ever."""
 _ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""The only environment variables that the process gets. Other variables of the worker contain the
+"""The only environment variables of the worker that the vetting process gets. Others contain the
 password of Redis."""
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
-"""The signals that end the process at its own limits. All other signals come from outside."""
+"""The signals that end the vetting process at its limits. Other signals come from outside."""
 
 
 class NotVettedError(Exception):
@@ -79,7 +79,7 @@ class Vetter:
         return reply["error"]
 
     def _ask(self, grammar: str) -> dict[str, str] | None:
-        """Returns the reply of the process; None if the process ended without a reply. Raises
+        """Returns the vetting process' reply; None if it ended without a reply. Raises
         NotVettedError if it ended because of a limit."""
         process = self._process = self._process or self._start()
         is_overdue = threading.Event()
@@ -113,7 +113,7 @@ class Vetter:
         return reply
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the vetting process, if it runs."""
         with self._lock:
             if self._process is not None:
                 self._end(self._process)
@@ -141,7 +141,6 @@ class Vetter:
 
 
 def _write(pipe: IO[bytes] | None, message: Any) -> None:
-    """Send a message as one line of JSON."""
     pipe = cast("IO[bytes]", pipe)
     pipe.write(json.dumps(message).encode() + b"\n")
     pipe.flush()
@@ -175,7 +174,7 @@ def main() -> None:
 
 
 def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
-    """Compile a grammar, and compute the masks along one random output."""
+    """Compile a grammar, and compute the masks along one random output. Returns the reply."""
     matcher = compile_grammar(vocabulary, grammar)
     if matcher.is_error():
         return {"error": reason_of(matcher), "too_much": ""}

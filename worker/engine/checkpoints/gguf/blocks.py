@@ -1,4 +1,4 @@
-"""Converts the blocks of GGUF files to the format of promptq's products.
+"""Converts the blocks of GGUF files to the format of promptq's matrix products.
 
 Source: ggml/src/ggml-common.h and ggml-quants.c of llama.cpp. A block has 32 or 256 inputs of one
 output. Each reader's docstring lists the content of a block, in the order of its bytes.
@@ -20,7 +20,8 @@ def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q4_0: a scale in fp16, then 16 bytes: lower halves for inputs 0 to 15, upper for 16 to 31."""
+    """Q4_0: a scale in fp16, then 16 bytes: inputs 0 to 15 in lower halves, 16 to 31 in upper
+    ones."""
     scales, numbers = _halves(blocks[..., :2]), _nibbles(blocks[..., 2:])
     return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 4, 32)
 
@@ -33,8 +34,8 @@ def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q4_K: scales and minima, then four times 32 bytes. Each 32 bytes have 32 inputs in the lower
-    halves and 32 more in the upper halves."""
+    """Q4_K: scales and minima, then four times 32 bytes. Each 32 bytes have 32 inputs in their
+    lower 4 bits and the next 32 in their upper 4 bits."""
     scales, offsets = _scales_and_offsets(blocks)
     numbers = _nibbles(_split(blocks[..., 16:], 4, 32))
     return QuantizedWeight.pack(numbers.flatten(1), scales, 4, 32, offsets)
@@ -61,8 +62,8 @@ def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     """Q6_K: the lower 4 bits of all integers, their upper 2 bits, 16 signed scales, and the scales'
-    factor in fp16. The 256 inputs are two halves of four times 32 inputs. A half has 64 bytes of
-    lower bits and 32 bytes of upper bits."""
+    factor in fp16. The inputs are two halves of 128, each with 64 bytes of lower and 32 bytes of
+    upper bits."""
     low = _split(blocks[..., :128], 2, 2, 32)
     low = torch.stack((low & 15, low >> 4), -3).flatten(-3, -2)
     high = _split(blocks[..., 128:192], 2, 1, 32)
@@ -90,7 +91,6 @@ def read_blocks(rows: torch.Tensor, kind: str) -> QuantizedWeight:
 
 
 def _split(data: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Returns `data` with its last dimension split into `sizes`."""
     return data.reshape(*data.shape[:-1], *sizes)
 
 

@@ -16,7 +16,7 @@ _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GGUFHeader:
-    """The header of a GGUF file, which is mapped into memory. Tensors are read when used."""
+    """The header of a GGUF file. The file is mapped into memory. Tensors are read when used."""
 
     def __init__(self, source: str) -> None:
         """Read the header. Raises ModelNotFoundError if the file cannot be read."""
@@ -71,7 +71,7 @@ class GGUFHeader:
 
 
 class _Reader(GGUFReader):
-    """Reads all fields, but of arrays only their length. The gguf package and transformers make a
+    """Reads all fields, but only the length of arrays. The gguf package and transformers make a
     numpy array of each array element, which takes seconds for a vocabulary of 150,000 tokens."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:

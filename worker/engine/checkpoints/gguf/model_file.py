@@ -33,7 +33,7 @@ _FIELDS: dict[str, dict[str, str | None]] = {
 }
 """For each family: transformers' name of a setting, by its name in GGUF files."""
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The parameters of all experts of a layer, each with the tensors that it is made of."""
+"""For each parameter of a layer's experts: the GGUF tensors that are joined to make it."""
 _ROUTER = "ffn_gate_inp.weight"
 _ROTATED = ("attn_q", "attn_k")
 """Weights of the architecture `llama` whose rows llama.cpp's converter rearranges in pairs."""
@@ -45,7 +45,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFFile:
-    """A model in a GGUF file, which is mapped into memory. Weights are read when used."""
+    """A model in a GGUF file. The file is mapped into memory. Weights are read when used."""
 
     generation_config: GenerationConfig | None = None
 
@@ -99,7 +99,8 @@ class GGUFFile:
         return Path(self.source).stat().st_size
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
-        """Returns the bytes of all parameters in `dtype`."""
+        """Returns the bytes of all parameters once converted to `dtype` (None: to the file's
+        dtype)."""
         numbers = sum(int(tensor.n_elements) for tensor in self._tensors.values())
         return numbers * (dtype or self.dtype).itemsize
 
@@ -245,7 +246,7 @@ class GGUFFile:
         return places
 
     def _rows(self, place: str) -> torch.Tensor | None:
-        """Returns transformers' order of a weight's rows; None if the file has the same order."""
+        """Returns the file's row for each row in transformers; None if both have the same order."""
         part = place.split(".")[-2]
         if self._architecture != "llama" or part not in _ROTATED:
             return None
