@@ -218,7 +218,7 @@ async def _read_missing_times(
 
 
 async def _final_heartbeat(client: AsyncClient) -> list[WorkerStats]:
-    """Returns the worker's statistics, sent after the last request."""
+    """Waits for a heartbeat after the last request. Returns the statistics of all workers."""
     now_ms = await client.queue.run(lookups.server_time_ms())
     deadline = time.monotonic() + _HEARTBEAT_SECONDS
     while time.monotonic() < deadline:
