@@ -22,7 +22,7 @@ from promptq.shared.queue.call import Call, Operation, text_map
 from promptq.shared.queue.spoilt import readable
 
 SCOPES = ("completions", "files", "batches", "models")
-"""The scopes that a key may have. `completions` includes streams; `models` is the models' list."""
+"""The scopes that a key may have, each a group of HTTP calls. `models`: the list of models."""
 
 LOCAL_NAME = "local"
 """Name of callers on this machine while no key is needed. No key may have this name."""
@@ -31,7 +31,7 @@ _PREFIX = "pq-"
 
 
 class ApiKey(BaseModel):
-    """The rights of a key. A limit of 0 means no limit."""
+    """An API key of the gateway, without its secret. A limit of 0 means no limit."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -43,12 +43,13 @@ class ApiKey(BaseModel):
     A key that was created without a tenant has its name as tenant. None: a caller without a key.
     """
     is_own_tenant: bool = False
-    """Whether the tenant is the key's name. In this case, no other key may have this tenant."""
+    """Whether the key was created without a tenant, so that its name is its tenant. No other key
+    may have this tenant."""
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """The most urgent priority that the key's requests may have; lower numbers run sooner."""
     requests_per_minute: int = Field(0, ge=0)
     tokens_per_minute: int = Field(0, ge=0)
-    """Limit of tokens per minute. Counts each prompt on arrival (an estimate), then its output."""
+    """Limit of prompt and output tokens per minute. A prompt counts on arrival, by an estimate."""
     is_admin: bool = False
     """Whether the key may read and control the whole queue."""
     scopes: tuple[str, ...] | None = None
@@ -60,7 +61,7 @@ class ApiKey(BaseModel):
     created_at: int = 0
     """Time at which the key was created, in Unix milliseconds of the server."""
     hint: str = ""
-    """The key's last characters, by which people distinguish keys."""
+    """The last four characters of the key's secret, by which people distinguish keys."""
     last_used_at: int = 0
     """Time of the key's last use in Unix milliseconds, exact to a minute; 0: never used."""
 
@@ -74,7 +75,7 @@ class ApiKey(BaseModel):
 
     @property
     def party(self) -> str:
-        """The tenant to which a gateway counts the memory and the time of the key's calls."""
+        """The tenant (or the key's name) to which a gateway counts memory and time of calls."""
         return self.tenant or self.name
 
     @property
@@ -99,7 +100,7 @@ class ApiKey(BaseModel):
 
 
 def hash_of(secret: str) -> str:
-    """Returns the hash under which a key is stored."""
+    """Returns the SHA-256 of a key's secret, under which the key is stored."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -156,7 +157,7 @@ def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
 
 
 def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:
-    """Reads the rights of a key; None if no such key exists."""
+    """Reads the key with this secret; None if no such key exists."""
     return Call(
         "",
         ["HGET", keys.api_keys, hash_of(secret)],
@@ -171,12 +172,11 @@ def note_use(keys: Keys, secret: str, now_ms: int) -> Call[int]:
 
 
 def count(keys: Keys) -> Call[int]:
-    """Reads the number of keys."""
+    """Reads the number of API keys."""
     return Call("", ["HLEN", keys.api_keys], int)
 
 
 def _read_all(keys: Keys, stored: dict[str, str]) -> list[tuple[str, ApiKey]]:
-    """Returns the pairs (hash, API key) of all stored entries."""
     return readable(keys.api_keys, stored.items(), lambda entry: (entry[0], _read(entry[1])))
 
 
@@ -185,7 +185,7 @@ def _read(value: str | bytes) -> ApiKey:
 
 
 def _of_a_tenant(key: ApiKey) -> ApiKey:
-    """Returns the key. If it was created without a tenant, its tenant is its name."""
+    """Returns a copy of the key in which the name stands for a missing tenant."""
     is_own = key.tenant is None
     tenant = key.name if is_own else key.tenant
     return key.model_copy(update={"tenant": tenant, "is_own_tenant": is_own})

@@ -18,17 +18,17 @@ from promptq.shared.queue.call import Operation
 from promptq.shared.queue.statistics import WINDOW_SECONDS, Work, measure_work
 
 _MOST_BUSY = 0.8
-"""The part of the workers' full speed to plan for. At 1, a backlog would never get shorter."""
+"""The share of the workers' speed that arrivals may take. At 1, a backlog would never shrink."""
 _MOST_FULL = 0.5
-"""The largest share of slots to use while the workers' speed is unknown."""
+"""The largest share of slots to use while the speed of a worker is not measured yet."""
 _START_SECONDS = 10.0
 """Seconds that a new worker needs to start. It cannot help a request whose deadline is earlier."""
 _HALF_DONE = 0.5
-"""The share of a running request's tokens that is still to be generated, on average."""
+"""The share of a running request's tokens that is left to generate, on average."""
 
 
 class Reason(StrEnum):
-    """Why a number of workers is wanted, with a description in words."""
+    """A reason for a number of workers, with a description in words."""
 
     IDLE = "idle", "nothing waits, runs or is due soon"
     SOME_WORK = "some_work", "one worker is enough"
@@ -49,7 +49,8 @@ class Reason(StrEnum):
 
 
 class Scaling(BaseModel):
-    """The wanted number of workers. Times are seconds of one worker's work; None: not measured."""
+    """The number of workers that a queue should have, and why. Times are seconds of one worker's
+    work; None: not measured."""
 
     queue: str
     desired: int = Field(description="Number of workers that there should be.")
@@ -126,10 +127,8 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
 
 
 def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
-    """Returns the number of workers that each reason needs.
-
-    The caller uses the largest number. If several reasons need that number, it names the first.
-    """
+    """Returns the number of workers that each reason needs. Of equal numbers, the first one
+    counts."""
     num_waiting = 0 if work.is_paused else work.num_waiting
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):

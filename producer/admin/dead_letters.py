@@ -12,7 +12,7 @@ from promptq.shared.queue.call import Operation
 from promptq.shared.queue.spoilt import readable
 
 _RECORDS = 100
-"""The most dead letters that one round trip reads, because each may be large."""
+"""The most dead letters to read in one round trip, because each may be large."""
 
 
 class DeadLetter(BaseModel):
@@ -28,9 +28,9 @@ class DeadLetter(BaseModel):
     payload: str
     """The payload as it was enqueued, in JSON."""
     num_tokens: int
-    """Number of tokens that the request had emitted."""
+    """Number of output tokens that workers had published."""
     history: list[EndedAttempt]
-    """The last attempts, oldest first."""
+    """The last attempts to serve the request, oldest first."""
 
 
 def dead_letter(keys: Keys, /, request_id: str) -> Operation[DeadLetter]:
@@ -57,8 +57,6 @@ def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]
 
 
 def _dead_letter(request_id: str, record: dict[str, str]) -> DeadLetter | None:
-    """Returns the dead letter in a record; None if the record is not a dead letter, such as after
-    a purge."""
     if record.get("state") != "dead":
         return None
     last = json_object(record.get("last_event"))

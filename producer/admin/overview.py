@@ -23,11 +23,11 @@ class Overview(QueueStats):
     running: int
     """Number of requests in the workers' batches."""
     tokens_per_second: float
-    """Sum over all workers, from their last heartbeats."""
+    """Tokens per second of all workers together, from their last heartbeats."""
     scaling: Scaling
     """The number of workers that the queue should have."""
     latest: Sample | None
-    """The last sample of the statistics; None if there was no sample in the last hour."""
+    """The last sample of the queue's statistics; None if there was no sample in the last hour."""
 
 
 class WorkerView(BaseModel):

@@ -13,7 +13,7 @@ from promptq.shared.queue.call import Operation
 
 
 def resume(keys: Keys, /) -> Operation[None]:
-    """Ends a pause, so that the queue hands out requests again."""
+    """Ends a pause of the queue, so that workers get requests again."""
     yield [scripts.set_paused(keys, False), scripts.wake_workers(keys)]
 
 

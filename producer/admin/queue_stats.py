@@ -25,7 +25,7 @@ class QueueStats(BaseModel):
     """Number of dead letters: requests that no worker tries again, because they crash workers."""
     workers: list[WorkerStats]
     has_standby: bool = False
-    """Whether a worker has loaded the model, or will load it when the queue's turn comes."""
+    """Whether a worker that loads several models in turns also serves this queue."""
     now_ms: int = 0
     """The server's time in Unix milliseconds. Heartbeats use the same clock."""
     server_warning: str = ""

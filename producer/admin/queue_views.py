@@ -18,7 +18,7 @@ from promptq.shared.queue.call import Call, Operation
 _REPORTED = ("model", "tool_call_style")
 _OF_MODEL = (*_REPORTED, "fingerprint")
 MOST_QUEUES = 256
-"""The most queues that are read. If a server names more, this is a mistake or an attack."""
+"""The most queues of a server that are read. A longer list must be a mistake or an attack."""
 _LONGEST_NAME = 200
 _MOST_NAMED = 20
 """The most models that an error message names."""
@@ -26,7 +26,8 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """State of a queue. `model` is empty until a worker reports one, and outlasts the workers."""
+    """State of a queue. `model` is the model that workers reported last; empty before the first
+    report."""
 
     queue: str
     model: str
@@ -38,7 +39,7 @@ class QueueView:
     num_delayed: int
     is_paused: bool
     has_standby: bool
-    """Whether a worker has loaded the model, or will load it when the queue's turn comes."""
+    """Whether a worker that loads several models in turns also serves this queue."""
     max_model_len: int | None
     """The most tokens of prompt and output that every worker accepts; None without a worker."""
     refused: tuple[str, ...]
@@ -54,9 +55,9 @@ class QueueView:
         return self.has_worker and not self.is_paused
 
     def load(self, num_sent: int = 0) -> tuple[bool, float]:
-        """Returns a sort key among queues of one model: a queue with less work has a lower key.
+        """Returns a sort key for queues of one model: the least work per worker sorts first.
 
-        `num_sent` is the number of requests that are on their way to the queue.
+        `num_sent` counts requests that were sent to the queue and are not in its numbers yet.
         """
         num_requests = self.num_waiting + self.num_active + num_sent
         return not self.hands_out, num_requests / max(1, self.num_workers)
@@ -203,7 +204,7 @@ def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
 
 
 def not_served(model: str, served: Iterable[str]) -> str:
-    """Returns the error message for a model that no queue serves."""
+    """Returns the error message for a model that no queue serves. It names the `served` models."""
     names = sorted(filter(None, served))
     if not names:
         return f"model: no queue serves {model[:200]!r}, or any other model yet"
@@ -226,7 +227,6 @@ def views_of_queues(keys: Keys, /) -> Operation[list[QueueView]]:
 
 
 def _others(keys: Keys) -> Operation[list[str]]:
-    """Reads the names of the server's queues, without the queue of `keys`."""
     names: list[str] = []
     with suppress(ResponseError):  # such as a role of one queue, or another shard
         names = yield lookups.queue_names()

@@ -25,13 +25,13 @@ class EndedAttempt(BaseModel):
 
 
 def whole(value: str | bytes | None) -> int:
-    """Returns the whole number in a text; 0 if the text is not one."""
+    """Parses a whole number; 0 if the text is not one."""
     text = text_of(value or "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
 
 
 def json_object(text: str | bytes | None) -> dict[str, Any]:
-    """Returns the JSON object in a text; an empty one if the text is not one."""
+    """Parses a JSON object; {} if the text is not one."""
     value = _parsed(text)
     return value if isinstance(value, dict) else {}
 
@@ -45,7 +45,7 @@ def object_in_parts(text: str | None) -> Work[dict[str, Any]]:
 
 
 def ended_attempts(text: str | None) -> list[EndedAttempt]:
-    """Returns the attempts in the field `history`, oldest first."""
+    """Parses the field `history` of a request's hash. Returns the attempts, oldest first."""
     items = _parsed(text)
     return readable(
         "history", items if isinstance(items, list) else [], EndedAttempt.model_validate

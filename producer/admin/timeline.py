@@ -68,7 +68,7 @@ class Moment(BaseModel):
 
 
 class Timeline(BaseModel):
-    """A request as its hash describes it, and its moments in order.
+    """A request's fields in Redis, and its moments in order of time.
 
     Of earlier attempts, only the beginning and the end are known.
     """
@@ -89,7 +89,7 @@ class Timeline(BaseModel):
     worker: str = ""
     """The worker that holds the request, or that held it last."""
     slot: SlotStats | None = None
-    """The request's slot in this worker's batch; None if it has none."""
+    """The request's slot in the worker's batch; None if the request is not in the batch."""
     finish_reason: str = ""
     usage: Usage | None = None
     stats: Stats | None = None

@@ -38,7 +38,8 @@ class BatchOverError(PromptqError):
 
 
 class BatchRecord(BaseModel):
-    """A batch. Times are Unix seconds. Only its runner changes it, except for `cancelling_at`."""
+    """A batch as stored in Redis. Times are Unix seconds. Only the process that runs the batch
+    changes its record, except for `cancelling_at`."""
 
     id: str
     endpoint: str
@@ -51,7 +52,7 @@ class BatchRecord(BaseModel):
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     ending: Status | None = None
-    """The status that follows `finalizing`."""
+    """The final status, such as `completed`, that the batch gets after `finalizing`."""
     created_at: int
     expires_at: int
     in_progress_at: int | None = None
@@ -215,7 +216,7 @@ class Batches:
         return [record for record in records if record is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
-        """Makes a batch's runner end the batch. Raises BatchMissingError, BatchOverError."""
+        """Asks the batch's process to end the batch. Raises BatchMissingError, BatchOverError."""
         record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
@@ -224,7 +225,7 @@ class Batches:
         return await self.get(batch_id, tenants)
 
     async def update(self, batch_id: str, **changes: Any) -> None:
-        """Changes fields of a batch. Only the batch's runner may call this."""
+        """Changes fields of a batch. Only the process that runs the batch may call this."""
         await self._queue.run(self._set(batch_id, changes))
 
     async def is_cancelling(self, batch_id: str) -> bool:
@@ -232,7 +233,7 @@ class Batches:
         return bool(await self._queue.run(call))
 
     async def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """Returns two counts of batches by tenant: waiting for a process, and running."""
+        """Counts batches by tenant: those that wait for a process, and those that run."""
         key = self._keys.unfinished_batches
         members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
         calls = list[Call[Any]]()
@@ -249,7 +250,7 @@ class Batches:
         return waiting, run
 
     async def end(self, batch_id: str, status: Status, **changes: Any) -> None:
-        """Stores the last status. From now on, the record expires together with the files."""
+        """Stores a batch's final status. The record then expires together with its files."""
         key = self._keys.batch(batch_id)
         changes |= {"status": status, f"{status}_at": int(time.time())}
         ending = [
@@ -260,7 +261,7 @@ class Batches:
         await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
-        """Removes a batch, whose record is gone or final, from the unfinished batches."""
+        """Removes a batch from the unfinished ones. Its record is final or no longer exists."""
         await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
 
     def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:
@@ -280,7 +281,6 @@ def _command(*args: str | int) -> Call[int]:
 
 
 def _record(batch_id: str, reply: Any) -> BatchRecord | None:
-    """Returns the record in a reply; None if there is none, or if it is not valid."""
     fields = text_map(reply)
     names = [name for name in BatchRecord.model_fields if name in fields]
     try:

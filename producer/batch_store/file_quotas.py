@@ -20,11 +20,11 @@ from promptq.shared.errors import PromptqError
 
 
 class FileQuotaError(PromptqError):
-    """A tenant has reached its limit of files or of their bytes."""
+    """A tenant has reached its limit of the number or the bytes of files."""
 
 
 class FileQuotas:
-    """The quotas of each tenant in a folder; 0 means no quota. Thread-safe."""
+    """Each tenant's quotas of files and bytes in a folder; 0 means no quota. Thread-safe."""
 
     def __init__(self, store: FileStore, max_bytes: int, max_files: int) -> None:
         self.store = store
@@ -38,7 +38,7 @@ class FileQuotas:
         self._check(tenant, *self.kept(tenant), more_bytes=1)
 
     def begin(self, tenant: str, num_bytes: int) -> Upload:
-        """Begins an upload of at least `num_bytes`, which count from now. Raises FileQuotaError."""
+        """Begins an upload, whose first `num_bytes` count from now on. Raises FileQuotaError."""
         upload = Upload(self, tenant, *self.kept(tenant))
         with self._changing:
             self._uploads.add(upload)
@@ -74,7 +74,7 @@ class FileQuotas:
             yield
 
     def kept(self, tenant: str) -> tuple[int, int]:
-        """Returns the number of a tenant's files, and their bytes."""
+        """Returns the number of a tenant's files in the folder, and the sum of their bytes."""
         sizes = [file.bytes for file in self.store.of(tenant)]
         return len(sizes), sum(sizes)
 
@@ -94,7 +94,7 @@ class FileQuotas:
 
 @dataclass(eq=False, slots=True)
 class Upload:
-    """An upload in progress. It counts until its `with` block ends; then the added file counts."""
+    """An upload in progress. It counts towards its tenant's quota until its `with` block ends."""
 
     _quotas: FileQuotas
     tenant: str
@@ -104,7 +104,7 @@ class Upload:
     num_bytes: int = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Counts further bytes. Raises FileQuotaError."""
+        """Counts further bytes of the upload towards its tenant's quota. Raises FileQuotaError."""
         self._quotas.grow(self, num_bytes)
 
     def add(

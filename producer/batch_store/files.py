@@ -37,7 +37,7 @@ class FileMissingError(PromptqError):
 
 
 class StoredFile(BaseModel):
-    """Description of a file. Times are Unix seconds. Only its `tenant` may read it."""
+    """Description of a stored file. Times are Unix seconds. Only the tenant may read the file."""
 
     id: str
     filename: str
@@ -77,10 +77,10 @@ class FileStore:
         file_id: str | None = None,
         entering: Callable[[str, int], AbstractContextManager[None]] | None = None,
     ) -> StoredFile:
-        """Copies a stream, or moves a file on the same disk, into the store.
+        """Adds a file: copies a stream, or moves a file from the same disk.
 
         Does nothing if a file with the id exists. `entering(tenant, bytes)` returns a context
-        manager in which the file is added. If it raises an error, no file is added.
+        manager in which the file is added. If the manager raises an error, no file is added.
         """
         file_id = file_id or "file-" + new_request_id().replace("-", "")
         with suppress(FileMissingError):
@@ -123,7 +123,7 @@ class FileStore:
         return self._data(stored.id)
 
     def keep(self, file_id: str, tenant: str, path: Path) -> None:
-        """Keeps a file's content at `path` as well, even after the file is deleted.
+        """Links or copies a file's content to `path`, where it stays after the file is deleted.
 
         If `path` exists, only sets its modification time to now. Raises FileMissingError.
         """
@@ -171,10 +171,7 @@ class FileStore:
         return files[:limit], len(files) > limit
 
     def of(self, *tenants: str) -> list[StoredFile]:
-        """Returns all files of these tenants, including expired ones that are not deleted yet.
-
-        A description never changes, so it is read only once.
-        """
+        """Returns all files of these tenants, including expired ones that are not deleted yet."""
         with self._looking:
             known = {}
             for file_id in self._ids():
@@ -184,7 +181,7 @@ class FileStore:
         return [file for file in known.values() if file.tenant in tenants]
 
     def sweep(self) -> int:
-        """Deletes expired files and remains of uploads. Returns the number of deleted files."""
+        """Deletes expired files and remains of uploads. Returns the number of deletions."""
         count = 0
         known = set()
         for file_id in list(self._ids()):
@@ -228,7 +225,6 @@ class FileStore:
 
 @contextmanager
 def _nothing_left(path: Path) -> Iterator[None]:
-    """Context manager that deletes the file if its block fails."""
     try:
         yield
     except BaseException:
@@ -237,7 +233,7 @@ def _nothing_left(path: Path) -> Iterator[None]:
 
 
 def _write(source: BinaryIO, path: Path) -> None:
-    """Writes a file and waits until it is on the disk, so that it survives a power cut."""
+    """Writes a file, and waits until the file is on the disk and would survive a power cut."""
     with path.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
         target.flush()
@@ -245,7 +241,7 @@ def _write(source: BinaryIO, path: Path) -> None:
 
 
 def _write_whole(source: BinaryIO, path: Path) -> None:
-    """Writes a file under a temporary name and renames it: other processes may write it, too."""
+    """Writes a temporary file, then renames it to `path`, which another process may write, too."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     try:
         _write(source, new)

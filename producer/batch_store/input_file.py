@@ -33,7 +33,7 @@ _CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch. `number` counts all lines from 1, including blank ones."""
+    """One request of a batch. `number` is the number of its line, from 1; blank lines count too."""
 
     number: int
     custom_id: str
@@ -64,7 +64,7 @@ def request_id_of(batch_id: str, line: BatchLine) -> str:
 
 
 class BatchFileError(PromptqError):
-    """A file that cannot be run at all. `code` is a word for programs."""
+    """An input file of which no line can run. `code` names the problem, such as `empty_file`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class BatchFileError(PromptqError):
 
 
 class BrokenLineError(PromptqError):
-    """A line that is not a request. `custom_id` is None if the line has no readable one."""
+    """A line that is not a valid request. `custom_id` is None if the line has no readable one."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -81,7 +81,7 @@ class BrokenLineError(PromptqError):
 
 
 class RefusedLineError(PromptqError):
-    """A request that the gateway would answer with an HTTP error. `body` is this answer."""
+    """A line that the gateway would answer with an HTTP error. `body` is this answer's body."""
 
     def __init__(self, line: BatchLine, request_id: str, status: int, body: dict[str, Any]) -> None:
         super().__init__(f"line {line.number} is refused with {status}")
@@ -92,9 +92,9 @@ class RefusedLineError(PromptqError):
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, line) for all lines that are not blank.
+    """Yields number (from 1, also counting blank lines) and bytes of each line that is not blank.
 
-    A longer line is cut to MAX_LINE_BYTES + 1 bytes, so that the caller can still see the error.
+    A line that is too long is cut to MAX_LINE_BYTES + 1 bytes, so that the caller can report it.
     """
     with path.open("rb") as file:
         number = 0
@@ -112,7 +112,7 @@ def _goes_on(piece: bytes) -> bool:
 
 
 def count_lines(path: Path) -> int:
-    """Returns the number of a file's lines, without blank ones.
+    """Returns the number of lines in a file that are not blank.
 
     Raises BatchFileError if the file is empty, is larger than 200 MiB, has over 50,000 lines or
     over 50,000 blank ones, or does not begin with valid UTF-8.
@@ -150,7 +150,7 @@ def count_lines(path: Path) -> int:
 
 
 class LineReader:
-    """Reads lines as requests. Each custom id may appear only once.
+    """Parses the lines of a batch's input file as requests. Each custom id may appear only once.
 
     With an `endpoint`, only lines for this URL are allowed.
     """
@@ -160,7 +160,7 @@ class LineReader:
         self._custom_ids: set[str] = set()
 
     def parse(self, number: int, raw: bytes) -> BatchLine:
-        """Returns the line's request. Raises BrokenLineError."""
+        """Parses line `number`, whose bytes are `raw`. Raises BrokenLineError."""
         if _goes_on(raw):
             raise BrokenLineError(
                 "line_too_long", f"line {number} has more than the {MAX_LINE_BYTES} bytes allowed"

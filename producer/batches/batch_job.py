@@ -39,17 +39,17 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
 _SHORTEST_TURN_SECONDS = 5.0
-"""A batch that only waits for its key's rate limits runs at least this long before another batch
-may take its place. With less time, such batches would constantly replace each other."""
+"""The least time that a batch runs before another batch may take its place, even if it only waits
+for its key's rate limits. With less, such batches would constantly replace each other."""
 
 LEASE_MS = 15_000
-"""Milliseconds without renewal after which another process may take over a runner's batch."""
+"""Milliseconds for which a process may run a batch before it must renew its lease."""
 
 
 def run_batch_job(settings: JobsSettings, batch_id: str, stop_pipe: int | None = None) -> str:
     """Runs a batch to its end, unless another process runs it. Returns the batch's status.
 
-    When `stop_pipe` closes, the run stops; another run can continue it.
+    When the other end of the pipe `stop_pipe` closes, the run stops; another run can continue it.
     """
     return asyncio.run(_run(settings, batch_id, stop_pipe))
 
@@ -117,7 +117,7 @@ class _BatchJob:
             return await self._fail("output_missing", "the answers were deleted while it ran")
 
     async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
-        """Calls a function in a thread, and renews the lease meanwhile."""
+        """Calls a function in a thread. Meanwhile, renews the lease of the batch."""
         work = asyncio.create_task(asyncio.to_thread(call, *args))
         while not (await asyncio.wait([work], timeout=LEASE_MS / 4000))[0]:
             with suppress(redis.RedisError):  # `_look` notices a lost lease
@@ -125,7 +125,7 @@ class _BatchJob:
         return work.result()
 
     async def _run_lines(self, record: BatchRecord, source: Path, total: int) -> bool:
-        """Runs the lines. Returns False if another process must continue the batch."""
+        """Runs the lines of the batch. Returns False if another process must continue the batch."""
         self._log.info("batch begins", total=total)
         await self._batches.update(
             record.id,
@@ -169,7 +169,6 @@ class _BatchJob:
         return True
 
     def _queues(self, record: BatchRecord) -> ServedQueues:
-        """Returns the queues of the gateway that accepted the batch."""
         return ServedQueues(
             lambda name: AsyncClient(self._connection, name),
             [self._settings.queue, *record.queues],
@@ -200,7 +199,7 @@ class _BatchJob:
         return Ending.STOPPED if await self._gives_way(record, run) else None
 
     async def _gives_way(self, record: BatchRecord, run: BatchRun) -> bool:
-        """Returns whether this batch stops for now so that a batch of another tenant can run.
+        """Returns whether this run must stop so that a batch of another tenant can run.
 
         After its turn, a batch stops for a tenant with fewer running batches. A batch that only
         waits for its key's rate limits stops sooner, and for any other tenant.
@@ -214,7 +213,7 @@ class _BatchJob:
         return any(only_waits or running[each] < running[own] for each in waiting if each != own)
 
     async def _finalize(self, record: BatchRecord) -> str:
-        """Makes files from the written lines. Keeps files that an earlier process made."""
+        """Stores the output and error files, unless an earlier process did. Returns the status."""
         changes: dict[str, Any] = {}
         parts = (
             ("output", record.completed, "0", "output_file_id"),
@@ -254,7 +253,7 @@ class _BatchJob:
 
 
 class RunnerLease:
-    """The right to run a batch, for LEASE_MS at a time. Only one process has it."""
+    """The right to run a batch. Only one process has it, and must renew it within LEASE_MS."""
 
     def __init__(self, queue: AsyncRequestQueue, batch_id: str) -> None:
         self._queue = queue

@@ -28,9 +28,10 @@ class BatchIsRunningError(PromptqError):
 
 
 class Journal:
-    """Appends answers and errors to the two files. As a context manager, locks the files.
+    """Appends answers to a batch's output file, and errors to its error file.
 
-    Raises BatchIsRunningError if another process has locked them. Cuts off an incomplete last line.
+    As a context manager, locks both files, and raises BatchIsRunningError if another process has
+    locked them. Cuts off an incomplete last line.
     """
 
     def __init__(self, batch_id: str, output: Path, errors: Path) -> None:
@@ -60,7 +61,7 @@ class Journal:
         self._count_usage(body)
 
     def add_refusal(self, refused: RefusedLineError) -> None:
-        """Writes the error of a request that the gateway would refuse."""
+        """Writes the error of a line that the gateway would refuse."""
         response = {
             "status_code": refused.status,
             "request_id": refused.request_id,
@@ -144,9 +145,9 @@ def _open_locked(path: Path) -> BinaryIO:
 def _numbers_in(
     file: BinaryIO, on_body: Callable[[dict[str, Any]], object] | None = None
 ) -> set[int]:
-    """Returns the input line numbers in a file's complete lines. Cuts off an incomplete rest.
+    """Returns the input line numbers in a file's complete lines. Cuts off an incomplete last line.
 
-    `on_body` is called with the body of each answer.
+    Calls `on_body` with the body of each answer.
     """
     numbers, num_bytes = set(), 0
     for line in file:

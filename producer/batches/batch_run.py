@@ -57,7 +57,7 @@ _UNFINISHED = {
         "the request was not finished before the batch's window ended",
     ),
 }
-"""The error of a line that is not done when the batch ends: OpenAI's code, and a sentence."""
+"""OpenAI's error code and a message for the lines without an answer, by how the batch ended."""
 _SPOILT = Result(
     text="",
     token_ids=[],
@@ -65,11 +65,11 @@ _SPOILT = Result(
     usage=Usage(),
     error=ErrorInfo(type="spoilt_record", message="its record in the queue was spoilt"),
 )
-"""The result of a request whose record breaks the protocol."""
+"""The result that is used if a request's record in Redis breaks the protocol."""
 
 
 class _StoppedError(Exception):
-    """A stop was requested while the server is away."""
+    """The run was stopped while the Redis server is away."""
 
 
 class BatchRun:
@@ -104,9 +104,10 @@ class BatchRun:
         self._synced_at = time.monotonic()
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
-        """Runs the lines that are not done. Before each round, `look` may return a reason to end.
+        """Runs the lines that are not done yet. Returns how the run ended.
 
-        Raises redis.RedisError or RedisSideError if the server stays away. A later run continues.
+        Calls `look` before each round of reading results; `look` may return a reason to end. Raises
+        redis.RedisError or RedisSideError if the server stays away. A later run can then continue.
         """
         try:
             while self._ending is None:
@@ -154,7 +155,7 @@ class BatchRun:
     async def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
     ) -> AsyncIterator[LineRequest | None]:
-        """Yields the lines to run. Yields None as long as the next line's model is still loading.
+        """Yields the lines to run; None while a worker is still loading the next line's model.
 
         For a line that is not a request, writes an error instead.
         """
@@ -208,7 +209,6 @@ class BatchRun:
                 await self._refuse_if_too_large(item)
 
     def _first_held_back(self) -> LineRequest | None:
-        """Removes and returns a postponed line that may be tried again; None if there is none."""
         for number, item in self._held_back.items():
             if not self._is_full(item):
                 return self._held_back.pop(number)
@@ -248,7 +248,7 @@ class BatchRun:
             self._journal.add_refusal(self._gateway.too_large(item, error.limit))
 
     async def _collect(self) -> int:
-        """Writes the answers of lines whose requests have ended. Returns their number."""
+        """Writes the answers of lines whose requests have ended. Returns the number of lines."""
         requests = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
         states = await self._of_all(requests, _state_and_result)
         for (item, new), (state, result) in zip(requests, states, strict=True):
@@ -270,7 +270,7 @@ class BatchRun:
         requests: Sequence[RequestOfLine],
         call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
     ) -> list[T]:
-        """Makes a call for each request, in one round trip per queue. Returns results in order."""
+        """Makes a call for each request, in one round trip per queue. Returns values in order."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
         for at, (item, _) in enumerate(requests):
             by_queue.setdefault(item.served.queue, []).append(at)
@@ -282,7 +282,7 @@ class BatchRun:
         return [results[at] for at in range(len(requests))]
 
     async def _expire_written(self) -> None:
-        """Makes requests expire soon after their lines were written to the disk.
+        """Writes the journal to the disk. Then makes the requests of its new lines expire soon.
 
         Dead letters never expire, so that people can find out why they failed.
         """
@@ -307,7 +307,6 @@ class BatchRun:
         return self._journal.add_answer(line.number, line.custom_id, item.request_id, answer)
 
     def _error_of_unfinished(self, reason: FinishReason) -> tuple[str, str]:
-        """Returns the error code and message for a request that did not finish."""
         if self._ending in _UNFINISHED:
             return _UNFINISHED[self._ending]
         until = self._options.expires_at
@@ -316,7 +315,7 @@ class BatchRun:
         return f"request_{reason}", f"the request was {reason}"
 
     async def _give_up(self, code: str, message: str) -> None:
-        """Cancels the lines in flight. Writes this error for each line that then has no answer."""
+        """Cancels the requests in flight. Writes this error for each line without an answer."""
         # An earlier process may have enqueued these lines, too.
         while len(self._in_flight) < self._options.max_in_flight:
             if (item := await anext(self._lines, None)) is None:
@@ -353,7 +352,7 @@ class BatchRun:
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeats a call while the server is away or refuses it. The call must be safe to repeat.
 
-        Raises errors about credentials and permissions without repeating the call.
+        Gives up after `retry_seconds`. Raises errors about credentials and permissions at once.
         """
         until: float | None = None
         while True:
@@ -373,9 +372,9 @@ class BatchRun:
 def _state_and_result(
     queue: AsyncRequestQueue, new: NewRequest
 ) -> Call[tuple[RequestState | None, Result | None]]:
-    """Reads the state of a request (None if unknown) and, after its end, its result.
+    """Reads the state of a request (None if unknown) and, if it has ended, its result.
 
-    If the record breaks the protocol, the state is failed.
+    If the record breaks the protocol, the state is `failed`.
     """
 
     def parse(reply: list[bytes | None]) -> tuple[RequestState | None, Result | None]:

@@ -1,4 +1,4 @@
-"""Like the gateway, converts a batch's line into requests, and results into the line's answer."""
+"""Converts a batch's line into requests, and their results into an answer, as the gateway does."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _READERS = dict(zip(URLS, (read_chat, read_completion, read_embedding_call), str
 
 @dataclass(slots=True)
 class LineRequest:
-    """A line in progress: its requests, and their results so far."""
+    """A line of a batch in progress: its requests, and their results so far."""
 
     line: BatchLine
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """The part of the line's cost that was not counted yet towards the caller's rate limits."""
+    """The part of the line's cost that does not count towards the caller's rate limits yet."""
     served: ServedQueue
     """The queue that serves the line's model."""
     results: dict[str, Result] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class LineRequest:
 
 
 class LineGateway:
-    """Reads lines and answers them, each like a call to the gateway."""
+    """Converts lines into requests, and results into answers, as the gateway does for calls."""
 
     def __init__(self, batch_id: str, queues: ServedQueues, options: RunOptions) -> None:
         self._batch_id = batch_id
@@ -57,7 +57,7 @@ class LineGateway:
         self._options = options
 
     async def of(self, line: BatchLine) -> LineRequest | None:
-        """Returns the line with its requests; None while a worker is still loading the model.
+        """Converts a line into requests; None while a worker is still loading the line's model.
 
         Raises RefusedLineError if the gateway would refuse the line.
         """
@@ -87,10 +87,11 @@ class LineGateway:
         return LineRequest(line, request_id, new, rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
-        """Counts a line's cost towards the caller's rate limits, and returns 0, if they have room.
+        """Returns the seconds until the caller's rate limits have room for the line.
 
-        Otherwise, returns the seconds to wait. As at OpenAI, an API key has separate limits for its
-        calls and for its batches. Raises RefusedLineError if the line alone exceeds a limit.
+        If there is room now, counts the line's cost and returns 0. As at OpenAI, an API key has
+        separate limits for its calls and for its batches. Raises RefusedLineError if the line alone
+        exceeds a limit.
         """
         caller = self._options.caller
         if caller is None or not item.rates:
@@ -105,7 +106,7 @@ class LineGateway:
         return reply.wait_ms / 1000
 
     async def answer(self, item: LineRequest) -> dict[str, Any]:
-        """Returns the body of the answer. Raises RefusedLineError if a request failed."""
+        """Returns the body of the line's answer. Raises RefusedLineError if a request failed."""
         view = await item.served.view()
         call = _call_of(item.line).with_model_of(await self._queues.aliases())
         completion = completion_of(call, item.request_id, view.model)
@@ -123,7 +124,7 @@ class LineGateway:
         return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
 
     def _in_the_window(self, new: NewRequest) -> NewRequest:
-        """Returns the request with a deadline that is not after the end of the batch's window."""
+        """Returns the request with a deadline that is no later than the end of the batch."""
         if self._options.expires_at is None:
             return new
         left = max(1, int((self._options.expires_at - time.time()) * 1000))
@@ -133,7 +134,6 @@ class LineGateway:
 
 
 def _holder(caller: Caller) -> str:
-    """Returns the name under which the queue counts the rate limits of a caller's batches."""
     return f"{caller.name}:batches"
 
 

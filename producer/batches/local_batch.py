@@ -30,14 +30,14 @@ from promptq.shared.settings.common import ReaperSettings, read_settings_of
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """The end of a local batch. It is complete if each input line has an answer or an error."""
+    """The outcome of a local batch. `is_complete`: each input line has an answer or an error."""
 
     is_complete: bool
     progress: BatchProgress
 
 
 def errors_beside(output: Path) -> Path:
-    """Returns the default file for lines without an answer, such as `out.errors.jsonl`."""
+    """Returns the default path of the file for errors, such as `out.errors.jsonl`."""
     return output.with_name(f"{output.stem}.errors{output.suffix}")
 
 
@@ -133,7 +133,7 @@ def _check_apart(source: Path, *others: Path) -> None:
 
 
 def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
-    """Returns the id of the run to which the files belong, or of a new run."""
+    """Returns the id, stored in the file `mark`, of the run that wrote the output, or a new id."""
     with source.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if mark.exists() and output.exists():  # the output is created before any request is enqueued

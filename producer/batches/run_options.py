@@ -14,18 +14,18 @@ from promptq.producer.admin.api_keys import ApiKey
 
 
 class Ending(StrEnum):
-    """Why a run ended. All values except `stopped` are also last statuses of a batch."""
+    """Why a run ended. Each value except `stopped` is also a final status of a batch."""
 
     COMPLETED = "completed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     STOPPED = "stopped"
-    """The process had to stop. Another process may continue the run."""
+    """The process had to stop before the batch ended. Another process may continue the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """Counts of a batch: `total` lines, `completed` in the output, `failed` in the error file."""
+    """Numbers of lines: `completed` lines are in the output, `failed` lines in the error file."""
 
     total: int
     completed: int
@@ -45,9 +45,9 @@ class RunOptions:
     caller: ApiKey | None = None
     """The key whose rights limit the lines; None: no limits."""
     expires_at: float | None = None
-    """End of the batch's window in Unix seconds. The batch's requests expire at this time."""
+    """Unix time in seconds at which the batch and its requests expire; None: never."""
     retry_seconds: float = 60.0
-    """Seconds to wait for a server that is away before the error is raised."""
+    """Seconds for which calls are repeated while the server is away. Then the error is raised."""
 
 
 def stop_signals(pipe: int | None = None) -> asyncio.Event:

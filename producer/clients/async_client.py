@@ -105,7 +105,7 @@ class AsyncClient:
 
     @property
     def queue(self) -> AsyncRequestQueue:
-        """The queue itself, for operations without a method of the client.
+        """The request queue, for operations for which the client has no method.
 
         A client made from a URL has its queue only after connecting, such as in `async with`.
         """
@@ -140,7 +140,7 @@ class AsyncClient:
         return own_id
 
     async def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Enqueue requests, all or none. Returns their ids.
+        """Enqueue several requests, either all of them or none. Returns their ids.
 
         Each request is a mapping of the arguments of `enqueue`, such as `{"prompt": "Once"}`.
         """
@@ -228,7 +228,7 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue samples and return their results. `timeout` (seconds) is for all together."""
+        """Enqueue `n` requests with one prompt, and return all results within `timeout` seconds."""
         request_ids = await self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [await self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -244,7 +244,7 @@ class AsyncClient:
         timeout: float | None = None,
         **fields: Any,
     ) -> Embeddings:
-        """Turn a text, or several, into vectors. Texts are enqueued all or none.
+        """Turn a text, or several, into vectors. Either all texts are enqueued or none.
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
         tokens) or the worker's default. `dimensions` is the number of components to keep of each
@@ -506,7 +506,6 @@ class AsyncClient:
         return (await self._connected()).keys
 
     async def _do(self, steps: Call[T] | Operation[T]) -> T:
-        """Sends a call, or runs an operation. Returns the result."""
         queue = await self._connected()
         with explained(self.url):
             if isinstance(steps, Call):
@@ -519,7 +518,6 @@ class AsyncClient:
             return await heeding_cancels(queue.enqueue(traced))
 
     async def _read(self, request_id: str, timeout: float | None) -> list[TokenEvent]:
-        """Returns all events of a stream."""
         events: list[TokenEvent] = []
         await self.follow(request_id, events.append, timeout=timeout)
         return events
@@ -529,10 +527,10 @@ class AsyncClient:
         return follow(keys, request_id, from_index, silence=self._silence, timeout=timeout)
 
     async def _carry_out(self, begin: Callable[[], GoOn[Any]]) -> AsyncGenerator[Any, None]:
-        """Connects the client, if it is not connected yet, and then performs a stream's actions.
+        """Connects the client if needed, and carries out a stream's actions.
 
-        `begin` returns a function that takes the answer to an action and returns the next action.
-        If the function returns something else, yields it. Ends when the function returns None.
+        `begin` returns a function that takes the answer to an action and returns the next action. A
+        value that is no action is yielded. The stream ends when the function returns None.
         """
         await self._connected()
         go_on = begin()

@@ -43,7 +43,7 @@ def server_url(url: str | None = None) -> str:
 
 
 def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
-    """Returns the error with advice how to start a server, unless a server has answered."""
+    """Returns the error with advice on how to start a server, unless a server has answered."""
     if isinstance(error, RedisBusyError | RedisProtocolError):
         return error
     return RedisUnavailableError(f"{error}; {HOW_TO_GET_A_SERVER}")
@@ -64,7 +64,7 @@ def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str
 
 
 def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:
-    """Raises ConfigurationError for a client of redis-py that decodes replies or uses no UTF-8."""
+    """Raises ConfigurationError if a client decodes replies or has another encoding than UTF-8."""
     options = pool.connection_kwargs
     if options.get("decode_responses"):
         raise ConfigurationError("redis: give a client that was made without decode_responses=True")

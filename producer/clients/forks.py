@@ -20,18 +20,16 @@ from promptq.shared.runtime.turns import Work, sliced
 _NOT_COPIED = frozenset(
     {"seed", "idempotency_key", "trace_context", "prompt_logprobs", "output_prefix"}
 )
-"""Fields that a fork does not copy. With the source's seed, it would draw the same tokens again."""
+"""Fields that a fork does not copy. The source's seed would sample the same tokens again."""
 
 FIXED = ("prompt", "messages", "tools", "chat_template_kwargs", "model", "output_prefix")
-"""Fields that a fork cannot change, because the copied tokens belong to this prompt."""
+"""Fields that a fork cannot change, because the copied tokens belong to the source's prompt."""
 
 
 _SKIPPED = dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_texts"), lambda item: None)
 
 
 class _Output(BaseModel):
-    """The token ids of an event or of a result."""
-
     token_ids: list[int]
 
 
@@ -88,7 +86,7 @@ class ForkSource:
 
 
 def check_changes(changes: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError that names the first changed field that a fork cannot change."""
+    """Raises InvalidRequestError if a fork cannot change one of these fields, such as `prompt`."""
     for name in FIXED:
         if name in changes:
             raise InvalidRequestError(
@@ -124,7 +122,6 @@ def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
 
 
 def _token_ids_in(outputs: list[bytes]) -> Work[list[int]]:
-    """Returns the token ids in events, or in a result. Raises ValueError, RecursionError."""
     token_ids: list[int] = []
     for output in filter(None, outputs):
         fields = yield from object_in(output.decode(), _SKIPPED)

@@ -20,9 +20,9 @@ Messages = list[dict[str, Any]]
 def compose(
     requests: Iterable[Mapping[str, Any]], account: TokenAccount | None = None
 ) -> list[NewRequest]:
-    """Returns a request for each mapping of payload fields, `request_id` and `delay_ms`.
+    """Builds a request from each mapping of payload fields, `request_id` and `delay_ms`.
 
-    Output is charged to `account`, if any. Raises InvalidRequestError for the first wrong field.
+    Output is charged to the rate limit `account`. Raises InvalidRequestError for a wrong field.
     """
     composed = [_compose_one(dict(fields)) for fields in requests]
     return [replace(new, account=account) for new in composed] if account else composed
@@ -74,7 +74,7 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
 
 
 def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
-    """Returns the error for a value that is not JSON: half a surrogate pair, or a circular list."""
+    """Returns the error for the field whose value is not JSON, such as half a surrogate pair."""
     for name, value in fields.items():
         try:
             from_json(to_json({name: value}))
@@ -87,7 +87,7 @@ def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields, with a new request id if they have none. Ids of samples begin with it."""
+    """Returns the fields with a request id. If they have none, the id is new."""
     request_id = fields.get("request_id")
     checked_id = new_request_id() if request_id is None else check_request_id(request_id)
     return {**fields, "request_id": checked_id}
@@ -109,6 +109,6 @@ def call_fields(
     delay_ms: int,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
-    """Returns the arguments of a client's method as one mapping for `compose`."""
+    """Returns the arguments of a client's method as one mapping, which `compose` accepts."""
     own = {"prompt": prompt, "messages": messages, "request_id": request_id, "delay_ms": delay_ms}
     return {**fields, **own}

@@ -37,7 +37,7 @@ _LARGE_BYTES = 65_536
 """The most bytes of an event that is parsed in one go. A larger event is parsed in slices."""
 
 SILENCE_SECONDS = 3.0
-"""Seconds without an event after which the log is read. The last event may have been lost."""
+"""Seconds without an event after which the log is read, because the last event may be lost."""
 
 GIVE_UP_SECONDS = 60.0
 """Seconds for which a stream tries to reconnect."""
@@ -47,7 +47,7 @@ _BACKOFF = EqualJitterBackoff(cap=4.0, base=0.1)
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Action: replace the stream's subscription by a new one. The answer is None."""
+    """Action: subscribe the stream to this channel instead of the last one. The answer is None."""
 
     channel: str
     sharded: bool
@@ -55,14 +55,14 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Action: make a call. The answer is its value."""
+    """Action: send a call to the server. The answer is the call's value."""
 
     call: Call[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Action: wait for a message. The answer is the result of `heard`, or None after `seconds`."""
+    """Action: wait for a message. The answer is what `heard` returns, or None after `seconds`."""
 
     seconds: float
 
@@ -75,7 +75,7 @@ class Sleep:
 
 
 Action = Subscribe | Ask | Wait | Sleep | TokenEvent
-"""An action of a stream. A TokenEvent is the reader's next event; its answer is None."""
+"""An action of a stream. A TokenEvent is the next event for the reader; its answer is None."""
 
 Steps = Generator[Action, Any, None]
 
@@ -90,9 +90,10 @@ class Notice(Enum):
 
 
 def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
-    """Returns the event in a pub/sub message of redis-py, or `SUBSCRIBED`; otherwise None.
+    """Returns the JSON of the event in a pub/sub message of redis-py.
 
-    Raises redis.ConnectionError if the server has ended the subscription by itself.
+    Returns `Notice.SUBSCRIBED` for a new subscription, and None for other messages. Raises
+    redis.ConnectionError if the server has ended the subscription by itself.
     """
     kind = message["type"] if message else None
     if kind == "sunsubscribe":
@@ -104,7 +105,7 @@ def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
 
 
 def advance(steps: Steps, answer: Any) -> Action | None:
-    """Sends an answer, or raises an error, as the result of the last action.
+    """Resumes a stream with the answer to its last action. An error is raised inside the stream.
 
     Returns the next action; None if the stream has ended.
     """
@@ -123,10 +124,10 @@ def follow(
     timeout: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Steps:
-    """Streams a request's events to its last one, from the first event or from the event that
-    contains token `from_index`.
+    """Streams the events of a request, beginning with the event that contains token `from_index`
+    (counted from 0).
 
-    If the log was already folded into the request's result, all undelivered output is one event.
+    After a request's end, its result replaces the log. Then all undelivered output is one event.
     With a `from_index` inside the output, this event has `index` 0 and contains the whole output,
     because a result does not show which text belongs to which token. A Redis user who may not read
     requests' records gets only events of the log and the channel, and waits if there is no log.
@@ -138,7 +139,7 @@ def follow(
 
 
 class _Folded(BaseModel):
-    """The content of the log, folded into the record's field `result`."""
+    """The output in the field `result` of a request's record. It replaces the log after the end."""
 
     text: str
     token_ids: list[StoredTokenId]
@@ -157,7 +158,7 @@ _WITHOUT_PROMPT: _Readers = {**_READERS, "prompt_logprobs": lambda item: None}
 
 
 def _read_in_parts(kind: type[_Kind], text: bytes, readers: _Readers) -> Work[_Kind | None]:
-    """Parses a text in slices; None if it is not of this kind: any program may have written it."""
+    """Parses JSON as a `kind`, in slices because the text may be large; None if it is not valid."""
     try:
         return kind.model_validate((yield from object_in(text.decode(), readers)))
     except (ValueError, RecursionError):
@@ -171,7 +172,7 @@ def _folded_in(result: bytes) -> Generator[Action, Any, _Folded | None]:
 def _event_in(
     text: bytes, readers: _Readers = _READERS
 ) -> Generator[Action, Any, TokenEvent | None]:
-    """Parses an event, a large one in slices. None if another program sent a text that is none."""
+    """Parses an event; None if the text is not one. Parses a large event in slices."""
     if len(text) > _LARGE_BYTES:  # such an event has the logprobs of a whole prompt
         return (yield from sliced(_read_in_parts(TokenEvent, text, readers), Sleep(0)))
     try:
@@ -254,7 +255,7 @@ class _Stream:
         yield self._delivered(event)
 
     def _check(self, index: int, token_ids: list[int]) -> None:
-        """Raises StreamChangedError if these tokens from `index` on differ from delivered ones."""
+        """Raises StreamChangedError if delivered tokens from `index` on differ from `token_ids`."""
         if self._text_from is None or index >= self._position:
             return
         start = max(index, self._text_from)
@@ -268,7 +269,6 @@ class _Stream:
             )
 
     def _delivered(self, event: TokenEvent) -> TokenEvent:
-        """Records that an event is delivered, and returns it."""
         if self._text_from is None:
             self._text_from = event.index
         self._position = max(self._position, event.end)
@@ -374,7 +374,7 @@ class _Stream:
         return False
 
     def _rest(self, last_event: TokenEvent, result: _Folded) -> TokenEvent:
-        """Returns the last event, with the part of the result that was not delivered yet."""
+        """Returns the last event with that part of the result that was not delivered before."""
         start, text_start = self._position, self._text_length
         if self.from_index >= len(result.token_ids):
             start, text_start = len(result.token_ids), len(result.text)
@@ -395,7 +395,7 @@ class _Stream:
         )
 
     def _ask(self, call: Call[T], otherwise: T) -> Generator[Action, Any, T]:
-        """Returns the call's value, or `otherwise` if the key has the wrong type."""
+        """Makes a call. Returns its value, or `otherwise` if its Redis key has the wrong type."""
         try:
             answer: T = yield Ask(call)
         except redis.ResponseError as error:

@@ -25,7 +25,7 @@ from promptq.shared.errors import QueueClosedError
 from promptq.shared.runtime.tasks import end, heeding_cancels
 
 MAX_UNREAD = 256
-"""The most messages that wait for a stream. If one more comes, `MISSED` replaces those waiting."""
+"""The most messages that wait for a stream. One more message replaces them all by `MISSED`."""
 
 _MAX_RECONNECT_SECONDS = 0.1
 
@@ -43,7 +43,7 @@ _SHARDED = {b"smessage", b"ssubscribe", b"sunsubscribe"}
 
 
 class Subscriptions:
-    """The connection, its keeper, and for each channel the mailboxes that follow it."""
+    """The connection, its reading task (the keeper), and the mailboxes that follow each channel."""
 
     def __init__(self, client: Any) -> None:
         self._redis = client
@@ -65,7 +65,7 @@ class Subscriptions:
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Puts a channel's messages into a mailbox from now on. Raises QueueClosedError.
+        """Puts each new message of a channel into a mailbox. Raises QueueClosedError.
 
         Messages that were sent before the mailbox got its first `SUBSCRIBED` may be missing.
         """
@@ -79,7 +79,7 @@ class Subscriptions:
             self._keeper = asyncio.create_task(self._keep())
 
     async def leave(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Takes a mailbox off a channel. Closes the connection after the last mailbox has left."""
+        """Ends a `join`. The last mailbox that leaves closes the connection."""
         mailboxes = self._mailboxes.get(channel, [])
         if mailbox not in mailboxes:
             return  # the connection failed before
@@ -109,7 +109,7 @@ class Subscriptions:
                 self._fail(error)
 
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
-        """Reads replies until the connection is lost. If no reply came at all, raises the error."""
+        """Reads replies until the connection is lost. Raises the error if no reply came before."""
         self._requested.clear()
         self._unanswered.clear()
         self._leaving.clear()
@@ -187,7 +187,7 @@ class Subscriptions:
                 raise redis.ConnectionError("the cluster has moved the channel to another node")
 
     def _refuse(self, error: redis.ResponseError) -> None:
-        """Passes the error to the first subscription without a reply: replies come in order.
+        """Passes the error to the oldest subscription without a reply: replies come in order.
 
         If a stream still waits for a refused channel, the next `_send_changes` subscribes again.
         """
@@ -234,10 +234,10 @@ class Mailbox:
         self._subscriptions.join(self._channel, self)
 
     async def listen(self, seconds: float, go_on: GoOn[T]) -> T:
-        """Calls `go_on` with each message until it returns no `Wait`. Then returns this result.
+        """Calls `go_on` with each message. Returns its first result that is not a `Wait`.
 
         The keeper calls `go_on`, so the listening task wakes up only at the end. `go_on` gets an
-        error if the connection is lost, and None if no message came in time.
+        error if the connection is lost, and None if no message came within `seconds`.
         """
         while self._unread:
             todo = go_on(self._unread.popleft())
@@ -283,10 +283,10 @@ class Mailbox:
             self._todo.set_result(todo)
 
     def _set_timer(self, seconds: float) -> None:
-        """Sets the deadline. Keeps a timer that fires before the deadline: it then sets the next.
+        """Sets the deadline. An earlier timer stays, and sets the next timer when it fires.
 
-        Nearly all waits end before their deadlines. A new timer for each wait would double the
-        cost of a wait.
+        Nearly all waits end before their deadlines. A new timer for each wait would double the cost
+        of a wait.
         """
         self._deadline = self._loop.time() + seconds
         if self._timer is not None:

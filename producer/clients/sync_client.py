@@ -80,7 +80,7 @@ class Client:
     """
 
     queue: RequestQueue
-    """The queue itself, for operations without a method of the client."""
+    """The request queue, for operations for which the client has no method."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Client:
         return own_id
 
     def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Enqueue requests, all or none. Returns their ids.
+        """Enqueue several requests, either all of them or none. Returns their ids.
 
         Each request is a mapping of the arguments of `enqueue`, such as `{"prompt": "Once"}`.
         """
@@ -228,7 +228,7 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue samples and return their results. `timeout` (seconds) is for all together."""
+        """Enqueue `n` requests with one prompt, and return all results within `timeout` seconds."""
         request_ids = self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -244,7 +244,7 @@ class Client:
         timeout: float | None = None,
         **fields: Any,
     ) -> Embeddings:
-        """Turn a text, or several, into vectors. Texts are enqueued all or none.
+        """Turn a text, or several, into vectors. Either all texts are enqueued or none.
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
         tokens) or the worker's default. `dimensions` is the number of components to keep of each
@@ -444,7 +444,6 @@ class Client:
         return self.queue.keys
 
     def _do(self, steps: Call[T] | Operation[T]) -> T:
-        """Sends a call, or runs an operation. Returns the result."""
         with explained(self.url):
             if isinstance(steps, Call):
                 return self.queue.run(steps)
@@ -456,7 +455,6 @@ class Client:
             return self.queue.enqueue(traced)
 
     def _read(self, request_id: str, timeout: float | None) -> list[TokenEvent]:
-        """Returns all events of a stream."""
         return list(self.stream(request_id, timeout=timeout))
 
     def _carry_out(self, steps: Steps) -> Iterator[TokenEvent]:

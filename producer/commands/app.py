@@ -126,7 +126,6 @@ _FOR_WORKER: dict[str, dict[str, Any]] = {
 
 @cache
 def _load(name: str) -> Any:
-    """Returns the command or group of this name."""
     panel = _PANEL_OF[name]
     with quick_imports():
         command = getattr(import_module(f"{_PACKAGE}.{_PANELS[panel][name]}"), name)

@@ -36,7 +36,7 @@ _MAX_TENANTS = 10_000
 
 
 class Dispatcher:
-    """One of several dispatchers. Only the leader works. If it dies, another one leads."""
+    """Enqueues batches in RQ. Of several dispatchers only one, the leader, does so."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Dispatcher:
         return self._queue.run(scripts.hold(self._keys, key, self._holder, ttl_ms))
 
     def hand_out_batches(self) -> int:
-        """Enqueues new or interrupted batches, one for each free worker. Returns their number."""
+        """Enqueues new or interrupted batches, one for each free RQ worker. Returns how many."""
         unfinished = self._unfinished_batches()
         if not unfinished:
             self._starting.clear()
@@ -126,7 +126,6 @@ class Dispatcher:
         return batch_ids
 
     def _running(self, ids: set[str]) -> set[str]:
-        """Returns the batches among `ids` that a process runs."""
         listed = sorted(ids)
         keys = [self._keys.batch_runner(batch_id) for batch_id in listed]
         are_run = self._queue.run([Call("", ["EXISTS", key], bool) for key in keys])

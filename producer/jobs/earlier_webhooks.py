@@ -17,7 +17,7 @@ from promptq.shared.runtime.logs import get_logger
 
 _JOB_ID = re.compile(rb"msg_[0-9a-f]{32}")
 _MAX_BYTES = 16 * 1024 * 1024
-"""The most bytes of a job, packed and unpacked. A job has the whole message of a webhook."""
+"""The most bytes of a webhook's job in RQ, compressed or not. A job has the whole message."""
 _PAGE = 500
 
 

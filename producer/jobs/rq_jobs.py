@@ -90,7 +90,7 @@ def rq_queue_name(queue: str, work: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobJson:
-    """RQ's serializer, for one queue of RQ. It decodes only calls of functions in the table."""
+    """A serializer for one queue of RQ. It decodes only calls of functions in `_TABLE`."""
 
     rq_queue: str
     more: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -100,7 +100,7 @@ class JobJson:
         return json.dumps(value).encode()
 
     def loads(self, data: bytes) -> tuple[str, None, list[Any], dict[str, Any]]:
-        """Decodes a call if its function is in the table. Raises ValueError for any other call.
+        """Decodes a call if its function is in `_TABLE`. Raises ValueError for any other call.
 
         The arguments in `data` are the promptq queue, and the batch's id if the job runs a batch.
         """
@@ -211,7 +211,7 @@ class ListedWorker(Worker):
 
 
 def _delete_strangers(queue: Queue) -> None:
-    """Deletes entries of RQ's lists that RQ could not read."""
+    """Deletes entries of RQ's lists that are not ids in the form that RQ writes."""
     client: Any = queue.connection
     for key in (queue.key, queue.intermediate_queue.key):
         with _errors_logged(key):
@@ -270,7 +270,7 @@ def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: o
 
 
 def upkeep_queue(queue: str, connection: redis.Redis) -> Queue:
-    """Returns RQ's queue for upkeep, which need not wait while batches occupy workers for hours."""
+    """Returns RQ's queue for upkeep. It is separate, because batches occupy workers for hours."""
     return _queue(rq_queue_name(queue, UPKEEP), connection)
 
 
@@ -321,7 +321,7 @@ def batches_waiting(queue: Queue) -> set[str]:
 
 
 def num_workers(queue: Queue) -> int:
-    """Returns the number of RQ's live workers. A killed worker still counts for about a minute."""
+    """Returns the number of RQ's live workers. A killed worker counts for about another minute."""
     client: Any = queue.connection
     listed = client.smembers(WORKERS_BY_QUEUE_KEY % queue.name)
     return sum(1 for key in listed if _WORKER_KEY.fullmatch(key))

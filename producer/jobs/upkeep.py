@@ -99,7 +99,7 @@ def _sweep_old(folder: Path) -> int:
 
 
 def roll_up(settings: JobsSettings) -> str:
-    """Writes one entry for each past minute, from the samples of the statistics in this minute.
+    """Summarises the statistics: writes one entry for each past minute with samples.
 
     The entry's id is the minute, so no entry is written twice. Rates and counts are means,
     `finished` is a sum, and 95th percentiles are the largest in the minute.
@@ -149,7 +149,7 @@ def _ms_of(entry_id: bytes) -> int:
 
 
 def _one_of(samples: list[dict[str, str]]) -> dict[str, str]:
-    """Returns one sample made of a minute's samples, without values that are not numbers."""
+    """Returns a summary of a minute's samples. Skips values that are not numbers."""
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, text in sample.items():

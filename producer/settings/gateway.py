@@ -94,7 +94,7 @@ class GatewaySettings(FilesSettings):
 
     @property
     def served_queues(self) -> tuple[str, ...]:
-        """The names for `ServedQueues`. If no queue is set, all queues of the server are served."""
+        """Names of the queues to serve; `*` stands for all. If none is set, all are served."""
         if not self.queues:
             return (self.queue,) if "queue" in self.model_fields_set else (self.queue, ALL_QUEUES)
         names = [name for name in self.queues if name != ALL_QUEUES] or [self.queue]

@@ -47,14 +47,14 @@ _PAGE = 500
 _PAGES = 4
 """The most pages of ended requests to read before the leader renews its lead."""
 _RECORD_MS = 26 * 3_600_000
-"""Milliseconds to keep a record for its webhook: beyond the last attempt; as in ending.lua."""
+"""Milliseconds to keep a record for its webhook, more than all attempts take; as in ending.lua."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300
 
 
 class Waiting(BaseModel):
-    """A webhook that waits for a call."""
+    """A webhook that waits for its next attempt."""
 
     tenant: str = ""
     attempts: Annotated[int, Field(ge=0, le=len(BACKOFF_SECONDS))] = 0
@@ -74,7 +74,7 @@ class DeadWebhook(BaseModel):
 
 
 def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
-    """Returns webhooks that were given up, latest first, without spoilt entries."""
+    """Returns webhooks that were given up, the latest first. Skips entries that are not valid."""
     client = client_of(connection, keys)
     entries: list[Any] = []
     with errors_logged(keys.webhooks_dead):
@@ -90,7 +90,7 @@ def _dead_of(entry: tuple[bytes, Any]) -> DeadWebhook:
 class _Outcome(BaseModel):
     kind: Literal["over", "failed", "undeliverable", "full", "away"]
     """The outcome of an attempt. `over`: done or not needed. `failed`: to be tried again.
-    `undeliverable`: given up. `full`: its receiver has no free place. `away`: Redis is away."""
+    `undeliverable`: given up. `full`: too many calls at once. `away`: Redis is away."""
     reason: str = ""
     receiver: str | None = None
 
@@ -133,14 +133,14 @@ class Deliveries:
         self._begin()
 
     def pause(self) -> None:
-        """Begins no calls, because another process leads. The next `go_on` reads all webhooks."""
+        """Starts no new calls while another process leads. The next `go_on` reads all webhooks."""
         if self._is_known:
             self._forget()
             self._is_known = False
         self._note()
 
     def wait(self, seconds: float) -> bool:
-        """Waits until a call ends, for up to `seconds`. Returns whether calls were in progress."""
+        """Waits for a call to end, up to `seconds`. Returns whether any was running before."""
         if not self._under_way:
             time.sleep(seconds)
             return False
@@ -189,7 +189,7 @@ class Deliveries:
         heapq.heappush(self._later, (item.due, request_id))
 
     def _take_in(self) -> int:
-        """Adds the webhooks of one page of ended requests. Returns the size of the page."""
+        """Adds the webhooks of up to `_PAGE` ended requests. Returns the number of requests."""
         key = self._keys.webhooks
         ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
         if not ids:
@@ -281,7 +281,7 @@ class Deliveries:
                 self._make_ready(request_id)
 
     def _write(self, request_id: str, outcome: _Outcome) -> None:
-        """Stores the outcome of a call. After a redis.RedisError, this must be repeated."""
+        """Stores the outcome of a call. After a redis.RedisError, the caller must call it again."""
         item = self._waiting.get(request_id)
         if outcome.receiver is not None and item is not None:
             self._receivers[request_id] = outcome.receiver

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 
 class Turns:
-    """The webhooks that are due, by tenant and receiver, and those that occupy a place.
+    """The webhooks that are due, by tenant and receiver, and those that are being called.
 
-    The receiver is None until the webhook's URL was read. Thread-safe.
+    A call occupies a place. A receiver is None until the webhook's URL was read. Thread-safe.
     """
 
     def __init__(self, places: int) -> None:
@@ -33,12 +33,12 @@ class Turns:
             self._due.setdefault(tenant, {}).setdefault(receiver, deque()).append(request_id)
 
     def forget_due(self) -> None:
-        """Forgets the webhooks that are due, but not those that occupy a place."""
+        """Forgets the webhooks that are due, but not those that are being called."""
         with self._lock:
             self._due.clear()
 
     def take(self) -> str | None:
-        """Returns the next webhook, which has a place until `give_back`; None if none may begin."""
+        """Returns the webhook to call next; None if none may begin. `give_back` frees its place."""
         with self._lock:
             may_begin = self._room()
             for tenant, by_receiver in self._due.items():
@@ -51,7 +51,7 @@ class Turns:
             return None
 
     def name_receiver(self, request_id: str, receiver: str) -> bool:
-        """Sets the receiver of a webhook that has a place. Returns whether the call may begin."""
+        """Sets the receiver of a taken webhook. Returns whether its call may begin."""
         with self._lock:
             tenant, known = self._held.pop(request_id)
             may_begin = known == receiver or self._room()(tenant, receiver)
@@ -63,7 +63,7 @@ class Turns:
             del self._held[request_id]
 
     def _room(self) -> Callable[[str, str | None], bool]:
-        """Returns a function that tells whether a tenant's call to a receiver may begin now."""
+        """Returns a function of tenant and receiver: whether a call may begin now."""
         num_free = self._places - len(self._held)
         of_tenant = Counter(tenant for tenant, _ in self._held.values())
         of_receiver = Counter(held for held in self._held.values() if held[1] is not None)

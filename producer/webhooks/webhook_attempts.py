@@ -32,7 +32,7 @@ class DeliveryError(PromptqError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message, and the URL to which it is sent."""
+    """The message of a webhook, and the URL to which it is sent."""
 
     webhook_id: str
     tenant: str
@@ -51,12 +51,12 @@ class Message:
 
 
 def webhook_id_of(queue: str, request_id: str) -> str:
-    """Returns a webhook's id. It is the same for all attempts: receivers can ignore repetitions."""
+    """Returns the id of a webhook. All attempts have this id, so receivers can skip repetitions."""
     return "msg_" + hashlib.sha256(f"{queue}:{request_id}".encode()).hexdigest()[:32]
 
 
 def tenant_of(name: str | None) -> str:
-    """Returns the tenant in a request's hash; '' if the text is not a valid name."""
+    """Returns the name if it is a valid name of a tenant, otherwise ''."""
     return name if name and is_name(name) else ""
 
 

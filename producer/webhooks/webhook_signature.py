@@ -57,11 +57,11 @@ class WebhookSecrets:
 
     @property
     def has_shared(self) -> bool:
-        """Whether the one secret of earlier releases, which all tenants share, still signs too."""
+        """Whether the one secret of releases before 0.3, shared by all tenants, still signs too."""
         return self._shared is not None
 
     def of(self, tenant: str) -> list[str]:
-        """Returns the tenant's own valid secrets, the newest first."""
+        """Returns the tenant's valid secrets, the newest first, without the shared one."""
         rotation = self._read().get(self._name(tenant))
         if rotation is None:
             return [self._make(tenant, 1)]
@@ -71,7 +71,7 @@ class WebhookSecrets:
         return [self._make(tenant, version) for version in versions]
 
     def rotate(self, tenant: str) -> str:
-        """Creates and returns the tenant's next secret. The previous one stays valid for a time."""
+        """Creates and returns a tenant's secret. The last one stays valid for OVERLAP_SECONDS."""
         with _explained(self._rotations), _locked(self._rotations.with_suffix(".lock")):
             secrets = self._read()
             last = secrets.get(self._name(tenant))
@@ -95,7 +95,7 @@ class WebhookSecrets:
         return f"{self._queue}:{tenant}"
 
     def _make(self, tenant: str, version: int) -> str:
-        """Derives a tenant's secret, from which nobody can compute the master or other secrets."""
+        """Derives a secret. Nobody can compute the master secret or other secrets from it."""
         what = f"promptq webhook {version} {self._queue} {tenant}".encode()
         return _encode(hmac.digest(self._master, what, hashlib.sha256))
 

@@ -87,7 +87,7 @@ class Autoscaler:
         self._is_over.set()
 
     def adjust(self) -> None:
-        """Starts or stops workers according to the latest reading, without waiting."""
+        """Starts or stops workers according to the load that was read last, without waiting."""
         latest, self._latest = self._latest, None
         if latest is None:
             return

@@ -115,11 +115,8 @@ def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator
 
 
 async def _interruptible(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs `play` until it ends, or until SIGTERM or Ctrl-C.
-
-    If `play` were a coroutine and a signal came first, Python would warn that the coroutine was
-    never awaited.
-    """
+    """Runs `play` until it ends, or until SIGTERM or Ctrl-C."""
+    # A coroutine instead of `play` could end without ever being awaited, and Python would warn.
     this, task = asyncio.current_task(), asyncio.create_task(play())
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
@@ -153,7 +150,7 @@ async def _wait_until_ready(console: Console, worker: ChildProcess) -> None:
 
 
 async def _watch(worker: ChildProcess, is_over: Callable[[], bool]) -> None:
-    """Waits until `is_over`. Raises WorkersFailedError if the worker ends before that."""
+    """Waits until `is_over` is true. Raises WorkersFailedError if the worker ends before that."""
     while not is_over():
         if (exit_code := worker.exit_code) is not None:
             raise WorkersFailedError(
@@ -221,7 +218,7 @@ async def _read_missing_times(
 
 
 async def _final_heartbeat(client: AsyncClient) -> list[WorkerStats]:
-    """Returns the worker's statistics, sent after the last request."""
+    """Waits for a heartbeat after the last request. Returns the statistics of all workers."""
     now_ms = await client.queue.run(lookups.server_time_ms())
     deadline = time.monotonic() + _HEARTBEAT_SECONDS
     while time.monotonic() < deadline:

@@ -63,9 +63,10 @@ class Supervisor:
         at_each_look: Sequence[Callable[[], None]] = (),
         once_ready: Callable[[], None] | None = None,
     ) -> None:
-        """Keeps the processes running until `is_over`. Raises WorkersFailedError if it cannot.
+        """Keeps the processes running until `is_over` returns True.
 
-        `once_ready` is called when all processes are ready for the first time.
+        Calls `at_each_look` regularly, and `once_ready` when all processes are ready for the first
+        time. Raises WorkersFailedError if a process cannot run.
         """
         while not is_over():
             for place in [*self._places]:
@@ -78,7 +79,7 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def add(self, name: str, command: Sequence[str], *, is_extra: bool = False) -> None:
-        """Starts one more process. If it is extra, the others continue when it keeps exiting."""
+        """Starts one more process. If an extra process keeps exiting, the others continue."""
         process = self._start(name, command)
         place = _Place(name, tuple(command), process, time.monotonic(), is_extra=is_extra)
         self._places.append(place)
@@ -102,7 +103,7 @@ class Supervisor:
                 place.process.drain()
 
     def drain(self, is_enough: Callable[[], bool]) -> None:
-        """Lets all processes finish. Kills them when `is_enough`, or after DRAIN_SECONDS."""
+        """Lets all processes finish. Kills them once `is_enough()`, or after DRAIN_SECONDS."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for place in self._places:
             place.process.drain()
@@ -133,7 +134,6 @@ class Supervisor:
             self._plan_restart(place, exit_code)
 
     def _plan_restart(self, place: _Place, exit_code: int) -> None:
-        """Plans the restart of a process that has exited unexpectedly."""
         was_steady = time.monotonic() - place.started > _STEADY_SECONDS
         place.failures = 1 if was_steady else place.failures + 1
         by_itself = 0 < exit_code < 128

@@ -114,7 +114,7 @@ class Board:
 
 
 def _grid(count: int, width: int, height: int) -> tuple[int, int]:
-    """Returns the number of panels in a row and of lines in a panel that show the most text."""
+    """Returns (panels per row, lines per panel) of the layout that shows the most text."""
 
     def lines(columns: int) -> int:
         return height // -(-count // columns) - _FRAME

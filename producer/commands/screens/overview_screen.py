@@ -33,7 +33,7 @@ _DROPPED_FIRST = (
 
 
 def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -> RenderableType:
-    """Returns the screen with the samples of the last hour. `width` is in columns."""
+    """Returns a queue's overview with charts of its samples. `width` is in characters."""
     return Group(
         _title(overview),
         _figures(overview, samples, width),

@@ -160,7 +160,7 @@ class StreamPrinter:
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:
-        """At the first Ctrl-C, cancels the request in a thread. Then its last event arrives.
+        """Context manager. The first Ctrl-C cancels the request, whose last event then arrives.
 
         A second Ctrl-C, or a long wait for the last event, raises KeyboardInterrupt.
         """

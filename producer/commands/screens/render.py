@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def how_to_start_a_worker(queue: str) -> str:
-    """Returns advice how to start a worker for a queue without workers."""
+    """Returns advice on how to start a worker for a queue without workers."""
     return f"start one with `promptq worker{queue_option(queue)}`"
 
 
@@ -49,7 +49,7 @@ def num_workers_of(view: QueueView) -> str:
 
 
 def queue_option(queue: str) -> str:
-    """Returns a command's option for this queue, after a space; empty for `default`."""
+    """Returns the option ` --queue NAME` for a command line; empty for the queue `default`."""
     return "" if queue == "default" else f" --queue {shlex.quote(printable(queue))}"
 
 
