@@ -10,6 +10,7 @@ import structlog
 import torch
 
 from promptq.shared.runtime.logs import configure_logs
+from promptq.worker.engine.core import drafting
 from tests.support.roles import as_role
 
 
@@ -35,3 +36,11 @@ def logs_in_json() -> Iterator[None]:
     structlog.configure(**before)
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def costless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts pay for any number of sequences, right or wrong."""
+    monkeypatch.setattr(drafting, "_STEP", 1e12)
+    monkeypatch.setattr(drafting, "_DRAFT_COST", 0.0)
+    monkeypatch.setattr(drafting, "_ROW_COST", 1e-6)

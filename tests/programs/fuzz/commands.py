@@ -141,7 +141,7 @@ KINDS: dict[Callable[[random.Random], bytes], float] = {
     broken_text: 5,
     doubled_keys: 3,
     huge: 0.3,
-    newer_version: 0.1,
+    newer_version: 0.3,
     good: 5,
 }
 """The weight of each kind."""

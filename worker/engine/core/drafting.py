@@ -23,7 +23,7 @@ _ROW_COST = 1 / 32
 """The cost of a drafted row, as a fraction of a step. The first drafted row costs more, because
 some libraries multiply a single row differently. Most machines and dtypes have lower costs."""
 
-_ALLOWANCE = 0.005
+_ALLOWANCE = 0.01
 """The cost that failing drafts may have, as a fraction of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0

@@ -155,6 +155,7 @@ def test_gemma_4_in_its_variants(shape: dict[str, Any], tmp_path: Path) -> None:
         *(("falcon_h1", 24, None), ("nemotron_h", 64, None)),
     ],
 )
+@pytest.mark.usefixtures("costless")
 def test_a_row_does_not_depend_on_the_rows_beside_it(
     family: str, head_dim: int, window: int | None, dtype: str, quantization: str, tmp_path: Path
 ) -> None:

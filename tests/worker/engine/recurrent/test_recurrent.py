@@ -265,6 +265,7 @@ def test_the_librarys_modules_draft_nothing(directory_of: Callable[[str], Path])
 
 
 @pytest.mark.parametrize("family", [*ONE_OF_EACH_KIND, "falcon_h1", "nemotron_h"])
+@pytest.mark.usefixtures("costless")
 def test_a_resume_in_bf16_has_the_same_bits(
     family: str, directory_of: Callable[[str], Path], seed: int
 ) -> None:

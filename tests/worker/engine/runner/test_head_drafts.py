@@ -16,7 +16,6 @@ from transformers.modeling_layers import MtpLayer
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, EngineStats
 from promptq.worker.engine.checkpoints.model_folder import ModelFolder
-from promptq.worker.engine.core import drafting
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.decoders.head_parts import DraftStep
 from promptq.worker.engine.model.draft_heads import load_head
@@ -95,12 +94,6 @@ def make_agree(model: Any, head: MtpLayer) -> None:
     head.hnorm.weight.zero_()
     assert head.post_norm is not None
     head.post_norm.weight.copy_(model.model.norm.weight)
-
-
-@pytest.fixture
-def costless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts pay for any number of sequences."""
-    monkeypatch.setattr(drafting, "_STEP", 1e12)
 
 
 def load(directory: Path, *, drafts: bool, num_blocks: int = 200, **options: Any) -> ModelRunner:

@@ -281,6 +281,7 @@ def repeating_requests(family: Family) -> list[EngineRequest]:
         *(("lfm2", True), ("olmo_hybrid", True)),
     ],
 )
+@pytest.mark.usefixtures("costless")
 def test_drafts_change_no_token(
     name: str, native: bool, family_of: Callable[[str], Family]
 ) -> None:
