@@ -1,4 +1,4 @@
-"""Measures what a worker costs the other clients of its inference server, and gets itself.
+"""Measures how much a worker slows down other clients of its inference server.
 
 Three phases take turns: clients that call the server directly (the foreground), a full queue behind
 a worker, and both together. Each foreground request has a new prompt. A phase with both begins when

@@ -45,7 +45,8 @@ def link_requirements(environment: Path, wheel: Path, extras: Iterable[str]) -> 
 
 def _requirements_of(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as file:
-        (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        names = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
+        name = min(names, key=len)  # a plugin in the wheel has another one
         return message_from_bytes(file.read(name)).get_all("Requires-Dist", [])
 
 
