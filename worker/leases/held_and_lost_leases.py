@@ -271,7 +271,11 @@ class Leases:
     @property
     def _preemptible_leases(self) -> Iterator[Lease]:
         may_preempt = self._engine.abilities.may_preempt
-        return (each for each in self._running.values() if may_preempt(each.prepared.request))
+        return (
+            each
+            for each in self._running.values()
+            if may_preempt(each.prepared.request, each.prepared.token_ids)
+        )
 
     def _set_state(self, lease: Lease, state: LeaseState, *, is_removed: bool = False) -> None:
         # `is_removed`: the engine has already removed the sequence, so it needs no abort.

@@ -249,6 +249,10 @@ class Preparation:
                 f"dimensions: {embed.dimensions} is more than the {size} that the vectors of this"
                 " model have",
             )
+        if not self.abilities.generates:
+            if embed.pooling not in (None, self.pooling):
+                raise _unsupported("embed", f"pools as its model does, not by {embed.pooling!r}")
+            return self.pooling or "last"  # the server knows better
         pooling = embed.pooling or self.pooling
         if pooling is None:
             raise _invalid(
@@ -256,8 +260,6 @@ class Preparation:
                 "pooling: the model's files name a pooling that this worker does not support;"
                 " choose `last` or `mean`",
             )
-        if not self.abilities.generates and pooling != self.pooling:
-            raise _unsupported("embed", f"pools by {self.pooling!r}, not by {pooling!r}")
         return pooling
 
     def _cannot_resume(self, request: Request, emitted: list[int]) -> InvalidRequestError:

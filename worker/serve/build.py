@@ -235,7 +235,7 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     process = None if settings.upstream else start_server(dialect, settings)
     server = find_server(dialect, settings, process)
     named = settings.model or server.description.model_dir
-    if named is None or (settings.trust_remote_code and (adapter or settings.model is None)):
+    if named is None or (settings.trust_remote_code and settings.model is None):
         raise ConfigurationError(
             "--model: name the directory, GGUF file or hub name of the model that the server"
             " serves; the server does not name the model, or its answer is not trusted with"

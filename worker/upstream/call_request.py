@@ -86,6 +86,8 @@ class CallRequest:
         if not self._sharpness:
             return False
         entries, num_top = chunk.logprobs or [], self._request.params.logprobs
+        if len(entries) < len(chunk.token_ids):
+            raise UnusableAnswerError("a log-probability is missing")
         for number, entry in enumerate(entries):
             if not entry.top or self._num_here > _MOST_REDRAWN:
                 raise UnusableAnswerError("log-probabilities that its own tokens contradict")

@@ -224,7 +224,8 @@ class ForwardingEngine:
         running = self._running_sequences()
         if len(running) + len(self._successors) < len(self._running):
             return  # a slot is about to be free anyway
-        able = [each for each in running if self.abilities.may_preempt(each.request.params)]
+        may_preempt = self.abilities.may_preempt
+        able = [each for each in running if may_preempt(each.request.params, each.emitted)]
         streams = [*running, *self._successors.values()]
         if (pair := preemption(self._waiting, streams, able, self.limits.max_num_seqs)) is None:
             return

@@ -65,7 +65,7 @@ def vllm_routes(
         body = await request.json()
         if batch.fault == "forbid_adapters":
             return web.json_response({"detail": "Not Found"}, status=404)
-        if body["lora_name"] in (*adapters, model):
+        if body["lora_name"] in adapters:
             said = f"The lora adapter '{body['lora_name']}' has already been loaded."
             return web.json_response(error(said, "InvalidUserInput", 400), status=400)
         adapters[body["lora_name"]] = body["lora_path"]

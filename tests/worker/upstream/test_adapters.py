@@ -118,12 +118,14 @@ async def test_another_adapter_of_the_name_is_refused(
     stand_in: StandIn, adapter: Path, model: Path, tmp_path: Path
 ) -> None:
     post(stand_in, "load_lora_adapter", "sql", saved(tmp_path / "other" / "sql", model))
-    with pytest.raises(ConfigurationError, match="another adapter 'sql'"):
+    with pytest.raises(ConfigurationError, match="another model 'sql'"):
         await served(adapter, stand_in)
     renamed = await served(adapter, stand_in, served_model_name="sql2")
     assert renamed.identity.name == "sql2"
-    with pytest.raises(ConfigurationError, match="already been loaded"):
+    with pytest.raises(ConfigurationError, match="another model 'm'"):
         await served(adapter, stand_in, served_model_name="m")  # as the base model
+    cards = httpx2.get(f"{stand_in.url}/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["m", "sql", "sql2"]
 
 
 def test_the_fingerprint_is_that_of_base_and_adapter(
@@ -150,8 +152,24 @@ def test_other_engines_refuse_adapters_by_name(adapter: Path, engine: str) -> No
         build(settings(adapter, engine=engine))
 
 
-@pytest.mark.parametrize("config", ["", "[]", "{}", '{"base_model_name_or_path": 7}'])
+WRONG = ["7", '"--x=y"']
+NO_BASES = ["", "[]", "{}", *(f'{{"base_model_name_or_path": {name}}}' for name in WRONG)]
+
+
+@pytest.mark.parametrize("config", NO_BASES)
 def test_a_folder_that_names_no_base_model_is_refused(adapter: Path, config: str) -> None:
     (adapter / "adapter_config.json").write_text(config)
     with pytest.raises(ModelNotFoundError, match="names no base model"):
         adapter_of(settings(adapter))
+
+
+def test_no_adapter_chooses_whose_code_runs(adapter: Path) -> None:
+    for read in (adapter_of, identify, build):
+        with pytest.raises(ConfigurationError, match=r"^--trust-remote-code: .* is a LoRA adapter"):
+            read(settings(adapter, trust_remote_code=True))
+
+
+def test_a_merged_model_beside_its_adapters_file_is_a_model(adapter: Path) -> None:
+    (adapter / "model-00001-of-00002.safetensors").touch()
+    for engine in ("native", "vllm", "openai"):
+        assert adapter_of(settings(adapter, engine=engine)) is None

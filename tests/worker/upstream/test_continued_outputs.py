@@ -187,6 +187,18 @@ async def test_a_server_whose_report_contradicts_its_draws_is_not_called_for_eve
         )
 
 
+async def test_a_draw_without_a_report_is_not_taken_for_a_right_one() -> None:
+    class Silent(Model):
+        async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[Chunk]:
+            async for chunk in super().generate(*args, **more):
+                chunk.logprobs = None
+                yield chunk
+
+    params = SamplingParams(temperature=0.001)
+    with pytest.raises(UnusableAnswerError, match="a log-probability is missing"):
+        await output_of(Silent([0.0, 0.001]), EngineRequest(1, [0], params, seed=1, max_tokens=3))
+
+
 ABILITIES: dict[str, Any] = {
     name: getattr(VllmDialect().abilities, name)
     for name in ("lowest_temperature", "most_biases", "inexact_with")
@@ -218,6 +230,8 @@ def test_more_tokens_than_a_server_biases_are_not_continued_exactly() -> None:
     assert not abilities.resumes_exactly(params, range(301))
     biased = params.model_copy(update={"logit_bias": {"300": 1.0}})
     assert not abilities.resumes_exactly(biased, few)
+    assert abilities.may_preempt(params, few)
+    assert not abilities.may_preempt(params, range(301))
 
 
 @pytest.mark.parametrize("min_tokens", [0, 3])

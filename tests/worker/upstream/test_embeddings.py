@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialects.vllm import VllmDialect
 from tests.programs.stand_in_server.pooling import vector_of
 from tests.programs.stand_in_server.starting import StandIn, stand_in_server
 from tests.support.model_free import finished, running_worker
@@ -85,3 +90,35 @@ async def test_a_server_that_fails_gets_the_request_again(
         await async_until(lambda: not worker.engine.is_accepting)
         stand_in.fail("")
         assert numbers(await finished(queue, request_id)).tolist() == VECTOR.tolist()
+
+
+async def test_tenants_have_separate_prefixes() -> None:
+    bodies = []
+
+    async def post(path: str, body: Any, seconds: float) -> Any:
+        bodies.append(body)
+        return {"data": [{"embedding": ""}]}
+
+    server: Any = SimpleNamespace(post=post, idle_seconds=1.0)
+    for shares in (False, True):
+        dialect = VllmDialect(shares_prefixes=shares)
+        for tenant, salt in (("a", ""), ("b", "s"), ("", "")):
+            request = EngineRequest(
+                0, [1], SamplingParams(), 0, 1, tenant=tenant, cache_salt=salt, pooling="last"
+            )
+            await dialect.embedding(server, request, "m")
+    salts = [body.get("cache_salt") for body in bodies]
+    assert salts == ["a:", "b:s", None, None, ":s", None]
+
+
+async def test_a_pooling_that_only_the_server_knows_is_the_default(
+    redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    async with running_worker(redis_url, await served("vllm", stand_in.url, folder)):
+        assert numbers(await embedded(queue, normalize=False)).tolist() == VECTOR.tolist()
+        error = (await embedded(queue, pooling="last"))["error"]
+        assert error["message"].startswith("embed: this worker's engine pools as its model does")

@@ -377,3 +377,14 @@ def test_biases_leave_room_for_bans_of_what_was_chosen(num_biases: int, num_sent
     assert len(sent) == num_sent
     assert sent["4000"] == -100.0
     assert own.items() <= sent.items()
+
+
+def test_sums_of_penalties_stay_within_what_openais_api_takes() -> None:
+    own = {"1": -250.0, "2": 130.0, "3": -0.5}
+    assert _bias(own, None) == {"1": -100.0, "2": 100.0, "3": -0.5}
+    allowed = np.zeros(4096, bool)
+    for others in ([1, 3], [1, 2]):
+        allowed[:] = False
+        allowed[others] = True
+        sent = _bias(own, Mask(allowed, (7,)))
+        assert all(-100.0 <= by <= 100.0 for by in sent.values())

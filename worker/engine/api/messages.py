@@ -317,9 +317,10 @@ class EngineAbilities:
         grammars = set() if self.grammars else {"response_format", "tool_choice"}
         return sorted(self.unheeded | logprobs | grammars)
 
-    def may_preempt(self, params: SamplingParams) -> bool:
-        """Whether the engine may preempt a sequence with these parameters for a more urgent one."""
-        return self.preemption and (self.preempts_inexact or self.resumes_exactly(params))
+    def may_preempt(self, params: SamplingParams, output: Sequence[int]) -> bool:
+        """Whether the engine may preempt a sequence with these parameters and `output` for a more
+        urgent one."""
+        return self.preemption and (self.preempts_inexact or self.resumes_exactly(params, output))
 
     def resumes_exactly(self, params: SamplingParams, output: Sequence[int] = ()) -> bool:
         """Whether another attempt at a request with these parameters continues `output` exactly."""
@@ -331,8 +332,9 @@ class EngineAbilities:
         inexact = {*filter(params.is_set, self.inexact_with)}
         if 0.0 < params.temperature < self.lowest_temperature:
             inexact.add("temperature")  # a choice among draws, which another attempt cannot repeat
-        if self.most_biases is not None:
-            num_biases = len({*map(str, output)} | (params.logit_bias or {}).keys())
+        penalties = {*filter(params.is_set, ("frequency_penalty", "presence_penalty"))}
+        if penalties and self.most_biases is not None:
+            num_biases = len({*output, *map(int, params.logit_bias or ())})
             if params.is_set("repetition_penalty") or num_biases > self.most_biases:
-                inexact |= {*filter(params.is_set, ("frequency_penalty", "presence_penalty"))}
+                inexact |= penalties
         return sorted(inexact)

@@ -105,7 +105,9 @@ def _weights(model: PreTrainedModel, head: nn.Module) -> HeadWeights:
 
     def count(modules: nn.Module) -> WeightCounts:
         parameters = list(modules.parameters())
-        experts = [each for each in parameters if each.dim() == 3 and num_used]
+        # Weights of convolutions have three dimensions too, but only one input.
+        of_groups = [each for each in parameters if each.dim() == 3 and each.shape[1] > 1]
+        experts = of_groups if num_used else []
         of_experts = sum(each.numel() for each in experts)
         dense = sum(each.numel() for each in parameters) - of_experts + output
         return WeightCounts(dense, of_experts, num_used / len(experts[0]) if experts else 0.0)

@@ -6,6 +6,7 @@ Each adapter has a queue. `--model` names the folder with the adapter's files.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,7 @@ class Adapter:
 
     def differs_from(self, root: object) -> bool:
         """Whether `root`, the server's name of the place of an adapter, is another folder here."""
-        there = Path(str(root))
-        return there.is_dir() and not there.samefile(self.folder)
+        return os.path.isdir(place := str(root)) and not os.path.samefile(place, self.folder)
 
 
 def adapter_of(settings: WorkerSettings) -> Adapter | None:
@@ -45,15 +45,22 @@ def adapter_of(settings: WorkerSettings) -> Adapter | None:
     folder = Path(settings.model or "").expanduser().absolute()
     if settings.model is None or not (folder / _CONFIG).is_file():
         return None
+    if any(folder.glob("model*.safetensors")):  # a merge has left the adapter's file
+        return None
     if settings.engine != "vllm":
         raise ConfigurationError(
             f"--model: {folder} is a LoRA adapter, and only --engine vllm serves adapters"
+        )
+    if settings.trust_remote_code:  # a stranger's file would choose the code
+        raise ConfigurationError(
+            f"--trust-remote-code: {folder} is a LoRA adapter, whose files name the base model;"
+            " merge the adapter with its base model"
         )
     check_files(folder)
     try:
         base = json.loads((folder / _CONFIG).read_bytes())["base_model_name_or_path"]
     except (RecursionError, ValueError, KeyError, TypeError) as error:
         raise ModelNotFoundError(f"{folder}: {_CONFIG} names no base model: {error!r}") from error
-    if not isinstance(base, str) or not base:
+    if not isinstance(base, str) or not base or base.startswith("-"):  # an option of vLLM's
         raise ModelNotFoundError(f"{folder}: {_CONFIG} names no base model")
     return Adapter(settings.served_model_name or folder.resolve().name, folder, base)

@@ -122,7 +122,7 @@ class OpenAIDialect:
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
-            "logit_bias": params.logit_bias if mask is None else _bias(params.logit_bias, mask),
+            "logit_bias": _bias(params.logit_bias, mask),
             "seed": request.seed,
             "stream": True,
         }
@@ -133,14 +133,16 @@ class OpenAIDialect:
                     yield chunk
 
 
-def _bias(bias: dict[str, float] | None, mask: Mask) -> dict[str, float]:
+def _bias(bias: dict[str, float] | None, mask: Mask | None) -> dict[str, float]:
     """Returns biases for a mask: each allowed token gets the same large bias beside its own.
 
-    The API takes no bias above 100, and only a limited number of biases. If the biases exceed these
-    limits, the function instead forbids as many other tokens as possible, first those that the
-    server has already chosen here.
+    The API takes no bias above 100 or below -100, which a sum of penalties may be, and only a
+    limited number of biases. If a mask exceeds these limits, the function instead forbids as many
+    other tokens as possible, first those that the server has already chosen here.
     """
-    own = bias or {}
+    own = {key: max(-_MOST_BIAS, min(by, _MOST_BIAS)) for key, by in (bias or {}).items()}
+    if mask is None:
+        return own
     allowed = [str(token_id) for token_id in mask.allowed_ids]
     lift = _MOST_BIAS - max(0.0, *(own.get(token_id, 0.0) for token_id in allowed))
     if len(allowed) <= _MOST_BIASES and lift >= _LEAST_LIFT:

@@ -93,7 +93,7 @@ class VllmDialect:
     async def describe(self, server: Server) -> ServerDescription:
         try:
             version = (await server.get("/version"))["version"]
-            (model, *others) = (await server.get("/v1/models"))["data"]
+            (model, *_) = cards = (await server.get("/v1/models"))["data"]
             metrics = str(await server.get("/metrics"))
             match = _CACHE_CONFIG.search(metrics)
             cache = dict(_LABEL.findall(match[1] if match else ""))
@@ -110,29 +110,32 @@ class VllmDialect:
                 f"--upstream: {server.url} does not answer as vLLM's server does ({error!s:.500})"
             ) from error
         if self._adapter is not None:
-            await self._load(server, self._adapter, others)
+            await self._load(server, self._adapter, cards)
         return await self._try(server, description)
 
-    async def _load(self, server: Server, adapter: Adapter, there: list[dict[str, Any]]) -> None:
-        """Load an adapter into the server, if it is not `there`. Raises ConfigurationError."""
-        roots = {entry["id"]: entry.get("root") for entry in there}
-        if adapter.name not in roots:
+    async def _load(self, server: Server, adapter: Adapter, cards: list[dict[str, Any]]) -> None:
+        """Load an adapter into the server, unless its `cards` have it. Raises ConfigurationError.
+
+        vLLM would also load one by the name of its base model, in whose place it would answer.
+        """
+        card = {card["id"]: card for card in cards}.get(adapter.name)
+        if card is None:
             body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
             try:
                 await server.post("/v1/load_lora_adapter", body, server.idle_seconds)
             except RefusedError as error:
-                (_, *there) = (await server.get("/v1/models"))["data"]
-                if adapter.name not in [entry["id"] for entry in there]:  # by another worker
+                cards = (await server.get("/v1/models"))["data"]
+                if adapter.name not in [card["id"] for card in cards]:  # by another worker
                     raise ConfigurationError(
                         f"--model: vLLM at {server.url} does not load the adapter"
                         f" {adapter.name!r} ({error}); start it with --enable-lora, and with"
                         f" --lora-modules {adapter.name}={adapter.folder} or"
                         " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                     ) from error
-        elif adapter.differs_from(roots[adapter.name]):
+        elif not card.get("parent") or adapter.differs_from(card.get("root")):
             raise ConfigurationError(
-                f"--model: vLLM at {server.url} has another adapter {adapter.name!r}, from"
-                f" {roots[adapter.name]!r:.200}; choose another name with --served-model-name"
+                f"--model: vLLM at {server.url} has another model {adapter.name!r}, from"
+                f" {card.get('root')!r:.200}; choose another name with --served-model-name"
             )
 
     async def _try(self, server: Server, description: ServerDescription) -> ServerDescription:
@@ -149,7 +152,7 @@ class VllmDialect:
             if error.status not in (403, 404):
                 raise
             try:
-                size = len(await self._vector(server, [0], description.model))
+                size = len(await self._vector(server, [0], description.model, {}))
             except RefusedError:
                 raise ConfigurationError(
                     f"--upstream: vLLM at {server.url} takes no token ids; start it with"
@@ -163,16 +166,17 @@ class VllmDialect:
     async def embedding(
         self, server: Server, request: EngineRequest, model: str
     ) -> npt.NDArray[np.float32]:
-        return await self._vector(server, request.prompt_token_ids, model)
+        return await self._vector(server, request.prompt_token_ids, model, self._salt_of(request))
 
     async def _vector(
-        self, server: Server, token_ids: list[int], model: str
+        self, server: Server, token_ids: list[int], model: str, salt: dict[str, str]
     ) -> npt.NDArray[np.float32]:
         body = {
             "model": model,
             "input": [token_ids],
             "encoding_format": "base64",
             "use_activation": False,  # the worker normalises
+            **salt,
         }
         (answer,) = (await server.post(_EMBEDDINGS, body, server.idle_seconds))["data"]
         return np.frombuffer(b64decode(answer["embedding"], validate=True), "<f4")
@@ -247,17 +251,20 @@ class VllmDialect:
             "logprobs": params.logprobs and min(params.logprobs + 1, _MOST_LOGPROBS),
             "detokenize": False,
         }
-        body = {
+        return {
             "model": model,
             "token_ids": [*request.prompt_token_ids, *emitted],
             "sampling_params": sampling,
             "reasoning_ended": True,  # else a grammar might wait for the end of a thought
             "stream": True,
+            **self._salt_of(request),
         }
+
+    def _salt_of(self, request: EngineRequest) -> dict[str, str]:
+        """Returns the field that keeps cached prefixes apart from those of other tenants."""
         tenant = "" if self._shares_prefixes else request.tenant
-        if tenant or request.cache_salt:
-            body["cache_salt"] = f"{tenant}:{request.cache_salt}"
-        return body
+        is_salted = tenant or request.cache_salt
+        return {"cache_salt": f"{tenant}:{request.cache_salt}"} if is_salted else {}
 
 
 def _put_mask(sampling: dict[str, Any], mask: Mask) -> None:

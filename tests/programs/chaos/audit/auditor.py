@@ -170,7 +170,7 @@ def _check_attempts(
     for past in state.get("history", []):
         held_ms = past["ended_at"] - past["claimed_at"]
         # A server's third break of a request on one worker counts as a crash at once.
-        may_be_short = request.queue is Queue.UPSTREAM
+        may_be_short = request.queue is Queue.UPSTREAM and past["attempt"] > 2
         if past["how"].startswith("crashed") and held_ms < LEASE_MS and not may_be_short:
             told = f"attempt {past['attempt']} was taken for a crash after {held_ms} ms"
             yield Violation("short lease", request.request_id, told)

@@ -187,6 +187,17 @@ def test_finds_a_lease_that_was_cut_short(held_ms: int, how: str, rules: set[str
     assert told.rules() == rules
 
 
+@pytest.mark.parametrize(("attempt", "rules"), [(2, {"short lease"}), (3, set())])
+def test_only_the_third_break_of_a_server_may_cut_a_lease_short(
+    attempt: int, rules: set[str]
+) -> None:
+    told = story()
+    told.sent.queue = Queue.UPSTREAM
+    past = {"attempt": attempt, "claimed_at": 1000, "ended_at": 1005, "how": "crashed"}
+    told.state["history"] = [past]
+    assert told.rules() == rules
+
+
 @pytest.mark.parametrize("position", [0, 5, LENGTH - 1])
 def test_finds_a_changed_token(position: int) -> None:
     told = story()

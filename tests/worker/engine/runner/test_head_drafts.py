@@ -18,7 +18,7 @@ from promptq.worker.engine.api.messages import EngineRequest, EngineStats
 from promptq.worker.engine.checkpoints.model_folder import ModelFolder
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.decoders.head_parts import DraftStep
-from promptq.worker.engine.model.draft_heads import load_head
+from promptq.worker.engine.model.draft_heads import _weights, load_head
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner import head_drafts
 from promptq.worker.engine.runner.load_runner import load_runner
@@ -507,3 +507,18 @@ def test_a_damaged_file_of_a_head_stops_no_start(tmp_path: Path) -> None:
     runner = load(directory, drafts=True)
     assert runner.abilities.head is None
     assert runner.why_no_head
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_moe"])
+def test_only_experts_count_as_experts(family: str) -> None:
+    """Convolutions have weights of three dimensions, too."""
+    model: Any = make_model(family, SEED)
+    config = model.config
+    counts, _ = _weights(model, model.model.layers[-1])
+    experts = [
+        weight.numel()
+        for name, weight in model.model.layers.named_parameters()
+        if ".experts." in name
+    ]
+    assert counts.used == config.num_experts_per_tok / config.num_experts
+    assert counts.experts == sum(experts) > 0
