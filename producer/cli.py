@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import os
 import sys
 from typing import NoReturn
 
@@ -16,7 +15,6 @@ def main() -> NoReturn:
     """Runs the command that the arguments name. The exit code is 1 after an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack some characters
         sys.stdout.reconfigure(errors="backslashreplace")
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # looking for them reads all packages
     gc.disable()  # until the command is loaded, see `quick_imports`
     try:
         try:

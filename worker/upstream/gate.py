@@ -68,11 +68,12 @@ class Gate:
 
         `streams` returns those of this worker that are open. Never returns.
         """
-        load, num_before = None, 0
+        num_before = 0
         while True:
             await asyncio.sleep(_INTERVAL_SECONDS)
             own, silent = _count(streams())
-            with suppress(ServerFaultError, OverloadedError):  # the streams notice this too
+            load = None  # unknown after a fault, which the streams notice too
+            with suppress(ServerFaultError, OverloadedError):
                 if self.is_load_reported:
                     load = await read_load(server)
                     self.is_load_reported = load is not None
