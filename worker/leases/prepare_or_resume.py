@@ -233,8 +233,10 @@ class Preparation:
     def _check_counted(self, request: Request, prefix: list[int]) -> None:
         """Raise InvalidRequestError if a call of the engine would not count a penalty for tokens of
         earlier calls."""
+        if not (prefix or request.bad_words or request.wanted_output is not None):
+            return
         uncounted = {*self.abilities.inexact_fields(request, prefix)} - {"temperature"}
-        if uncounted and (prefix or request.bad_words or request.wanted_output is not None):
+        if uncounted:
             other = "output_prefix" if prefix else request.field_that_bounds
             why = f"would not count the tokens of all its calls, as it must with {other}"
             raise _unsupported(min(uncounted), why)
