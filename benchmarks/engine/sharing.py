@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import redis.asyncio
-
 from benchmarks.engine.cancel import percentile
 from benchmarks.engine.cancel_at_server import DIALECTS
 from benchmarks.lib.models import CACHE, MODELS, model_dir
@@ -109,10 +107,9 @@ class Bench:
         await async_until(lambda: not self.server.num_running())
 
     async def num_generated(self) -> int:
-        async with redis.asyncio.Redis.from_url(self.redis_url) as client:
-            (worker,) = await client.zrange("promptq:{default}:workers", 0, -1)
-            name = f"promptq:{{default}}:worker:{worker.decode()}"
-            return int(await client.hget(name, "generation_tokens"))
+        async with AsyncClient(as_role("operator", self.redis_url)) as client:
+            [worker] = (await client.stats()).workers
+        return worker.generation_tokens
 
     async def phase(self, kind: str) -> Phase:
         if kind == "foreground":
@@ -136,7 +133,9 @@ class Bench:
                 print(f"turn {number + 1}, {kind}: {_line(found)}", flush=True)
         for name, share in (("p50", 0.5), ("p95", 0.95)):
             alone, beside = (
-                percentile([it for each in phases[kind] for it in each.first_tokens], share)
+                percentile(
+                    [seconds for each in phases[kind] for seconds in each.first_tokens], share
+                )
                 for kind in ("foreground", "both")
             )
             print(f"first token {name}: {beside / alone:.2f} ({beside:.3f} s and {alone:.3f} s)")

@@ -110,10 +110,10 @@ def run(
         counts = {"total": done.total, "completed": done.completed, "failed": done.failed}
         print(json.dumps({"is_complete": outcome.is_complete, **counts}))
     elif outcome.is_complete:
-        failed = f"; {done.failed} failed, see {errors or errors_beside(output)}" * bool(
-            done.failed
-        )
-        print(f"{done.completed} of {done.total} lines answered in {output}{failed}")
+        summary = f"{done.completed} of {done.total} lines answered in {output}"
+        if done.failed:
+            summary += f"; {done.failed} failed, see {errors or errors_beside(output)}"
+        print(summary)
     else:
         print(
             f"stopped after {done.completed + done.failed} of {done.total} lines; the same"

@@ -1,4 +1,4 @@
-"""Commands about webhooks: the secrets of tenants, and webhooks that were given up."""
+"""Commands about webhooks: secrets of tenants, and deliveries that failed permanently."""
 
 from __future__ import annotations
 

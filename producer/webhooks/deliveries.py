@@ -74,7 +74,8 @@ class DeadWebhook(BaseModel):
 
 
 def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
-    """Returns webhooks that were given up, the latest first. Skips entries that are not valid."""
+    """Returns webhooks that failed permanently, the latest first. Skips entries that are not
+    valid."""
     client = client_of(connection, keys)
     entries: list[Any] = []
     with errors_logged(keys.webhooks_dead):

@@ -46,7 +46,8 @@ def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.Rout
 
     async def slots(_: web.Request) -> web.Response:
         num_running = batch.told()["running"]
-        told = [{"id": it, "is_processing": it < num_running} for it in range(batch.max_num_seqs)]
+        slots = range(batch.max_num_seqs)
+        told = [{"id": slot, "is_processing": slot < num_running} for slot in slots]
         return web.json_response(told)
 
     async def tokenize(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Vectors of an inference server that was started for pooling, as a queue of its own."""
+"""A worker serves vectors that an inference server for pooling computes."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ async def test_several_workers_share_a_server_without_upstream_share(
         await async_until(lambda: sum(shares()) > 60)
         assert min(shares()) > 5, "both go on"
         after = server.told()
-        num_waited, num_started = (after[it] - before[it] for it in ("waited", "started"))
+        num_waited, num_started = (after[key] - before[key] for key in ("waited", "started"))
         assert num_waited < num_started / 2
 
 

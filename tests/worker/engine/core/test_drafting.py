@@ -106,7 +106,7 @@ def test_a_draft_stays_within_its_bounds() -> None:
 
 
 def head_of(model: float = 1e9, head: float = 5e7) -> Head:
-    """A head and a model with so many weights."""
+    """A head and a model with these numbers of weights."""
     return Head(HeadWeights(WeightCounts(model), WeightCounts(head)))
 
 
