@@ -156,8 +156,7 @@ def _settings_of_each(
 
 
 class _WorkerCommand(click.Command):
-    """A command that passes the words after `--` to the inference server. Other words that are no
-    options are errors."""
+    """A command that passes the words after `--`, and no others, to the inference server."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)

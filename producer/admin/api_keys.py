@@ -43,8 +43,7 @@ class ApiKey(BaseModel):
     A key that was created without a tenant has its name as tenant. None: a caller without a key.
     """
     is_own_tenant: bool = False
-    """Whether the key was created without a tenant, so that its name is its tenant. No other key
-    may have this tenant."""
+    """Whether the key's name is its tenant, since none was set. No other key may have it."""
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """The most urgent priority that the key's requests may have; lower numbers run sooner."""
     requests_per_minute: int = Field(0, ge=0)
@@ -80,8 +79,7 @@ class ApiKey(BaseModel):
 
     @property
     def is_free(self) -> bool:
-        """Whether the key's requests may name any tenant. True for administrators without an
-        assigned tenant."""
+        """Whether requests may name any tenant, as those of administrators without one."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)
 
     @property

@@ -127,8 +127,7 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
 
 
 def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
-    """Returns the number of workers that each reason needs. Of equal numbers, the first one
-    counts."""
+    """Returns the number of workers for each reason. Of equal numbers, the first one counts."""
     num_waiting = 0 if work.is_paused else work.num_waiting
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):

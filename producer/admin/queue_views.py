@@ -26,8 +26,7 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """State of a queue. `model` is the model that workers reported last; empty before the first
-    report."""
+    """State of a queue. `model` is the model that workers reported last; empty before."""
 
     queue: str
     model: str
@@ -172,8 +171,7 @@ def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
 def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
     """Deletes an alias, or a model that no worker serves. Returns the names of the model's queues.
 
-    Raises ModelNotServedError if the name is unknown. Raises ConfigurationError if a queue of the
-    model is still in use.
+    Raises ModelNotServedError for an unknown name, ConfigurationError if a queue is still in use.
     """
     views = yield from views_of_queues(keys)
     serving = [view for view in views if view.model == name]

@@ -1,6 +1,5 @@
 """The child process in which a gateway parses the bodies of calls. `CallReader` starts the process,
-and sends queries to its standard input. The process answers one query at a time, until the input
-ends.
+and sends queries to its standard input. It answers one query at a time.
 
 `python -m promptq.producer.apis.call_reader_process LOG_LEVEL LOG_FORMAT` runs it.
 """

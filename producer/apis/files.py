@@ -170,8 +170,7 @@ async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileRes
 
 @router.delete("/v1/files/{file_id}")
 async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
-    """Delete a file. A batch that has begun to read the file continues; other batches with this
-    file fail."""
+    """Delete a file. Batches that have begun to read the file continue, others fail."""
     await asyncio.to_thread(store.delete, file_id, *caller.reach)
     return {"id": file_id, "object": "file", "deleted": True}
 

@@ -25,8 +25,7 @@ def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall])
 
 
 def _read_message_fork(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Parses a call that forks a message. Its body is that of a chat, and its answer is a
-    message."""
+    """Parses a call that forks a message: the body of a chat, and the answer of a message."""
     call = read_chat(body, headers)
     if call.n > 1:
         raise wrong_field("n", "is not a field of messages")

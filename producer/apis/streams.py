@@ -90,8 +90,7 @@ def fork_call(
     caller: Caller,
     model: str,
 ) -> tuple[Endpoint, bytes, ForkPoint]:
-    """Returns the endpoint and the body of the call that creates a fork, and the point where the
-    fork branches off.
+    """Returns the endpoint and the body of the call that creates a fork, and the fork point.
 
     The body has the source's fields, with the changes of the options and headers. `model` is the
     model of the source's queue. Raises InvalidRequestError.
@@ -130,8 +129,7 @@ async def read_stream(
 ) -> Response:
     """Read the stream of a completion, from its beginning or after the event `Last-Event-ID`.
 
-    The answer to the original call has this stream's address, including the query, in its header
-    `X-Stream-Url`.
+    The original call's answer has this address, with the query, in its header `X-Stream-Url`.
     """
     served, completion = await _find(gateway, caller, completion_id, request)
     if is_message_id(completion_id):  # its events have no ids, so the stream begins anew
@@ -193,8 +191,7 @@ async def cancel_stream(
 ) -> dict[str, object]:
     """Cancel a completion, for example one that continues without its client.
 
-    `status` is `cancelled`, `flagged` (its workers will end it) or `finished` (it had ended
-    before).
+    `status` is `cancelled`, `flagged` (its workers will end it) or `finished` (it had ended).
     """
     ids = all_request_ids(completion_id, request.query_params)
     bind(request_id=completion_id)
@@ -208,8 +205,7 @@ async def cancel_stream(
 async def _find(
     gateway: Gateway, caller: Caller, completion_id: str, request: Request
 ) -> tuple[ServedQueue, Completion]:
-    """Returns a completion and the queue that has it. Raises RequestNotFoundError if it does not
-    belong to the caller."""
+    """Returns the caller's completion and its queue. Raises RequestNotFoundError."""
     query = request.query_params
     request_ids = needed_request_ids(completion_id, query)
     bind(request_id=completion_id)

@@ -1,7 +1,6 @@
 """Converts texts to tokens and back, at the endpoints of vLLM's server.
 
-The gateway has no tokenizer. So each call becomes a request in the queue, which a worker answers
-without its engine.
+The gateway has no tokenizer, so a worker answers each call, without its engine.
 """
 
 from __future__ import annotations

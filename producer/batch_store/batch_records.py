@@ -144,8 +144,7 @@ class Batches:
     async def add(self, record: BatchRecord, max_unfinished: int = 0) -> None:
         """Adds a batch, which `promptq jobs` will run.
 
-        Raises TooManyBatchesError if the tenant has `max_unfinished` unfinished batches; 0: no
-        limit.
+        Raises TooManyBatchesError if the tenant has `max_unfinished` batches; 0: no limit.
         """
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
         await self._reset_spoilt({own: "zset", unfinished: "set"})

@@ -2,8 +2,7 @@
 
 Each check counts the files anew, because other gateways and jobs add and delete files too. An
 expired file counts until it is deleted. Of uploads in progress, each process counts only its own.
-At the end of an upload the files are counted once more, by one process at a time. So all gateways
-together keep the quota.
+At an upload's end, one process at a time counts again, so all gateways together keep the quota.
 """
 
 from __future__ import annotations

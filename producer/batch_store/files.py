@@ -157,8 +157,7 @@ class FileStore:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
-        """Returns up to `limit` of the tenants' files after the id `after`, and whether there are
-        more."""
+        """Returns up to `limit` of the tenants' files after `after`, and whether there are more."""
         is_newest_first = order == "desc"
         files = [
             file

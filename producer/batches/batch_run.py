@@ -40,8 +40,7 @@ _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LONGEST_FULL_SECONDS = 5.0
 _KEPT_MS = 120_000
-"""Milliseconds after which Redis deletes a request whose answer was written, so that no batch fills
-Redis."""
+"""Milliseconds after which Redis deletes an answered request, so that no batch fills Redis."""
 _SYNC_SECONDS = 1.0
 """The shortest time in seconds between two syncs of the journal to the disk."""
 _END_SECONDS = 30.0

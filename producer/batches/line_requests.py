@@ -90,8 +90,7 @@ class LineGateway:
         """Returns the seconds until the caller's rate limits have room for the line.
 
         If there is room now, counts the line's cost and returns 0. As at OpenAI, an API key has
-        separate limits for its calls and for its batches. Raises RefusedLineError if the line alone
-        exceeds a limit.
+        separate limits for its calls and for its batches. Raises RefusedLineError.
         """
         caller = self._options.caller
         if caller is None or not item.rates:

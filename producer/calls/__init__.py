@@ -1,2 +1,1 @@
-"""Converts a call of an API to payloads for the queue, and the queue's events to parts of the
-answer, without HTTP."""
+"""Converts API calls to payloads, and events to parts of answers, without HTTP."""

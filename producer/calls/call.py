@@ -1,5 +1,4 @@
-"""A call of an API, such as a chat, after its body was read: the fields of its payloads, and the
-options for its answer."""
+"""A parsed call of an API: the fields of its payloads, and the options for its answer."""
 
 from __future__ import annotations
 

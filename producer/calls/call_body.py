@@ -107,8 +107,7 @@ def check_effort(field: str, effort: Any) -> None:
 
 
 def with_effort(effort: str, variables: Any) -> Any:
-    """Returns the variables of a chat template, with a reasoning effort added unless they already
-    set one."""
+    """Returns a chat template's variables with a reasoning effort, unless they set one."""
     if not isinstance(variables, dict):
         return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
@@ -156,8 +155,7 @@ def check_size_of_call(
 
 
 def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
-    """Returns the prompts in a field with one prompt (text or token ids) or a list of prompts.
-    Raises InvalidRequestError."""
+    """Returns a field's prompts (text or token ids; one or a list). Raises InvalidRequestError."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt or not all(isinstance(each, str | list) for each in prompt):
@@ -166,8 +164,7 @@ def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
 
 
 def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
-    """Returns the tools with these names, which a `tool_choice` lists. Raises InvalidRequestError
-    for an unknown name."""
+    """Returns the tools that a `tool_choice` names. Raises InvalidRequestError."""
     known = [name_of_tool(tool) for tool in tools]
     for name in names:
         if name is None or name not in known:
@@ -254,6 +251,5 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that are not None. Some clients send null for each field that is not
-    set."""
+    """Returns the fields that are not None: some clients send null for unset fields."""
     return {name: value for name, value in fields.items() if value is not None}

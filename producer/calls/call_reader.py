@@ -2,8 +2,7 @@
 
 Reading, checking and writing megabytes of JSON takes hundreds of milliseconds. A thread would hold
 the interpreter's lock for that time, and all streams would stop. Another process has its own lock,
-can be killed, and has limited memory. The limit matters because an empty object, two characters of
-JSON, uses 72 bytes.
+can be killed, and has limited memory, as `{}`, two characters of JSON, uses 72 bytes.
 """
 
 from __future__ import annotations
@@ -42,13 +41,11 @@ _MOST_SECONDS = 120.0
 """The most seconds that a process may take for a call. After this, the status is 503 and not 400,
 because the machine may be busy."""
 LENGTH_BYTES = 4
-"""Number of bytes of the number that begins each message between the processes: the length of the
-header, which follows."""
+"""Bytes of the number that begins each message between the processes: its header's length."""
 OUT_OF_MEMORY = 3
 """Exit code of a process that has run out of memory."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
-"""Exit codes of a process that reached its limit of memory or CPU time. Native code aborts when it
-gets no memory."""
+"""Exit codes at a limit of memory or CPU time. Native code aborts when it gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """Environment variables that a new process inherits, to find the interpreter and this package.
 Other variables may hold passwords."""
@@ -209,8 +206,7 @@ class CallReader:
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
         """Sends a query to an idle process or a new one, and returns the reply. If the process
-        ends, raises ApiError 400 if it needed too much memory or CPU time, otherwise EOFError or
-        OSError."""
+        ends, raises ApiError 400 because of its limits, otherwise EOFError or OSError."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
         try:

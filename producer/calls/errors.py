@@ -73,8 +73,7 @@ def _default_code(status: int) -> str:
 
 class ApiError(Exception):
     """An error that is the answer to a call. `param` is the wrong field. `code` identifies the
-    error for programs. `unsupported` has the fields of a call of Anthropic's API that promptq does
-    not support."""
+    error for programs. `unsupported` has fields of Anthropic's API that promptq lacks."""
 
     def __init__(
         self,
@@ -194,8 +193,7 @@ def unknown_completion(request_id: str) -> RequestNotFoundError:
 
 
 def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
-    """Returns promptq's error for an error of redis-py, to be logged. `user` is the name of the
-    gateway's Redis user."""
+    """Returns promptq's error for one of redis-py, to be logged. `user` is the Redis user."""
     try:
         with explained(url):
             raise error

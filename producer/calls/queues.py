@@ -1,5 +1,4 @@
-"""Finds the queue of a model or of a request among the queues that a gateway serves, and reads the
-queues' states."""
+"""Finds a model's or a request's queue among those of a gateway, and reads their states."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ _AWAY_SECONDS = 1.0
 
 
 class ServedQueue:
-    """A queue that a gateway serves: its client, and its state, which is read about once a
-    second."""
+    """A queue that a gateway serves: its client, and its state, at most a second old."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
@@ -49,8 +47,7 @@ class ServedQueue:
         return time.monotonic() - self._viewed_at > _FRESH_SECONDS
 
     async def view(self, *, now: bool = False) -> QueueView:
-        """Returns the state of the queue, at most a second old; with `now`, reads the state now.
-        Raises redis.RedisError."""
+        """Returns the queue's state; with `now`, reads it now. Raises redis.RedisError."""
         async with self._viewing:
             if self._view is None or self.is_old or now:
                 self._view = await carry_out_async(queue_view(self.queue.keys), self.queue.run)
@@ -263,8 +260,7 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """Raises the error of a queue whose server is away, if there is one: the missing model or
-        request may be there."""
+        """Raises the error of a queue that is away, if any: it may have the model or request."""
         for name, error in self._away.items():
             if name in self._names or name in self._directory.names:
                 raise error
@@ -276,8 +272,7 @@ class ServedQueues:
 
 
 def log_unreadable(name: str, why: str) -> None:
-    """Logs that a queue cannot be read. Processes that configure a log use it as
-    `on_unreadable`."""
+    """Logs that a queue cannot be read: `on_unreadable` for processes that configure a log."""
     from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
     get_logger().warning("a queue cannot be read, and is not served", of=name, why=why)

@@ -71,8 +71,7 @@ class AsyncClient:
     The client connects at the first call, or on entering `async with`. Any number of tasks may use
     it in parallel. At most 32 calls run at a time, and further calls wait. All streams use one
     connection. If you pass a redis-py client, calls use at most half of its connections
-    (`max_connections`, by default 100). If several clients share one redis-py client, each may need
-    33 connections.
+    (`max_connections`, by default 100). Several clients of one redis-py client may need 33 each.
     """
 
     def __init__(
@@ -128,8 +127,7 @@ class AsyncClient:
 
         `prompt` is text or token ids. `messages` is a chat, which the model's chat template
         renders. `fields` are those of `promptq.shared.protocol.request.Request` (`max_tokens`,
-        `temperature`, `priority`, ...). With `delay_ms`, the request waits at least this time in
-        milliseconds.
+        `temperature`, `priority`, ...). The request waits at least `delay_ms` milliseconds.
 
         Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply is lost, the
         request is sent again, and the server recognises it. If the server stays away, the request
@@ -251,8 +249,7 @@ class AsyncClient:
         vector. `fields` are as in `enqueue`; fields for generation have no effect. `timeout`
         (seconds) is for all texts together.
 
-        Raises the errors of `enqueue` and `result`, and RequestFailedError if a result has no
-        vector.
+        Raises the errors of `enqueue` and `result`, and RequestFailedError without a vector.
         """
         embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         new = compose_embeddings(texts, {**fields, "embed": embed})
@@ -387,8 +384,7 @@ class AsyncClient:
     async def forget_model(self, name: str) -> list[str]:
         """Delete an alias, or a model that no worker serves. Returns the model's queues.
 
-        Raises ModelNotServedError if the name is unknown. Raises ConfigurationError if a queue of
-        the model is still in use.
+        Raises ModelNotServedError for an unknown name, ConfigurationError if a queue is in use.
         """
         return await self._do(admin.queue_views.forget_model(await self._keys(), name))
 

@@ -98,8 +98,7 @@ def check_changes(changes: Mapping[str, Any]) -> None:
 def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
     """Reads the request that a fork continues.
 
-    Raises RequestNotFoundError if the request is unknown or has expired, and InvalidRequestError if
-    its payload is not valid.
+    Raises RequestNotFoundError for an unknown request, InvalidRequestError for a spoilt payload.
     """
     fields_read = ["HMGET", keys.request(request_id), "payload", "tenant", "result"]
     # Read the log first: when the log is folded, the result is written before the log is deleted.

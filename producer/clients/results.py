@@ -69,8 +69,7 @@ def checked_vector(request_id: str, result: Result) -> Result:
 
 
 def fold(request_id: str, events: list[TokenEvent], check: bool) -> Result:
-    """Combines a stream's events into a result. With `check`, an error raises
-    RequestFailedError."""
+    """Combines a stream's events into a result. With `check`, raises RequestFailedError."""
     result = Result.fold(events)
     if check and result.finish_reason is FinishReason.ERROR:
         error_type = result.error.type if result.error else "unknown"

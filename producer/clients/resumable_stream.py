@@ -124,8 +124,7 @@ def follow(
     timeout: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Steps:
-    """Streams the events of a request, beginning with the event that contains token `from_index`
-    (counted from 0).
+    """Streams a request's events from the one with token `from_index` (counted from 0) on.
 
     After a request's end, its result replaces the log. Then all undelivered output is one event.
     With a `from_index` inside the output, this event has `index` 0 and contains the whole output,
@@ -346,8 +345,7 @@ class _Stream:
     def _read_record(self) -> Generator[Action, Any, _Ending | None]:
         """Reads the record's state, last event and result. None if this user may not read it.
 
-        After a refusal, the stream does not try again, so that the server's log of refusals stays
-        short.
+        After a refusal, it does not try again, so that the server's log of refusals stays short.
         """
         if self._may_not_read:
             return None

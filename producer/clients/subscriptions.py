@@ -285,8 +285,7 @@ class Mailbox:
     def _set_timer(self, seconds: float) -> None:
         """Sets the deadline. An earlier timer stays, and sets the next timer when it fires.
 
-        Nearly all waits end before their deadlines. A new timer for each wait would double the cost
-        of a wait.
+        Nearly all waits end before their deadlines. New timers would double the cost of a wait.
         """
         self._deadline = self._loop.time() + seconds
         if self._timer is not None:

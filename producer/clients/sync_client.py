@@ -75,8 +75,7 @@ class Client:
     in the queue that got it; `client.queue.keys.queue` is the name of that queue.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError,
-    ModelNotServedError. Every method may raise the first three errors too, when the server goes
-    away.
+    ModelNotServedError. When the server goes away, all methods may raise the first three.
     """
 
     queue: RequestQueue
@@ -128,8 +127,7 @@ class Client:
 
         `prompt` is text or token ids. `messages` is a chat, which the model's chat template
         renders. `fields` are those of `promptq.shared.protocol.request.Request` (`max_tokens`,
-        `temperature`, `priority`, ...). With `delay_ms`, the request waits at least this time in
-        milliseconds.
+        `temperature`, `priority`, ...). The request waits at least `delay_ms` milliseconds.
 
         Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply is lost, the
         request is sent again, and the server recognises it. If the server stays away, the request
@@ -251,8 +249,7 @@ class Client:
         vector. `fields` are as in `enqueue`; fields for generation have no effect. `timeout`
         (seconds) is for all texts together.
 
-        Raises the errors of `enqueue` and `result`, and RequestFailedError if a result has no
-        vector.
+        Raises the errors of `enqueue` and `result`, and RequestFailedError without a vector.
         """
         embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         new = compose_embeddings(texts, {**fields, "embed": embed})
@@ -383,8 +380,7 @@ class Client:
     def forget_model(self, name: str) -> list[str]:
         """Delete an alias, or a model that no worker serves. Returns the model's queues.
 
-        Raises ModelNotServedError if the name is unknown. Raises ConfigurationError if a queue of
-        the model is still in use.
+        Raises ModelNotServedError for an unknown name, ConfigurationError if a queue is in use.
         """
         return self._do(admin.queue_views.forget_model(self._keys(), name))
 

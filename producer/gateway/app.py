@@ -69,8 +69,7 @@ the disk until it is complete."""
 def create_app(settings: GatewaySettings) -> FastAPI:
     """Returns the ASGI application of one gateway.
 
-    Raises RedisUnavailableError if no server's URL is set, and ConfigurationError for a wrong
-    setting.
+    Raises RedisUnavailableError without a server's URL, ConfigurationError for a wrong setting.
     """
     url = server_url(settings.redis_url)
     # Raises for a wrong URL or name before any process starts.

@@ -28,8 +28,7 @@ _FORWARDED = (
 """Headers that proxies add. A proxy that adds none of them looks to the gateway like a client."""
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
 _OWN_PAGES = ("same-origin", "none")
-"""Values of the header `Sec-Fetch-Site` for a request from a page of this gateway, or for an
-address that somebody typed."""
+"""Values of `Sec-Fetch-Site` for requests from this gateway's pages, and for typed addresses."""
 
 
 async def caller_of(gateway: ThisGateway, request: Request) -> Caller:

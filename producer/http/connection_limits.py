@@ -24,15 +24,13 @@ may exceed this."""
 
 PIECES = "promptq.pieces"
 """Name of an ASGI extension. Its function `write(piece)` sends a part of a body after the head of
-the answer, and returns an `Unfinished`. ASGI's `send` is slower: it passes through every layer of
-the application."""
+the answer, and returns an `Unfinished`. ASGI's slower `send` passes every layer."""
 
 Unfinished = Callable[[], Awaitable[None]] | None
 """A function to call and await before the next write; None if the next write need not wait."""
 
 _SILENCE_SECONDS = 60.0
-"""The most seconds between two requests of a connection. Also the most for the first
-`_WINDOW_BYTES` of a body."""
+"""The most seconds between a connection's requests, and for the first `_WINDOW_BYTES` of a body."""
 _HEAD_SECONDS = 20.0
 """The most seconds from a request's first byte to the end of its head."""
 _WINDOW_SECONDS = 15.0

@@ -21,8 +21,7 @@ _MOST_WINDOW_LOG = 23
 
 
 class _Decoder(Protocol):
-    """Decoder of one member of a compressed body. It has the interface of
-    `lzma.LZMADecompressor`."""
+    """Decoder of one member of a compressed body, like `lzma.LZMADecompressor`."""
 
     @property
     def eof(self) -> bool: ...

@@ -163,7 +163,6 @@ def allowed_methods(app: FastAPI, scope: Scope) -> str:
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
-    """Returns the error for a method that a path does not support. `allowed` are the methods that
-    the path supports."""
+    """Returns the error for a method that a path does not support. `allowed` are its methods."""
     message = f"{method} {path[:_LONGEST_PATH]} is not served; this path takes {allowed}"
     return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})

@@ -164,8 +164,7 @@ class FramesInTurns(StreamingResponse):
 
 
 class Out:
-    """Sends the status and frames to the client, and `keepalive` after `keepalive_seconds` without
-    a frame."""
+    """Sends the status and frames, and `keepalive` after `keepalive_seconds` without a frame."""
 
     def __init__(
         self,

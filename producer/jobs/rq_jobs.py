@@ -232,8 +232,7 @@ def _delete_strangers(queue: Queue) -> None:
 def run_worker(queue: Queue, settings: JobsSettings, *, burst: bool = False, **more: Any) -> None:
     """Runs a worker until SIGTERM or SIGINT; with `burst`, until no job waits.
 
-    Passes the settings and `more` to each job in memory, because other processes could read the
-    environment.
+    Passes the settings and `more` to jobs in memory: other processes could read the environment.
     """
     pool: Any = queue.connection.connection_pool
     # RQ sets its longer timeout only for new connections, and an idle worker whose wait for a job

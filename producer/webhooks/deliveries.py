@@ -2,8 +2,7 @@
 
 Only the leader does this. The queue's Redis stores the waiting webhooks: the request's id, the
 number of attempts and the time of the next attempt. The message is made from the request's hash
-when it is sent. So an attacker who can write only to RQ's server cannot make promptq send or sign
-anything.
+when it is sent. So an attacker with RQ's server alone cannot make promptq send or sign anything.
 
 Other programs may write to the queue, too. An entry that is not a webhook is deleted with a line in
 the log, so that it does not block later entries.
@@ -74,8 +73,7 @@ class DeadWebhook(BaseModel):
 
 
 def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
-    """Returns webhooks that failed permanently, the latest first. Skips entries that are not
-    valid."""
+    """Returns webhooks that failed permanently, the latest first, without invalid entries."""
     client = client_of(connection, keys)
     entries: list[Any] = []
     with errors_logged(keys.webhooks_dead):

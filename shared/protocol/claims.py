@@ -96,9 +96,8 @@ class Claim:
     is_spoilt: bool = False
     """Whether the request's log has an entry that is no event, so that no attempt can continue."""
     turn: tuple[float, str] | None = None
-    """Sort key among the requests of all tenants; None without tenants. First comes the lowest
-    score of all waiting requests at the claim, then the claim's time and the request's place in
-    it."""
+    """Sort key among the requests of all tenants; None without tenants. The first part is the
+    lowest score of all waiting requests, the second the claim's time and the place in it."""
     tenant: str = ""
     """Tenant in whose queue the request waited. The payload may name another tenant."""
     weight: float = 1.0

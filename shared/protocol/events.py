@@ -59,8 +59,7 @@ class TokenLogprob(_Wire):
     """Natural log-probability of an output or prompt token, before any sampling parameter.
 
     `rank` is 1 for the likeliest token. `top` has the likeliest tokens, or null if the request
-    wants none. `token` is the text of this one token; bytes that form no whole character become
-    U+FFFD.
+    wants none. `token` is the text of this one token; parts of characters become U+FFFD.
     """
 
     token_id: int

@@ -113,8 +113,7 @@ def wanted_output(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if a tool is no function or has no name, or if there are more than
-    `MAX_PARAMETERS` parameters.
+    """Raises ValueError for a tool that is no named function, or over `MAX_PARAMETERS` parameters.
 
     A tool without a type is accepted, because some models' chat templates expect such tools.
     """

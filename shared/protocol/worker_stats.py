@@ -181,8 +181,7 @@ class WorkerStats(_Observation):
     """Names of the statistics that the worker's engine does not report, separated by spaces, such
     as `step_ms cached_tokens`. The values of these fields have no meaning."""
     refused: str = ""
-    """Request fields that the engine cannot serve now, separated by spaces, such as `logprobs
-    embed`."""
+    """Fields that the engine cannot serve now, separated by spaces, such as `logprobs embed`."""
     start_up_seconds: float = 0.0
     start_up_stages: str = ""
     """Seconds of each stage of the start, such as `weights=0.812 checking=1.204`."""

@@ -128,8 +128,7 @@ Operation = Generator[Any, Any, T]
 """A generator that makes calls and returns a result.
 
 It yields one call and receives its value, or a list of calls (one round trip) and receives the list
-of values. An error is raised at the `yield`. During long work, the generator yields PAUSE so that
-other tasks can run.
+of values. An error is raised at the `yield`. During long work, it yields PAUSE.
 """
 
 

@@ -5,8 +5,7 @@ handed out requests since then, the reply with these requests was lost. The serv
 returns the requests to the queue, and counts no crash.
 
 This works only for claims one after the other, so a claim that overlaps another one names no
-earlier claim. The worker also numbers its claims, so the server recognises one that arrives too
-late.
+earlier claim. The server recognises a late claim by its number.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ _LONGEST_KEPT = 30.0
 """After the last claim that returned no requests, later claims pass over `skip` requests for at
 most this many seconds. Then a claim begins at the front of the queue again."""
 _LONGEST_DELAY = 5.0
-"""The longest plausible delay of a reply in seconds. Beyond this, the server or its clock
-changed."""
+"""The longest plausible delay of a reply in seconds. After it, the server or its clock changed."""
 
 
 class ClaimHistory:

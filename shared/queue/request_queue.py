@@ -1,8 +1,7 @@
 """The queue: the operations of producers and workers, built on the Lua scripts.
 
 `RequestQueue` and `AsyncRequestQueue` have the same methods. Every change of state is one script
-(see `promptq.shared.queue.scripts`), so any number of producers and workers may use a queue at
-once.
+(see `promptq.shared.queue.scripts`), so any number of processes may use a queue.
 """
 
 from __future__ import annotations
@@ -369,8 +368,7 @@ class AsyncRequestQueue(_Queue):
         return await self.run(self._enqueue(new))
 
     async def take_batch(self, room: Room) -> Claims:
-        """Claims like `RequestQueue.take_batch`. If cancelled, returns the requests to the
-        queue."""
+        """Claims like `RequestQueue.take_batch`. If cancelled, gives the requests back."""
         claiming = asyncio.ensure_future(self._take_batch(room))
         try:
             return await asyncio.shield(claiming)

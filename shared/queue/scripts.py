@@ -208,8 +208,7 @@ def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[Ca
 
 
 def try_channels() -> Call[list[CancelStatus]]:
-    """Tests, without any change, whether the user may publish on the queue's channels. Raises
-    NoPermissionError if not."""
+    """Checks that the user may publish on the queue's channels. Raises NoPermissionError."""
     return cancel([])
 
 

@@ -84,8 +84,7 @@ def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator
 
 @contextmanager
 def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
-    """Context manager. If a command in the block needs another type than `key` has, deletes `key`
-    and logs this."""
+    """Context manager that deletes `key`, and logs this, if a command needs another type."""
     try:
         yield
     except ResponseError as error:

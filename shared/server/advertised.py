@@ -113,8 +113,7 @@ def how_to_find(url: str) -> str:
 
 
 def password_mark() -> str:
-    """Returns the mark with which an advertised server's password begins; empty if this user's
-    folder cannot be used."""
+    """Returns the beginning of an advertised server's password; empty without a usable folder."""
     folder = _folder()
     with suppress(OSError):
         if _made_private(folder):

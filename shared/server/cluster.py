@@ -132,8 +132,7 @@ def client_at(client: Any, key: str) -> Any:
 
 def try_once(client: redis.asyncio.Redis) -> None:
     """Makes calls of this client raise at the first failure. A process calls this when it ends,
-    because the server may be away. On a Cluster, a few quick retries remain: the slot may be
-    moving."""
+    because the server may be away. On a Cluster, a few quick retries remain."""
     retries = _RETRIES_AT_THE_END if isinstance(client.connection_pool, _AsyncPool) else 0
     client.set_retry(redis.asyncio.retry.Retry(_BACKOFF, retries, (redis.ConnectionError,)))
 
@@ -142,8 +141,7 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     """Returns a client of the class `kind` for
     `redis+cluster://[[user]:password@]host[:port][,host:port...]`. Raises ValueError.
 
-    The client talks to the node that has the set of all queues; `client_of` returns that of a
-    queue.
+    It talks to the node that has the set of all queues; `client_of` returns that of a queue.
     """
     parts = urlsplit(url)
     databases = parse_qs(parts.query).get("db", [])

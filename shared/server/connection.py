@@ -122,8 +122,7 @@ def hides_info(error: Exception) -> bool:
 
 
 def make_async_redis(url: str) -> redis.asyncio.Redis:
-    """Returns an unconnected asyncio client of the server at `url`, whose calls are not retried.
-    Raises ConfigurationError."""
+    """Returns an unconnected asyncio client without retries. Raises ConfigurationError."""
     client: redis.asyncio.Redis = _make(redis.asyncio.Redis, url)
     pool: Any = client.connection_pool
     pool.connection_class = _adapted(pool.connection_class)

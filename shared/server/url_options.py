@@ -1,8 +1,7 @@
 """Parses the parts of a server's URL: several hosts, and the options after `?`.
 
 Unsupported options are refused by name. redis-py would accept every option as text, even an option
-that must be an object. Then the first call would fail, or replies would have a form that promptq
-does not expect.
+that must be an object. Then the first call would fail, or replies would have another form.
 """
 
 from __future__ import annotations

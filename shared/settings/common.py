@@ -72,16 +72,14 @@ class ReaperSettings(Settings):
 
 
 def read_settings(**overrides: Any) -> Settings:
-    """Returns the settings that all processes have; `overrides` replace environment variables.
-    Raises ConfigurationError."""
+    """Returns all processes' settings; `overrides` come first. Raises ConfigurationError."""
     return read_settings_of(Settings, flag_of, **overrides)
 
 
 def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **overrides: Any) -> T:
     """Returns the settings of the class `kind`. Raises ConfigurationError.
 
-    `overrides` that are not None replace environment variables. `named` converts the name of a
-    setting for error messages.
+    `overrides` that are not None replace environment variables. `named` names settings in errors.
     """
     try:
         return kind(**{name: value for name, value in overrides.items() if value is not None})

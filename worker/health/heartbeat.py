@@ -25,8 +25,7 @@ step. If a step takes longer, a later heartbeat publishes the snapshot."""
 
 
 class Heartbeat:
-    """Publishes heartbeats of a worker. `about` has the values that seldom change, such as names
-    and limits."""
+    """Publishes heartbeats of a worker. `about` has values that seldom change, such as names."""
 
     def __init__(
         self,
@@ -48,8 +47,7 @@ class Heartbeat:
         self._reported_at = time.monotonic()
 
     async def beat(self) -> int:
-        """Publish a heartbeat. Returns the number of the queue's workers. Raises RedisError,
-        OSError."""
+        """Publish a heartbeat. Returns the number of workers. Raises RedisError, OSError."""
         await self._take_snapshot()
         contribution = self._contribution()
         num_workers = await self._queue.run(

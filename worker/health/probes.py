@@ -18,8 +18,7 @@ _MAX_IDLE_SECONDS = 5.0  # a client that sends nothing for this long is disconne
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A worker's health. `hangs` names the part of the worker that makes no progress; empty if all
-    make progress."""
+    """A worker's health. `hangs` names the part that makes no progress; empty if none."""
 
     has_started: bool = False
     is_claiming: bool = False

@@ -13,8 +13,7 @@ REAPS_PER_LEASE = 4
 
 
 class Reaper:
-    """Returns the requests of crashed workers to the queue. Call `run_once` several times within
-    `lease_ms`.
+    """Returns crashed workers' requests to the queue. Call `run_once` several times in `lease_ms`.
 
     No worker can renew its leases while the server is away, so an expired lease does not prove a
     crash. After an outage of at least half of `lease_ms`, the reaper waits for another half, so

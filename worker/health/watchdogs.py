@@ -68,8 +68,7 @@ class EngineWatchdog:
 async def renew_leases(
     leases: Leases, exchange: Exchange, watchdog: EngineWatchdog, lease_ms: int
 ) -> None:
-    """Renew all leases, four times within `lease_ms`, until cancelled. Pauses while a part
-    hangs."""
+    """Renew all leases, four times within `lease_ms`. Pauses while a part hangs."""
     log = get_logger()
     while True:
         await asyncio.sleep(lease_ms / 1000 / _RENEWALS_PER_LEASE)
@@ -84,8 +83,7 @@ async def renew_leases(
 
 @asynccontextmanager
 async def watched(seconds: float) -> AsyncIterator[None]:
-    """Inside this context, ends the process if the event loop stands still for 1.25 times
-    `seconds`."""
+    """Context that ends the process if the event loop stands still for 1.25 times `seconds`."""
     restarting = asyncio.create_task(_restart_timer(seconds))
     try:
         yield

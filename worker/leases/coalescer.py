@@ -1,5 +1,4 @@
-"""Limits the rate of events that a worker sends. Above the limit, one event has the tokens of
-several steps.
+"""Limits a worker's rate of events. Above the limit, an event has the tokens of several steps.
 
 An event with three tokens costs the worker, Redis and the client as much as an event with one
 token. If these processes run on the engine's cores, they take time from the engine. Below the
@@ -43,8 +42,7 @@ class Coalescer:
         self._due_at = 0.0
 
     def take(self, output: SequenceOutput, at_once: bool = False) -> Sequence[SequenceOutput]:
-        """Add an output of a sequence. Returns the outputs of this sequence that the caller must
-        send now, perhaps none."""
+        """Add a sequence's output. Returns its outputs that the caller must send now."""
         before = self._waiting.pop(output.sequence_id, None)
         if before is not None and output.token_ids:
             output.token_ids = before.token_ids + output.token_ids
@@ -57,8 +55,7 @@ class Coalescer:
         return ()
 
     def take_due(self) -> list[SequenceOutput]:
-        """Returns and removes all waiting outputs if they are due. Otherwise returns an empty
-        list."""
+        """Removes and returns all waiting outputs if they are due, otherwise none."""
         now = self._clock()
         if now < self._due_at or not self._waiting:
             return []

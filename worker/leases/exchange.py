@@ -1,5 +1,4 @@
-"""Calls to Redis about requests that this worker holds: renew a lease, carry out a cancel, give a
-request back to the queue.
+"""Calls to Redis about this worker's requests: renew a lease, cancel, give back to the queue.
 
 The publisher sends rows (events), and passes the server's answers to this module. An answer may
 change the state of a lease. If the request then leaves the worker, `ExitLog` records this.
@@ -60,8 +59,7 @@ class Exchange:
     async def renew(self, leases: Sequence[Lease]) -> None:
         """Renew leases, and drop requests that are cancelled, expired or lost.
 
-        The call also reports the exact lengths of prompts to the server. Raises RedisError,
-        OSError.
+        The call also reports exact lengths of prompts. Raises RedisError, OSError.
         """
         held = [lease.as_held() for lease in leases]
         published = await self._queue.publish([], held)
@@ -71,8 +69,7 @@ class Exchange:
     def take_answers(
         self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
     ) -> None:
-        """Act on Redis's answers to a call that sent `sent`. Each lease has one element of `sent`,
-        and one answer in `statuses`."""
+        """Act on Redis's answers `statuses` to a call that sent `sent`, one of each for a lease."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
             lease.reported(held)
             self.take_answer(lease, status)
@@ -93,8 +90,7 @@ class Exchange:
             self._some_cancelled.set()
 
     async def run_cancels(self) -> None:
-        """Check the requests passed to `cancel`, and end those that are cancelled. Runs until this
-        task is cancelled.
+        """Check the requests passed to `cancel`, and end cancelled ones. Never returns.
 
         If the server cannot be reached, the next renewal of the leases finds the same cancels.
         """
@@ -117,8 +113,7 @@ class Exchange:
             await self._queue.run(scripts.cancel(others, "flagged"))
 
     async def run_returns(self) -> None:
-        """Give requests whose leases are RETURNING back to the queue. Runs until this task is
-        cancelled.
+        """Give requests whose leases are RETURNING back to the queue. Never returns.
 
         If the server cannot be reached, the worker keeps and renews these leases, and tries again.
         """
@@ -131,8 +126,7 @@ class Exchange:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def give_back(self, seconds: float = 0.0) -> None:
-        """Give all requests whose leases are RETURNING back to the queue. Retries for up to
-        `seconds`.
+        """Give all requests with RETURNING leases back to the queue. Retries for `seconds`.
 
         Raises the last RedisError or OSError if the server has accepted nothing for `seconds`.
         """

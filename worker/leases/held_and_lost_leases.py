@@ -41,13 +41,11 @@ class Exit(StrEnum):
     """Redis refused the lease, because another attempt holds the request, or none does."""
     GIVEN_BACK = "given_back"
     FAILED = "error"
-    """The attempt counts as a crash of the request, or the request's event log in Redis accepts no
-    events."""
+    """The attempt counts as a crash of the request, or the request's log accepts no events."""
 
     @classmethod
     def of(cls, lease: Lease) -> Exit:
-        """Returns FAILED if the lease's return counts as a crash of the request, otherwise
-        GIVEN_BACK."""
+        """Returns FAILED if the return counts as a crash of the request, otherwise GIVEN_BACK."""
         return cls.FAILED if lease.is_blamed else cls.GIVEN_BACK
 
 
@@ -105,8 +103,7 @@ class Leases:
     # ------------------------------------------------------------ events
 
     def claimed(self, claims: Iterable[Claim]) -> list[Lease]:
-        """Add a lease for each claim, and return the new leases. Leases of earlier attempts at the
-        same requests become GONE."""
+        """Add and return a lease for each claim. Leases of earlier attempts become GONE."""
         leases = [Lease(claim) for claim in claims]
         for lease in leases:
             if (earlier := self._by_request.get(lease.request_id)) is not None:
@@ -115,11 +112,9 @@ class Leases:
         return leases
 
     def set_aside(self, lease: Lease) -> bool:
-        """Set a lease aside, for the slow lane: until the request is prepared, the lease counts for
-        no slot and no KV memory.
+        """Set a lease aside for the slow lane: until prepared, it counts for no slot or KV memory.
 
-        Returns False if a limit of all tenants or of this tenant is reached. The limits bound the
-        memory of the payloads.
+        Returns False at a limit of all tenants or of this one, which bound the payloads' memory.
         """
         claim = lease.claim
         others = [other.claim for other in self if not other.counts]
@@ -132,8 +127,7 @@ class Leases:
         return True
 
     def prepared(self, lease: Lease, prepared: PreparedRequest) -> None:
-        """Store a prepared request in its lease. The lease becomes READY, or ENDING if nothing is
-        left to generate.
+        """Store a prepared request in its lease, which becomes READY, or ENDING if it is complete.
 
         Has no effect if the lease is lost or is being given back.
         """
@@ -161,19 +155,16 @@ class Leases:
         """Schedule the return of the request to the queue.
 
         With `crashed`, the return counts as a crash of the request. After the return, no worker can
-        claim the request for `delay_ms` milliseconds. Has no effect if the lease is GONE or
-        RETURNING.
+        claim the request for `delay_ms` milliseconds. Has no effect on GONE or RETURNING leases.
         """
         if lease.state not in (_RETURNING, _GONE):
             lease.is_blamed, lease.delay_ms = crashed, delay_ms
             self._set_state(lease, _RETURNING)
 
     def answered(self, lease: Lease, status: RowStatus, reason: str = "") -> Outcome | None:
-        """Act on Redis's answer about a lease or a row. Returns how the attempt ended, if the
-        answer reports it.
+        """Act on Redis's answer about a lease or a row. Returns how the attempt ended, if known.
 
-        `reason` is the finish reason if the answer is about the request's last row, otherwise
-        empty.
+        `reason` is the finish reason if the answer is about the last row, otherwise empty.
         """
         was_held = lease.is_held
         if status.is_lost or reason:
@@ -196,8 +187,7 @@ class Leases:
         return None
 
     def released(self, lease: Lease, status: str) -> Outcome | None:
-        """Act on Redis's answer to the return of a request. Returns how the attempt ended, if the
-        answer reports it."""
+        """Act on Redis's answer to a request's return. Returns how the attempt ended, if known."""
         was_held = lease.is_held
         if was_held and lease.state is not _RETURNING:
             raise RuntimeError(f"{lease.request_id} is not on its way back")

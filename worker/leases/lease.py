@@ -32,8 +32,7 @@ class Lease:
     claim: Claim
     state: LeaseState = LeaseState.PREPARING
     is_aside: bool = False
-    """Whether the request is prepared in the slow lane. Until it is prepared, it counts for no slot
-    and no KV memory."""
+    """Whether the slow lane prepares the request, which counts for no slot and KV memory yet."""
     is_blamed: bool = False
     """Whether giving the lease back counts as a crash of the request."""
     delay_ms: int | None = None
@@ -55,8 +54,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the worker still holds the request. The lease may already have expired on the
-        server."""
+        """Whether the worker still holds the request, perhaps with an expired lease."""
         return self.state is not LeaseState.GONE
 
     @property
@@ -78,8 +76,7 @@ class Lease:
         return self.prepared_or_none is not None and not self.is_length_reported
 
     def with_unsent(self, row: Row) -> list[Row]:
-        """Returns the request's unsent rows followed by `row`, and removes the unsent rows from the
-        request."""
+        """Removes and returns the request's unsent rows, followed by `row`."""
         if (prepared := self.prepared_or_none) is None:
             return [row]
         unsent, prepared.unsent = prepared.unsent, []

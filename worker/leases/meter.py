@@ -40,8 +40,7 @@ class Meter:
         self.histograms[spec].add(value, count)
 
     def note_output(self, prepared: PreparedRequest, at: float) -> None:
-        """Record that a step generated tokens of a request. `at` is the end of the step, in seconds
-        of `time.monotonic()`."""
+        """Record that a step, ending at `at` (`time.monotonic()`), generated a request's tokens."""
         last = prepared.last_token_at
         if last is None:
             self._note_first_token(prepared, at)

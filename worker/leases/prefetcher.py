@@ -66,8 +66,7 @@ class Prefetcher:
         stuck_seconds: float = math.inf,
     ) -> None:
         self.num_workers = 1
-        """Number of the queue's workers. They share the waiting requests, and spread their claims
-        over time."""
+        """Number of the queue's workers, which share requests and spread their claims."""
         self._queue = queue
         self._leases = leases
         self._wake_up = leases.wake_up
@@ -116,8 +115,7 @@ class Prefetcher:
 
     @property
     def task(self) -> asyncio.Task[None]:
-        """The task that claims. The worker watches it for failures. Raises RuntimeError before
-        `start`."""
+        """The claiming task, for the worker to watch. Raises RuntimeError before `start`."""
         if self._task is None:
             raise RuntimeError("the prefetcher was not started")
         return self._task
@@ -129,8 +127,7 @@ class Prefetcher:
 
     @property
     def hangs_on(self) -> Lease | None:
-        """The lease of a request whose preparation hangs; None if no preparation hangs. The lease
-        may already be lost.
+        """The lease, perhaps lost, of a request whose preparation hangs; None if none hangs.
 
         Always None after `stop`, because then nothing waits for the thread that prepares.
         """

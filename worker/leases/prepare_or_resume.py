@@ -77,8 +77,7 @@ class Preparation:
     end_token_ids: frozenset[int]
     grammars: Grammars | None = None
     pooling: Pooling | None = "last"
-    """The default pooling of embedding requests. If None, each embedding request must name its
-    pooling."""
+    """Embedding requests' default pooling. None: each request must name its pooling."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -231,8 +230,7 @@ class Preparation:
                 raise _unsupported("temperature", why)
 
     def _check_counted(self, request: Request, prefix: list[int]) -> None:
-        """Raise InvalidRequestError if a call of the engine would not count a penalty for tokens of
-        earlier calls."""
+        """Raise InvalidRequestError if the engine would not count penalties of earlier calls."""
         if not (prefix or request.bad_words or request.wanted_output is not None):
             return
         uncounted = {*self.abilities.inexact_fields(request, prefix)} - {"temperature"}
@@ -321,8 +319,7 @@ class Preparation:
         is_prefix: bool,
         only_quick: bool,
     ) -> Grammar | None:
-        """Returns the grammar's state after the tokens `emitted`. `is_prefix`: these are the output
-        prefix."""
+        """Returns the grammar's state after `emitted`. `is_prefix`: that is the output prefix."""
         wanted, grammars = request.wanted_output, self.grammars
         if wanted is None:
             return None

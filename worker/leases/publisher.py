@@ -1,5 +1,4 @@
-"""Sends the engine's outputs to Redis, and acts on the answers. One round trip sends all outputs
-that are due."""
+"""Sends the engine's due outputs to Redis in one round trip, and acts on the answers."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ _Sent = tuple[Lease, Row]
 
 
 class Publisher:
-    """Sends the engine's outputs to Redis. While it sends the outputs of one step, the engine
-    computes the next step.
+    """Sends the engine's outputs to Redis, those of a step while the engine computes the next.
 
     The coalescer decides which tokens wait for later tokens, to share an event with them. If Redis
     does not accept rows, the publisher sends them again for up to `retry_seconds`. Meanwhile the
@@ -67,8 +65,7 @@ class Publisher:
     async def flush(self) -> None:
         """Send the outputs that the coalescer still delays. Call it when the worker ends.
 
-        Does not retry: if sending fails, another worker generates these tokens again. Raises
-        RedisError, OSError.
+        Does not retry: another worker will generate these tokens again. Raises RedisError, OSError.
         """
         self._coalescer.hurry()
         self._retry_seconds = 0.0
@@ -85,8 +82,7 @@ class Publisher:
 
     async def _fetch(self) -> list[StepOutput]:
         """Waits for steps. Returns an empty list if delayed outputs become due before the next
-        step. If the engine has failed, raises its exception as soon as no delayed outputs are
-        left."""
+        step. Raises a failed engine's exception once no delayed outputs are left."""
         try:
             async with asyncio.timeout(self._coalescer.seconds_left):
                 return await self._engine.fetch()

@@ -1,5 +1,4 @@
-"""The prepared requests that wait for a slot in the engine, and the event that wakes the
-prefetcher."""
+"""The prepared requests that wait for a slot, and the event that wakes the prefetcher."""
 
 from __future__ import annotations
 
@@ -107,15 +106,13 @@ class WakeUp:
             self._rung.set()
 
     def take(self) -> bool:
-        """Forget all reports, at the beginning of a claim. Returns whether one of them was
-        `work_came`."""
+        """Forget all reports before a claim. Returns whether one of them was `work_came`."""
         self._rung.clear()
         came, self._work_came = self._work_came, False
         return came
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until `work_came` or `room_freed` is called. Returns False if neither is called
-        within `seconds`."""
+        """Wait for a call of `work_came` or `room_freed`. Returns False after `seconds`."""
         try:
             async with asyncio.timeout(seconds):  # wait_for may swallow a cancellation
                 await self._rung.wait()

@@ -46,8 +46,7 @@ _SHORTEST = 1e-12  # as in torch's `normalize`
 class PreparedRequest:
     """A request after its preparation, with its output so far.
 
-    `token_ids`, `texts` and `logprobs` are the output of all attempts. `engine_request` goes to the
-    engine.
+    `token_ids`, `texts`, `logprobs`: output of all attempts. `engine_request` goes to the engine.
     """
 
     claim: Claim
@@ -101,8 +100,7 @@ class PreparedRequest:
 
     @property
     def kv_need(self) -> int:
-        """Number of tokens in the KV cache that the request is expected to need. At least its
-        current number of tokens."""
+        """Expected number of tokens in the KV cache, at least the current one."""
         return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
 
     @property
@@ -122,8 +120,7 @@ class PreparedRequest:
         return self.text.stopped or (grammar is not None and grammar.is_complete)
 
     def rows_until(self, row: Row) -> list[Row]:
-        """Returns all rows of the request up to and including `row`, with the rows of earlier
-        attempts."""
+        """Returns all rows of the request up to and including `row`, of all attempts."""
         claim = self.claim
         earlier = [Row.of(claim.request_id, claim.fence, event) for event in claim.events]
         return [*earlier, *(sent for sent in self.rows if sent.start < row.start), row]
@@ -137,8 +134,7 @@ class PreparedRequest:
         error: ErrorInfo | None = None,
         embedding: str | None = None,
     ) -> Row:
-        """Returns the next row of the request, and adds it to the output so far. A finish reason
-        makes the row the last one.
+        """Returns the next row, and adds it to the output. A finish reason makes it the last one.
 
         If the row cannot be built, the request does not change.
         """
@@ -222,8 +218,7 @@ class RowBuilder:
     def row(self, prepared: PreparedRequest, output: SequenceOutput) -> Row:
         """Returns the row for an output of a running request.
 
-        If a row cannot be built, returns a row that ends the request with an error, without the
-        output's tokens.
+        If that fails, returns a row that ends the request with an error, without tokens.
         """
         try:
             return self._row(prepared, output)
@@ -248,8 +243,7 @@ class RowBuilder:
         return Row.of(claim.request_id, claim.fence, event, result)
 
     def completion(self, prepared: PreparedRequest) -> Row:
-        """Returns the last row of a request that needs no engine; see
-        `PreparedRequest.is_at_end`."""
+        """Returns the last row of a request that needs no engine (`is_at_end`)."""
         if prepared.request.tokenize:
             token_ids = prepared.engine_request.prompt_token_ids
             prepared.prompt_json = prompt_json(

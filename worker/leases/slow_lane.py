@@ -1,5 +1,4 @@
-"""Runs preparations that may take long in a few separate threads, so that quick ones do not
-wait."""
+"""Runs preparations that may take long in a few threads, so that quick ones need not wait."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class SlowLane:
         """Returns the delay in seconds for a request of `tenant` that finds the lane full.
 
         The delay is the time that the tenant's other requests are expected to take: the requests in
-        the lane, and those that were put off before. If the request came back earlier, the lane
-        would still be full.
+        the lane, and those that were put off before. Before that, the lane would be full.
         """
         now = time.monotonic()
         self._put_off_until = {

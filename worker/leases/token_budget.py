@@ -1,5 +1,4 @@
-"""Decides how many requests a worker claims, and how many tokens they may need (the token
-budget)."""
+"""Decides how many requests a worker claims, and how many tokens they may need."""
 
 from __future__ import annotations
 

@@ -289,9 +289,8 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
 def _end_token_ids(
     of_model: frozenset[int], tokenizer: HuggingFaceTokenizer, vocab_size: int
 ) -> frozenset[int]:
-    """Returns the end tokens of both the model and the tokenizer, as vLLM does. The configuration
-    of a fine-tuned model is often that of its base model, which may lack the tokenizer's end
-    token."""
+    """Returns the end tokens of both the model and the tokenizer, as vLLM does. A fine-tuned model
+    often has its base model's configuration, without the tokenizer's end token."""
     own = tokenizer.end_token_id
     return of_model if own is None or own >= vocab_size else of_model | {own}
 

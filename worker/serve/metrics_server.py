@@ -24,8 +24,7 @@ _ENGINE_STATISTIC = {
     metrics.RECOMPUTED: "recomputed_tokens",
     metrics.STATE_BYTES: "state_bytes",
 }
-"""The engine statistic from which a metric is computed. A metric is left out if the engine does not
-report its statistic."""
+"""The engine statistic behind a metric. Without this statistic, the metric is left out."""
 _REASONS_IN_VLLM = {FinishReason.CANCELLED: "abort"}  # where vLLM's name differs
 
 

@@ -27,8 +27,7 @@ _HASHED_BYTES = 2**20
 
 
 def identify(settings: WorkerSettings) -> ModelIdentity:
-    """Returns the identity of the model that the settings name. Loads no weights. Raises
-    ModelError."""
+    """Returns the identity of the settings' model. Loads no weights. Raises ModelError."""
     if settings.model == MODEL_FREE and settings.engine == NATIVE:
         return ModelIdentity(MODEL_FREE, MODEL_FREE)
     adapter = adapter_of(settings)
@@ -89,8 +88,7 @@ def _fingerprint(name_or_dir: str, others: Sequence[Path], *, with_weights: bool
     """Returns a hash of the names, sizes and first MiB of a model's files, and of `others`.
 
     The first MiB has the names and shapes of the tensors (safetensors), or the name and vocabulary
-    (GGUF). A worker that forwards to an inference server may lack the weights:
-    `with_weights=False`.
+    (GGUF). A worker of an inference server may lack weights: `with_weights=False`.
     """
     folder = folder_of(name_or_dir)
     digest = hashlib.sha256()
@@ -108,8 +106,7 @@ def _fingerprint(name_or_dir: str, others: Sequence[Path], *, with_weights: bool
 
 
 def folder_of(name_or_dir: str) -> Path:
-    """Returns the folder of a model's files. `name_or_dir` is that folder or the model's name on
-    the Hugging Face hub."""
+    """Returns the folder of a model's files, from that folder or a name on the Hugging Face hub."""
     folder = Path(library_arguments(name_or_dir)[0])
     if folder.is_dir():
         return folder

@@ -48,24 +48,20 @@ class Turn(Protocol):
     """Decides when a process may load its model, if several processes share the device."""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """From now on, set these events when the owner of the processes orders this process to end.
-        Signals set the same events."""
+        """Set these events, as signals do, when the owner orders this process to end."""
         ...
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
-        """Wait until the model may be loaded. Returns the test result of an earlier load, or
-        None."""
+        """Wait until the model may be loaded. Returns an earlier load's test result, or None."""
         ...
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
-        """Report that the worker claims requests from now on. `line` describes the worker for the
-        log."""
+        """Report that the worker claims requests from now on. `line` is for the log."""
         ...
 
 
 def serve_until_stopped(settings: WorkerSettings, redis_url: str, turn: Turn | None = None) -> None:
-    """Run a worker until SIGTERM or SIGINT. If there is a `turn`, load the model only after
-    `turn.wait`.
+    """Run a worker until SIGTERM or SIGINT. With a `turn`, load the model after `turn.wait`.
 
     Raises PromptqError.
     """
@@ -177,8 +173,7 @@ async def unless(
     """Await one stage of the start, and return its result. If `stop` is set first, call `give_up`
     and end the process at once.
 
-    The process holds no requests yet, so nothing is lost. A thread that loads a model could
-    continue for minutes.
+    It holds no requests yet, so nothing is lost. A thread could load a model for minutes.
     """
     stage, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     await asyncio.wait((stage, stopping), return_when=asyncio.FIRST_COMPLETED)

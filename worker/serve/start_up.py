@@ -1,5 +1,4 @@
-"""Measures the stages of a worker's start. Shows them as a bar in a terminal, otherwise as log
-lines."""
+"""Measures the stages of a worker's start, and shows them in a terminal or as log lines."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ _LOGGED_SECONDS = 5.0  # without a bar, a stage that takes this long gets a log 
 class StartUp:
     """Shows and measures the stages of a start. Implements `Progress` for `build`.
 
-    The thread that loads the model reports its stages. Call `close` at the end, also after a failed
-    start.
+    The thread that loads the model reports stages. Call `close` also after a failed start.
     """
 
     def __init__(

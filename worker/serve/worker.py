@@ -148,8 +148,7 @@ class Worker:
         )
 
     async def start(self) -> None:
-        """Start to claim requests. Raises ModelMismatchError if other workers of the queue serve
-        another model."""
+        """Start to claim. Raises ModelMismatchError if the queue has another model."""
         no_room = Room(max_count=0, token_budget=0)
         await keep_trying(lambda: self._queue.take_batch(no_room), self._settings.redis_wait)
         messages = control_channel.listen(self._queue)

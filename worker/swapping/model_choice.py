@@ -76,8 +76,7 @@ def choose(
     candidates: Mapping[str, Candidate],
     now: float,
 ) -> Choice | None:
-    """Returns the decision to load another model, or None if the loaded model should stay. `own` is
-    the work for the loaded model.
+    """Returns the decision to load another model; None to stay. `own`: the loaded model's work.
 
     The rule compares the requests of different queues as if they waited in one queue: by the score,
     which is the time of arrival plus the priority. By default, one level of priority counts as much

@@ -1,5 +1,4 @@
-"""Starts and controls a process that serves one of several models. The starting process is its
-owner."""
+"""Starts and controls a process for one of several models. The starting process owns it."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ Target = Callable[[WorkerSettings, str, Connection], None]
 
 
 class ProcessState(Enum):
-    """States of a process that serves a model. The model is in memory in LOADING, SERVING and
-    DRAINING."""
+    """States of a model's process. In LOADING, SERVING and DRAINING, memory has the model."""
 
     STARTING = auto()
     STANDBY = auto()
@@ -30,8 +28,7 @@ class ProcessState(Enum):
 
 
 def forking(*libraries: str) -> ForkServerContext:
-    """Returns a context that starts processes with these modules already imported. An import takes
-    seconds.
+    """Returns a context whose processes have imported these modules, which takes seconds.
 
     The context forks from a separate process, because this process has threads.
     """
@@ -55,8 +52,7 @@ def _not_importing_from_here() -> Iterator[None]:
 
 
 class ModelProcess:
-    """A process that runs `target` with the settings, the URL of Redis and a connection to its
-    owner.
+    """A process that runs `target` with the settings, Redis' URL and a connection to its owner.
 
     If the owner ends, the connection closes. Then the process drains and ends.
     """
@@ -71,8 +67,7 @@ class ModelProcess:
     ) -> None:
         """`known` is the test result of an earlier process that loaded this model."""
         self.has_room = True
-        """False once the process has reported that the model does not fit into memory beside the
-        loaded models."""
+        """False once the model was found not to fit into memory beside the loaded ones."""
         self.failure = ""
         """The reason why the process ended; empty if the process has reported none."""
         self.served = ""
@@ -97,8 +92,7 @@ class ModelProcess:
         return self.state in busy
 
     def look(self) -> ProcessState:
-        """Read the reports of the process, and check whether it has ended. Returns the new
-        state."""
+        """Read the process's reports, and look whether it has ended. Returns its new state."""
         has_ended = self._process.exitcode is not None  # checked before reading the last reports
         with suppress(EOFError, OSError):
             while self._line.poll():

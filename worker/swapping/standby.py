@@ -50,13 +50,11 @@ class Report(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The result of an earlier test of the model. It is valid while the model's files have this
-    fingerprint."""
+    """An earlier test's result, valid while the model's files have this fingerprint."""
 
     fingerprint: str
     verdict: bytes
-    """The pickled Verdict. The owner does not unpickle it, because it has not imported that
-    class."""
+    """The pickled Verdict, which the owner never unpickles: it lacks that class."""
 
 
 class Standby:
@@ -93,8 +91,7 @@ class Standby:
         loop.add_reader(self._owner.fileno(), read)
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
-        """Register the model with its queue, so that clients find it, and wait for the order to
-        load.
+        """Register the model with its queue, for clients, and wait for the order to load.
 
         Returns the test result of an earlier load if the files have not changed, otherwise None.
         Raises ModelNotFoundError, and ModelMismatchError if the queue has another model.
@@ -117,8 +114,7 @@ class Standby:
         return verdict
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
-        """Report that the process claims requests from now on. `line` describes the worker for the
-        log."""
+        """Report that the process claims requests from now on. `line` is for the log."""
         known = None if verdict is None else Known(self._fingerprint, pickle.dumps(verdict))
         self.report(Report.SERVING, line, known)
 

@@ -37,8 +37,7 @@ class ModelFailedError(PromptqError):
 
 @dataclass
 class _Model:
-    """A model's current process, and facts about earlier ones. Times are those of
-    `time.monotonic()`."""
+    """A model's process, and facts about earlier ones. Times are of `time.monotonic()`."""
 
     process: ModelProcess
     left_at: float = -math.inf
@@ -84,13 +83,11 @@ class Swapper:
 
     @property
     def health(self) -> Health:
-        """The health of this process, the owner. `is_claiming` is true while models can be loaded,
-        even if none is loaded."""
+        """The health of this process, the owner. `is_claiming` while models can be loaded."""
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:
-        """Wait until each process has registered its model and the first model serves, or until
-        `stop` is set.
+        """Wait until all models are registered and the first serves, or until `stop` is set.
 
         Raises ModelFailedError if a model cannot be served.
         """

@@ -27,15 +27,13 @@ class IncrementalDecoder:
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens, self._done = _whole(decode, context)
-        """The last tokens, and the text of the first `_num_done` of them, which was already
-        returned."""
+        """The last tokens, and the returned text of the first `_num_done` of them."""
         self._num_done = len(self._tokens)
         self._lacks_context = not self._done and bool(decode(context[-_CONTEXT_TOKENS:]))
         """Whether the context has text, but no whole character at its end."""
 
     def push(self, token_id: int) -> str:
-        """Add a token. Returns the text that can no longer change; empty while a character is
-        incomplete."""
+        """Add a token. Returns the text that cannot change; empty inside of a character."""
         if self._lacks_context:
             self._lacks_context = False
             alone = self._decode([token_id])
@@ -131,8 +129,7 @@ class TextStream:
 
     def begin(self, token_ids: Sequence[int]) -> str:
         """Begin the output with the tokens of the request's output prefix. Returns their text,
-        without an incomplete character at the end. A stop string may begin in this text, but not
-        end in it."""
+        without an incomplete character at the end. Stop strings may only begin in it."""
         self._num_tokens += len(token_ids)
         text = "".join(map(self._decoder.push, token_ids))
         self._stop.begin_after(text)
@@ -150,8 +147,7 @@ class TextStream:
         return self._release(self._decoder.flush()) + self._stop.flush()
 
     def replay(self, token_ids: Iterable[int]) -> str:
-        """Add the tokens of earlier attempts, one by one. Returns the text that `push` returned for
-        them."""
+        """Add tokens of earlier attempts, one by one. Returns the text that `push` returned."""
         return "".join(map(self.push, token_ids))
 
     def _release(self, text: str) -> str:

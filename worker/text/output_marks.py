@@ -47,8 +47,7 @@ class OutputMarks:
                 self._prefix = style.reasoning_before
 
     def check_stop_strings(self) -> None:
-        """Raise InvalidRequestError if one of the request's stop strings can never be in the
-        output's text."""
+        """Raise InvalidRequestError if a stop string can never be in the output's text."""
         for stop in self._request.stop_strings:
             if self._tokenizer.added_token(stop) is not None:
                 continue
@@ -88,8 +87,7 @@ class OutputMarks:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTokens:
-    """Counts the tokens of the reasoning, without the marks around it, such as `<think>` and
-    `</think>`."""
+    """Counts the tokens of the reasoning between marks, such as `<think>` and `</think>`."""
 
     style: OutputStyle
     tokenizer: Tokenizer
@@ -98,8 +96,7 @@ class ReasoningTokens:
     end_token_ids: frozenset[int]
 
     def count(self, token_ids: Sequence[int], text: str) -> int | None:
-        """Returns the number of reasoning tokens in an output; None if the tokens do not show where
-        the reasoning begins or ends."""
+        """Returns an output's number of reasoning tokens; None if the tokens do not show it."""
         before, after = self.style.reasoning_marks
         first, last = map(self._tokens_of, (before, after))
         begin = 0
@@ -122,8 +119,7 @@ class ReasoningTokens:
         return end - begin
 
     def _tokens_of(self, mark: str) -> list[int]:
-        """Returns the tokens of a mark; an empty list if the mark may be written with various
-        tokens."""
+        """Returns the tokens of a mark; an empty list if various tokens may write it."""
         single = self.tokenizer.added_token(mark.strip())
         if single is not None:
             return [single]

@@ -207,8 +207,7 @@ _REASONING = (
 
 
 def style_of(tokenizer: HuggingFaceTokenizer, name: str = AUTO) -> OutputStyle:
-    """Returns the form in which a model writes tool calls and reasoning, according to its chat
-    templates.
+    """Returns the form of a model's tool calls and reasoning, from its chat templates.
 
     If `name` is the name of a model family, tool calls have the form of that family.
     """
@@ -228,8 +227,7 @@ def output_style(
     """Returns the form in which a model with this chat template writes tool calls and reasoning. If
     no known family has this template, calls are bare JSON.
 
-    Marks that `response_template` (of transformers) states literally take precedence over those of
-    the chat template.
+    Literal marks of `response_template` (of transformers) precede those of the chat template.
     """
     shown = chat_template.replace('\\"', '"').replace("\\n", "\n")  # escaped in template strings
     style = _named(name) or next(
@@ -275,8 +273,7 @@ def _with_response_template(style: OutputStyle, response_template: Any) -> Outpu
 
 
 def _words(field: Any, name: str) -> str | None:
-    """Returns the mark that opens or closes a field; None if that is a pattern which matches
-    several texts."""
+    """Returns the mark that opens or closes a field; None if that is a pattern of several texts."""
     if not isinstance(field, Mapping):
         return None
     if isinstance(words := field.get(name), str):

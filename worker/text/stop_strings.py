@@ -1,5 +1,4 @@
-"""Cuts a text at its stop strings, and holds back the end of a text that may begin a stop
-string."""
+"""Cuts a text at its stop strings, and holds back its end if that may begin one."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ class StopStrings:
         return bool(self._strings)
 
     def begin_after(self, text: str) -> None:
-        """Set the text before the first part, which was already sent. A stop string may begin in
-        this text, but not end in it."""
+        """Set the sent text before the first part. A stop string may begin in it, but not end."""
         for each in self._strings:
             each.find(text[max(0, len(text) - len(each.string) + 1) :])
 
@@ -71,8 +69,7 @@ class _StopString:
 
     def find(self, text: str) -> int | None:
         """Add the next part. If the string ends in this part, returns the index in the part at
-        which the string begins, otherwise None. The index is negative if the string begins in an
-        earlier part."""
+        which the string begins, otherwise None. It is negative in an earlier part."""
         string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:

@@ -63,8 +63,7 @@ def _nine_letters(call: dict[str, Any], number: int) -> str:
 
 def _with_thinking(message: Message) -> Message:
     """Returns the message with its reasoning in the field that gpt-oss' template reads. This
-    template refuses that field in a message with calls and content, so such a message does not
-    change."""
+    template refuses the field beside calls and content, so such a message does not change."""
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     has_both = message.get("tool_calls") and message.get("content")
     if not reasoning or has_both or "thinking" in message:

@@ -29,8 +29,7 @@ MOST_BYTES_IN_ALL = 2**29
 """The most bytes of all values together that a template may make in one rendering."""
 
 _SMALL = 256
-"""Texts with fewer characters are not counted, because the time limit ends a template before such
-texts fill the memory."""
+"""Shorter texts do not count: the time limit ends a template before they fill the memory."""
 _MOST_BITS = 2**16
 _MOST_DECIMALS = 1000
 _LONGEST_SEPARATOR = 64
@@ -80,11 +79,9 @@ _num_bytes: ContextVar[list[int] | None] = ContextVar("num_bytes", default=None)
 
 @contextmanager
 def size_limit() -> Iterator[None]:
-    """Inside this context, chat templates of transformers raise TemplateSizeError if a value is too
-    large.
+    """Context in which transformers' chat templates raise TemplateSizeError for large values.
 
-    transformers creates the environment of a template from a class in a module variable, which this
-    context replaces.
+    transformers creates a template's environment from a module's variable, which this replaces.
     """
     library: Any = chat_template_utils
     library.ImmutableSandboxedEnvironment = BoundedEnvironment
@@ -129,8 +126,7 @@ def _length(value: Any) -> int:
 
 
 def _json_of(value: Any) -> str:
-    """Returns a text unchanged, and the JSON of any other value. Some templates expect the
-    arguments of a call as a text."""
+    """Returns a text unchanged, and others as JSON: some templates expect arguments as text."""
     _check(_length(value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -290,8 +286,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = filters
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse a template. Arguments after a `*` pass through the filter `list`, which is
-        checked."""
+        """Parse a template. Arguments after a `*` pass the checked filter `list`."""
         template = super()._parse(source, name, filename)
         calls: Iterable[Any] = template.find_all((nodes.Call, nodes.Filter, nodes.Test))
         for call in calls:

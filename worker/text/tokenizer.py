@@ -1,5 +1,4 @@
-"""Tokenizers turn text into token ids and back. There is one for Hugging Face models, and one whose
-tokens are bytes."""
+"""Tokenizers turn text into token ids and back: for Hugging Face models, and for bytes."""
 
 from __future__ import annotations
 
@@ -21,17 +20,14 @@ _ANY_LENGTH = 10**30
 
 
 class Tokenizer(Protocol):
-    """Converts between text and token ids. Thread-safe, because the worker encodes and decodes in
-    different threads."""
+    """Converts between text and token ids. Thread-safe, for the worker's threads."""
 
     def encode_prompt(self, request: Request) -> list[int]:
-        """Returns the token ids of the prompt or of the rendered messages. Raises
-        InvalidRequestError."""
+        """Returns the prompt's or rendered messages' token ids. Raises InvalidRequestError."""
         ...
 
     def encode_output(self, text: str) -> list[int]:
-        """Returns the token ids of a text that begins an output, without adding special tokens.
-        Raises InvalidRequestError."""
+        """Returns a text's token ids, without adding special tokens. Raises InvalidRequestError."""
         ...
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
@@ -43,18 +39,15 @@ class Tokenizer(Protocol):
         ...
 
     def decoder(self, marks: Sequence[str]) -> Decode:
-        """Returns a function like `decode` that keeps the special tokens that occur in one of the
-        `marks`."""
+        """Returns a function like `decode` that keeps special tokens in the `marks`."""
         ...
 
     def added_token(self, text: str) -> int | None:
-        """Returns the id of the token that was added to the vocabulary for exactly this text; None
-        if there is no such token."""
+        """Returns the id of the token that was added for exactly this text, or None."""
         ...
 
     def special_within(self, text: str) -> list[str]:
-        """Returns the special tokens, such as `<eos>`, whose names are in `text`. `decode` leaves
-        them out."""
+        """Returns the special tokens in `text`, such as `<eos>`. `decode` leaves them out."""
         ...
 
     def token_text(self, token_id: int) -> str:
@@ -240,8 +233,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _num_ids(self) -> int:
-        """The tokenizer's largest token id plus 1. A model's padded vocabulary may have more
-        ids."""
+        """The largest token id plus 1. A model's padded vocabulary may have more ids."""
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     @cached_property
@@ -258,15 +250,13 @@ class HuggingFaceTokenizer:
 
     @property
     def end_token_id(self) -> int | None:
-        """The id of the tokenizer's end token; None if there is none, or if it is not in the
-        vocabulary."""
+        """The end token's id; None if there is none, or if the vocabulary lacks it."""
         name = self._tokenizer.eos_token
         return None if name is None else self._tokenizer.get_vocab().get(str(name))
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, including added ones. A model's vocabulary may be larger, rarely
-        smaller."""
+        """Number of tokens with added ones. A model's vocabulary may be larger, rarely smaller."""
         return len(self._tokenizer)
 
     def as_json(self) -> str | None:

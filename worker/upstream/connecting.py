@@ -41,8 +41,7 @@ _RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FoundServer:
-    """A server that answers, with what it can do, and with its token ids of the probe; None if it
-    does not report them."""
+    """A server that answers, its abilities, and its token ids of the probe if it reports them."""
 
     url: str
     description: ServerDescription

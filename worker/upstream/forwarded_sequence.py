@@ -47,8 +47,7 @@ def preemption(
     able: Collection[ForwardedSequence],
     num_slots: int,
 ) -> tuple[ForwardedSequence, ForwardedSequence] | None:
-    """Returns a waiting sequence, and the stream whose slot it may have; None if there is no such
-    pair.
+    """Returns a waiting sequence, and the stream whose slot it may have; None: there are none.
 
     The stream is one of `able`: the least urgent one, if a waiting sequence has a higher priority.
     Otherwise it is the last stream of the tenant that has most, if that tenant is beyond its share

@@ -25,8 +25,7 @@ _REQUEST = EngineRequest(0, [0], SamplingParams(temperature=0.0), seed=0, max_to
 _GRAMMAR = """%llguidance {{}}
 start: <[{first}]> <[{second}]> more?
 more: %json {{"type": "integer", "x-guidance": {{"whitespace_pattern": "[ ]"}}}}"""
-"""A grammar whose outputs begin with two tokens. The rest shows whether the server reads schemas in
-our form."""
+"""A grammar with two tokens first. The rest shows whether the server reads schemas in our form."""
 _SECOND = 67
 _HALF = 4
 _LEAST_VOCABULARY = 256
@@ -36,8 +35,7 @@ _Tokens = tuple[list[int], list[float]]
 
 
 async def describe(dialect: Dialect, server: Server) -> ServerDescription:
-    """Returns a server's description, with its probed abilities. Raises the errors of
-    `Dialect.describe`."""
+    """Returns a server's description with its probed abilities, like `Dialect.describe`."""
     description, is_invariant = await dialect.describe(server), False
     if description.embedding_size:
         return description
@@ -98,8 +96,7 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
 
 
 async def _is_shown(probe: Awaitable[bool], *, may_break_off: bool = True) -> bool:
-    """Returns a probe's result; False if the server refuses the call, or breaks off because of
-    it."""
+    """Returns a probe's result; False if the server refuses the call or breaks off."""
     try:
         return await probe
     except (RefusedError, ServerFaultError) as error:

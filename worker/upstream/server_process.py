@@ -64,8 +64,7 @@ class ServerProcess:
 
 
 def server_environment() -> dict[str, str]:
-    """Returns the variables of a started server, with which vLLM finds our plugin and our
-    llguidance."""
+    """Returns a server's variables, with which vLLM finds our plugin and our llguidance."""
     folders = [str(Path(vllm_plugin.__file__).parent), os.environ.get("PYTHONPATH", "")]
     library = find_spec("llguidance")
     folder = Path(library.origin).parents[1] if library and library.origin else ""

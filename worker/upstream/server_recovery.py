@@ -35,8 +35,7 @@ class ServerRecovery:
         max_model_len: int,
         process: ServerProcess | None,
     ) -> None:
-        """The server that comes back must have the same `model` and a context of at least
-        `max_model_len` tokens."""
+        """The server must come back with this `model` and at least `max_model_len` tokens."""
         self._dialect, self._model, self._max_model_len = dialect, model, max_model_len
         self._process = process
         self._well_since = time.monotonic()
@@ -44,11 +43,9 @@ class ServerRecovery:
         self._reported = ""  # why it was not well at the last call
 
     async def wait_until_well(self, server: Server, seconds: float) -> ServerDescription:
-        """Wait for `seconds`, and then until the server has generated a token. Returns its
-        description now.
+        """Wait for `seconds`, then until the server generates a token. Returns its description.
 
-        Raises ConfigurationError if another server answers now, or if the server will not come
-        back.
+        Raises ConfigurationError if another server answers, or if it will not come back.
         """
         log = get_logger(server=server.url)
         if time.monotonic() - self._well_since > _STEADY_SECONDS:

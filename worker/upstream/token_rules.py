@@ -19,8 +19,7 @@ class TokenRules:
     """The rules of one request, which the native engine applies as masks before it samples."""
 
     def __init__(self, request: EngineRequest, output: Sequence[int], vocab_size: int) -> None:
-        """Prepares the rules in the state after `output`, which the grammar has accepted. `accept`
-        adds to it."""
+        """Prepares the rules in the state after `output`, which the grammar has accepted."""
         self._grammar = request.grammar
         self._words: dict[int, list[tuple[int, ...]]] = {}  # by the last token but one
         for bad in request.bad_token_sequences:
@@ -60,8 +59,7 @@ class TokenRules:
                 raise NoTokenError(str(error)) from error
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Returns which tokens may come next, [vocab_size]. Raises NoTokenError if there is
-        none."""
+        """Returns which tokens may come next, [vocab_size], or raises NoTokenError."""
         mask = np.ones(self._vocab_size, bool)
         if self._grammar is not None:
             masker = self._grammar.masker

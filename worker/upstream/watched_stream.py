@@ -102,8 +102,7 @@ class WatchedStream:
         return found
 
     async def embedding(self, size: int) -> npt.NDArray[np.float32]:
-        """Returns the server's vector of the prompt, [size], checked. Raises
-        UnusableAnswerError."""
+        """Returns the prompt's vector, [size], checked. Raises UnusableAnswerError."""
         with malformed_as_fault():
             vector = await self._dialect.embedding(self._server, self._request, self._model)
         if len(vector) != size or not np.isfinite(vector).all():

@@ -20,8 +20,7 @@ _CHOICE = re.compile(r"(\d{1,9})-(\d{1,9})(e?)")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How much of a choice a client has read: a number of tokens and characters, and perhaps the
-    end."""
+    """How much of a choice a client has read, in tokens and characters, and whether to the end."""
 
     tokens: int = 0
     chars: int = 0
@@ -42,8 +41,7 @@ def event_id(completion_id: str, positions: Iterable[str]) -> str:
 
 
 def read_event_id(text: str) -> tuple[str, list[Position]]:
-    """Parses the id of an event: returns the completion's id and the position in each choice.
-    Raises InvalidRequestError."""
+    """Returns a completion's id and positions from an event's id. Raises InvalidRequestError."""
     completion_id, _, rest = text.strip().rpartition(_SEPARATOR)
     matches = [_CHOICE.fullmatch(part) for part in rest.split(".")]
     if not completion_id or None in matches:

@@ -86,8 +86,7 @@ class ChatOptions(CallOptions):
 
 
 def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Parses a call of /v1/chat/completions. Raises InvalidRequestError that names the wrong field
-    or header."""
+    """Parses a call of /v1/chat/completions. Raises InvalidRequestError."""
     options, fields = read_options(ChatOptions, body, headers)
     _check_streaming(options, fields)
     if options.max_completion_tokens is not None:
@@ -108,8 +107,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 
 
 def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Parses a call of /v1/completions. Raises InvalidRequestError that names the wrong field or
-    header."""
+    """Parses a call of /v1/completions. Raises InvalidRequestError."""
     options, fields = read_options(CompletionOptions, body, headers)
     _check_streaming(options, fields)
     min_tokens = fields.get("min_tokens", 0)

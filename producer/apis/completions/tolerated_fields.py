@@ -1,8 +1,7 @@
 """Fields that clients of OpenAI's API and of vLLM's server send: those without effect in promptq,
 and those that promptq names differently.
 
-Programs that were written for these servers work unchanged. A value that requests an unsupported
-feature is refused.
+Programs for these servers work unchanged. A value for an unsupported feature is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _log = logging.getLogger("promptq.calls")  # local batches may lack structlog
 
 
 class FieldsWithoutEffect(BaseModel):
-    """Fields that are accepted with any value of their type. The log has one warning for each
-    field."""
+    """Fields that may have any value of their type. The log has one warning for each field."""
 
     model_config = ConfigDict(strict=True)
 
@@ -161,8 +159,7 @@ _KINDS = {"json", "json_object", "regex", "choice", "grammar"}
 
 
 def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], str]:
-    """Returns the tools that a `tool_choice` allows (the model sees no others), and the choice's
-    mode: `auto` or `required`."""
+    """Returns the tools that a `tool_choice` allows, and its mode: `auto` or `required`."""
     allowed = choice.get("allowed_tools", choice)
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
     listed = allowed.get("tools") if isinstance(allowed, dict) else None

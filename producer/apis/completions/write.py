@@ -1,5 +1,4 @@
-"""Writes the answers of completions and chats in OpenAI's form: whole, and as chunks of a
-stream."""
+"""Writes the answers of completions and chats in OpenAI's form: whole, or as chunks."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def _choice(
 
 
 class ChoiceWriter:
-    """Writes the chunks of one choice, from all of its events. Skips what the client has read
-    (`have`)."""
+    """Writes the chunks of one choice, from all of its events, after the position `have`."""
 
     def __init__(
         self, completion: Completion, index: int, have: Position, style: OutputStyle | None
@@ -131,8 +129,7 @@ class ChoiceWriter:
         return self._chunk(event, text, (yield from self._logprobs(logprobs)))
 
     def _news(self, event: TokenEvent) -> tuple[str, list[FirstToken | TokenLogprob]] | None:
-        """Returns the text and log-probabilities of an event that the client has not read; None if
-        all is read."""
+        """Returns an event's unread text and log-probabilities; None if the client has read all."""
         have, text, logprobs = self._have, event.text, event.logprobs or []
         if self._echo_only:
             text, logprobs = "", []
@@ -216,8 +213,7 @@ def is_large(event: TokenEvent) -> bool:
 def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
     """Returns the first chunks of a chat with several choices: one for each choice, with its role.
 
-    The order is that of the choices, because OpenAI's client (`chat.completions.stream`) appends
-    each new choice to a list.
+    They are in order, because OpenAI's `chat.completions.stream` appends each choice to a list.
     """
     if not (_roles_come_first(completion) and all(position.is_start for position in have)):
         return []

@@ -46,8 +46,7 @@ class EmbeddingOptions(BodyOptions):
 
 
 def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Parses a call of /v1/embeddings. Raises InvalidRequestError that names the wrong field or
-    header."""
+    """Parses a call of /v1/embeddings. Raises InvalidRequestError."""
     options, fields = read_options(EmbeddingOptions, body, headers)
     refuse(fields, [*SamplingParams.model_fields, *_OF_OTHER_ENDPOINTS])
     if not options.input:

@@ -37,8 +37,7 @@ NAMES = {
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
 """Fields of a payload that are refused, because a message cannot show their effect."""
 _UNSUPPORTED = ("thread", "context_management")
-"""Fields that Anthropic's tool runners send and that are refused. After the refusal, a tool runner
-no longer sends `thread`."""
+"""Refused fields of Anthropic's tool runners, which send `thread` only until the refusal."""
 _THINKING = ("type", "budget_tokens", "display")
 _THINKING_TYPES = ("enabled", "disabled", "adaptive")
 
@@ -107,8 +106,7 @@ def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall
 
 
 def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Returns a call whose answer is the number of a conversation's tokens. Raises the errors of
-    `read_message_call`."""
+    """Returns a call that counts a conversation's tokens. Raises InvalidRequestError."""
     options, fields = read_options(CountOptions, body, headers)
     _format_of(options.output_config or {})
     if prefill := _set_chat(options, fields):
@@ -118,8 +116,7 @@ def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 
 def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:
     """Adds messages, tools and template variables to a payload's fields. Returns the text with
-    which the answer begins. Raises ApiError for `_UNSUPPORTED`, and InvalidRequestError for other
-    wrong fields."""
+    which the answer begins. Raises ApiError and InvalidRequestError."""
     refuse(fields, NAMES, NAMES)
     if unsupported := [name for name in _UNSUPPORTED if name in fields]:
         raise ApiError(
@@ -183,8 +180,7 @@ def chat_of(
     """Returns the messages of a chat, and the text with which the answer begins. If the last
     message is the assistant's, this text is the message's; otherwise it is ''.
 
-    Successive messages of one role are joined. Raises InvalidRequestError for an unsupported block,
-    such as an image.
+    Joins successive messages of one role. Raises InvalidRequestError, such as for an image.
     """
     chat: list[Message] = []
     if system:

@@ -60,8 +60,7 @@ async def respond(incoming: IncomingCall) -> Response:
 async def count_tokens(
     request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> dict[str, int]:
-    """Count the tokens of a conversation. A worker counts them when the call's turn in the queue
-    comes."""
+    """Count the tokens of a conversation. A worker does this when the call's turn comes."""
     async with read_call(request, gateway, caller, "counts") as incoming:
         result, _ = await incoming.prompt_tokens()
     return {"input_tokens": result.usage.prompt_tokens}

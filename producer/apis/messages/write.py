@@ -142,8 +142,7 @@ class MessageWriter:
 
 
 class _Prefill:
-    """Removes the prefill from the output. The prefill is the text that a call sets as the
-    beginning of the output."""
+    """Removes the prefill (the beginning of the output that a call sets) from the output."""
 
     def __init__(self, completion: Completion, style: OutputStyle | None) -> None:
         self._prefill = completion.prefill

@@ -35,8 +35,7 @@ class Ending(BaseModel):
 
 
 class EndedOutput(BaseModel):
-    """The output of a response, as a list of events. Each later stream of the response sends these
-    events.
+    """The output of a response, as the events that each later stream of the response sends.
 
     `model` and `style` (JSON) are those of the queue when the response ended.
     """

@@ -26,8 +26,7 @@ def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str
     with default values of missing members.
 
     The id is the first member of each item, so that `id_of` need not read the rest. Raises
-    InvalidRequestError for any item but a text message, a function call, a function's output and
-    reasoning.
+    InvalidRequestError for all items but texts, function calls, their outputs and reasoning.
     """
     if isinstance(text_or_items, str):
         text_or_items = [{"role": "user", "content": text_or_items}]
@@ -116,8 +115,7 @@ def _checked(place: str, item: Any) -> dict[str, Any]:
 
 
 def _parts(place: str, name: str, content: Any, default: str) -> list[dict[str, Any]]:
-    """Returns a content as parts. A text is one part of the type `default`. Raises
-    InvalidRequestError."""
+    """Returns a content as parts; a text is one `default` part. Raises InvalidRequestError."""
     if isinstance(content, str):
         content = [{"type": default, "text": content}]
     if not isinstance(content, list):

@@ -114,8 +114,7 @@ def read_response(
     """Returns the call as a chat. Its `extra` is a NewResponse.
 
     `history` has the items of earlier responses, one on each line. If the call continues a response
-    and `history` is None, raises HistoryNeededError. Raises InvalidRequestError that names the
-    wrong field.
+    and `history` is None, raises HistoryNeededError. Raises InvalidRequestError.
     """
     options, fields = read_options(ResponseOptions, body, headers)
     _check_options(options)
@@ -148,8 +147,7 @@ def read_response(
 def read_input_count(
     body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
 ) -> CompletionCall:
-    """Parses a call that counts the tokens of a conversation. Raises the errors of
-    `read_response`."""
+    """Parses a call that counts a conversation's tokens. Raises `read_response`'s errors."""
     options, fields = read_options(InputOptions, body, headers)
     payload_format(options.text)
     _set_chat(options, fields, response_id, history)
@@ -160,8 +158,7 @@ def read_input_count(
 def _set_chat(
     options: InputOptions, fields: dict[str, Any], response_id: str, history: bytes | None
 ) -> list[dict[str, Any]]:
-    """Adds messages, tools and template variables to `fields`. Returns the items of the call's own
-    input."""
+    """Adds messages, tools and template variables to `fields`. Returns the new input's items."""
     refuse(fields, NAMES, NAMES)
     refuse(fields, ["embed", "prompt_logprobs", "tokenize"])
     own = read_items(options.input, response_id.removeprefix("resp_"))

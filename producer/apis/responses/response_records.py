@@ -57,14 +57,12 @@ class ResponseRecords:
         self._gateway = gateway
 
     async def get(self, response_id: str, caller: Caller) -> StoredResponse:
-        """Returns a response's record. Raises RequestNotFoundError if it does not belong to the
-        caller."""
+        """Returns a record. Raises RequestNotFoundError if it is not the caller's."""
         tenants = None if caller.is_admin else (caller.tenant or "",)
         return await self.stored.get(response_id, tenants)
 
     async def served(self, stored: StoredResponse) -> ServedQueue:
-        """Returns the queue of a response's request. Raises ApiError 503 if this gateway cannot
-        read the queue."""
+        """Returns the queue of a response's request. Raises ApiError 503 if it cannot be read."""
         for served in [*await self._gateway.queues.all(), *self._gateway.queues.opened]:
             if served.name == stored.queue:
                 return served
@@ -76,8 +74,7 @@ class ResponseRecords:
         )
 
     async def output(self, stored: StoredResponse) -> EndedOutput | None:
-        """Returns the output of a response that has ended, and stores it in the record; None if the
-        response has not ended."""
+        """Returns and records the output of a response; None if the response has not ended."""
         if stored.result is not None:
             try:
                 return await self.stored.turns.run(EndedOutput.parse(stored.result))
@@ -127,8 +124,7 @@ class ResponseRecords:
     async def history(
         self, response_id: str, caller: Caller, on_size: Callable[[int], object]
     ) -> bytes:
-        """Returns the items of a response and of all responses before it, as JSON, one on each
-        line.
+        """Returns the items of a response and of all before it, as lines of JSON.
 
         After each response, calls `on_size` with the number of bytes so far. Raises ApiError 400 if
         a response is unknown or has not ended, or if there are more than MOST_LINKS responses.
@@ -171,8 +167,7 @@ class ResponseRecords:
     async def _state(
         self, served: ServedQueue, response_id: str
     ) -> tuple[RequestState | None, bool]:
-        """Returns the state of a request (None if unknown), and whether a client has cancelled the
-        request."""
+        """Returns a request's state (None if unknown), and whether a client has cancelled it."""
         key = served.queue.keys.request(response_id)
         fields = ["HMGET", key, "state", "cancelled"]
         reading: Call[list[bytes | None]] = Call("", fields, list, lambda: [None] * 2)

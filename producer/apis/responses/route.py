@@ -69,8 +69,7 @@ async def create_response(
 async def count_input_tokens(
     request: Request, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> dict[str, object]:
-    """Count the tokens of a conversation. A worker counts them when the call's turn in the queue
-    comes."""
+    """Count the tokens of a conversation. A worker does this when the call's turn comes."""
     async with read_call(request, gateway, caller, "input_counts", records.history) as incoming:
         result, _ = await incoming.prompt_tokens()
     return {"object": "response.input_tokens", "input_tokens": result.usage.prompt_tokens}
@@ -129,8 +128,7 @@ async def delete_response(
 async def cancel_response(
     response_id: str, gateway: ThisGateway, caller: ThisCaller, records: TheseRecords
 ) -> Response:
-    """Cancel a response that was created with `background: true`, and return it. A response that
-    has ended does not change."""
+    """Cancel a response of `background: true`, unless it has ended, and return it."""
     bind(request_id=response_id)
     stored = await records.get(response_id, caller)
     if stored.result is not None:

@@ -53,8 +53,7 @@ class StoredResponses:
     def __init__(
         self, queue: AsyncRequestQueue, turns: Turns, *, seconds: int, most: int, most_bytes: int
     ) -> None:
-        """Each record expires after `seconds`. A tenant may have `most` records with `most_bytes`
-        in all; 0 means no limit."""
+        """Records expire after `seconds`. A tenant's limits: `most` and `most_bytes`; 0: none."""
         self._queue = queue
         self._keys = queue.keys
         self.turns = turns

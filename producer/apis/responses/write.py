@@ -36,15 +36,13 @@ _STATUSES: dict[FinishReason, Status] = {
     FinishReason.ERROR: "failed",
 }
 _LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""For a status, the type of the stream's last event. For any other status, such as `cancelled`, the
-type is `response.incomplete`."""
+"""Type of the stream's last event, by status; `response.incomplete` for any other status."""
 
 
 class ResponseWriter:
     """Writes those events of a response whose number is above `after`, as frames.
 
-    Call its methods in this order: `opening`, then `write` for each event of the request, then
-    `end`.
+    Call `opening`, then `write` for each event of the request, then `end`.
     """
 
     def __init__(self, call: ResponseCall, after: int = -1) -> None:
@@ -91,8 +89,7 @@ class ResponseWriter:
         return self._take()
 
     def end(self, ending: Ending) -> Iterator[str]:
-        """Yields the last frames one by one, because each may repeat all log-probabilities, which
-        may be megabytes."""
+        """Yields the last frames one by one: each may repeat megabytes of log-probabilities."""
         self._begin()
         self._write(self._text.finish())
         yield self._take()
@@ -276,8 +273,7 @@ class _Item:
 
 
 def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
-    """Returns the writer of a response that has ended, with `whole` and `items` complete. The
-    writer makes no frames."""
+    """Returns the writer of an ended response: `whole` and `items` are complete, without frames."""
     writer = ResponseWriter(call, after=sys.maxsize)
     for _ in frames_of(writer, output):
         yield
@@ -294,8 +290,7 @@ def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
 
 
 def error_frame(error: ApiError, number: int) -> str:
-    """Returns the event that reports why a stream ends early. OpenAI's client raises an error for
-    this event."""
+    """Returns the event that reports why a stream ends early: an error to OpenAI's client."""
     details: Any = error.body["error"]
     shown = {name: details[name] for name in ("code", "message", "param")}
     body = {"type": "error", "sequence_number": number, **shown, "error": details}

@@ -66,8 +66,7 @@ class ChannelText:
         return self._take()
 
     def finish(self) -> tuple[str, str, list[ToolDelta]]:
-        """Ends the text. Returns reasoning, content and pieces of calls that `feed` has held
-        back."""
+        """Ends the text. Returns the reasoning, content and calls that `feed` has held back."""
         if self._object is not None:
             return "", *self._object.finish()
         if self._kind:

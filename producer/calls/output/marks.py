@@ -17,7 +17,6 @@ def without(text: str, mark: str) -> str:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Returns how many characters at the end of `text` may begin `mark`: 3 for "Hi <th" and
-    `<think>`."""
+    """Returns how many last characters of `text` may begin `mark`: 3 for "Hi <th" and `<think>`."""
     most = min(len(text), len(mark) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

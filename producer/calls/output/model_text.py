@@ -101,8 +101,7 @@ class ModelText:
         return calls.num_calls if calls is not None else 0
 
     def feed(self, text: str) -> Piece:
-        """Reads more text. Returns new reasoning, content and calls. Holds back text that may be
-        the beginning of a mark."""
+        """Reads text. Returns reasoning, content and calls. Holds back what may begin a mark."""
         if self._channels is not None:
             return Piece(*self._channels.feed(text))
         reasoning = ""

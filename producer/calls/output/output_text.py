@@ -28,8 +28,7 @@ class OutputText:
         self._reader = ModelText(style, expected)
 
     def feed(self, text: str) -> list[OutputPiece]:
-        """Reads more text. Returns new pieces. Holds back text that may be the beginning of a
-        mark."""
+        """Reads more text. Returns new pieces. Holds back text that may begin a mark."""
         if self._reader.is_plain:
             return [OutputPiece("content", text)] if text else []
         pieces: list[OutputPiece] = []

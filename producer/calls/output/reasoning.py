@@ -1,5 +1,4 @@
-"""Separates a model's reasoning, which is between marks at the beginning of the text, from its
-answer."""
+"""Separates a model's answer from its reasoning, which is between marks at the beginning."""
 
 from __future__ import annotations
 

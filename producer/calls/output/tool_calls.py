@@ -1,7 +1,6 @@
 """Finds calls of tools in a model's text.
 
-The parser reads character by character, so its result does not depend on where the text was
-divided.
+The parser reads single characters, so it does not matter where the text was divided.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ class ToolText:
             self._expect(0)
 
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """Reads more text. Returns new content and pieces of calls. Holds back text that may be the
-        beginning of a mark."""
+        """Reads text. Returns new content and pieces of calls. Holds back what may begin a mark."""
         for letter in text:
             if (
                 letter == _HALF_CHARACTER
@@ -250,8 +248,7 @@ class ToolText:
             self._no_call()
 
     def _next_element(self, argument: str = "") -> None:
-        """Goes to the next element of a call's head. `argument` is text that was already read and
-        belongs to the arguments."""
+        """Goes to the next element of a call's head. `argument`: text already read."""
         self._matched = self._dense = ""
         self._element += 1
         if self._element == 2:

@@ -138,8 +138,7 @@ async def drain(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, lis
 async def requeue(
     log: AdminLog, served: ThisQueue, letters: TheseLetters
 ) -> dict[str, dict[str, str]]:
-    """Enqueue dead letters again. Returns a mapping from old ids to new ids. Skips letters that no
-    longer exist."""
+    """Enqueue dead letters again. Returns the new ids by old ids. Skips missing letters."""
     new_ids = {}
     for dead_id in await _chosen(served, letters):
         try:

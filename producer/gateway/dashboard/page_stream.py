@@ -1,5 +1,4 @@
-"""Sends server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) to the
-dashboard's pages."""
+"""Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) for pages."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.tasks import end
 
 SILENCE_SECONDS = 15.0
-"""Seconds without a message after which a comment is sent, so that proxies and pages know that the
-stream is alive."""
+"""Seconds without a message after which a comment shows proxies and pages that the stream lives."""
 CHECK_SECONDS = 3.0
 """Seconds between two checks whether the caller's key is still valid."""
 
@@ -33,11 +31,9 @@ def message(event: str, data: str) -> str:
 def event_response(
     request: Request, gateway: Gateway, messages: AsyncGenerator[str, None]
 ) -> StreamingResponse:
-    """Returns a response that sends messages as they come, until they end, the client disconnects
-    or the gateway stops.
+    """Returns a response that sends messages until they, the connection or the gateway end.
 
-    The stream also ends when the caller loses the right to read. The page then reconnects, and gets
-    the reason.
+    It also ends when the caller may no longer read. The page then reconnects, and gets the reason.
     """
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(

@@ -42,8 +42,7 @@ TIMELINE_SECONDS = 1.0
 """Seconds between two checks whether a request's timeline has changed."""
 
 MAX_SHOWN_PAYLOAD = 65_536
-"""The most characters of a payload that a page shows. Longer payloads are cut, because nobody reads
-more."""
+"""The most characters of a payload that a page shows, because nobody reads more."""
 
 MAX_SHOWN_DEAD = 100
 """The most dead letters on a page. One more id is read, to know whether there are more."""
@@ -127,8 +126,7 @@ async def live_request(page: OpenPage, request_id: RequestId) -> StreamingRespon
 
 @router.get("/live/requests")
 async def live_requests(page: OpenPage, state: str, tenant: str = "") -> StreamingResponse:
-    """Stream the first page of requests in a state, once a second. Only states with a sorted set
-    are supported."""
+    """Stream the first page of requests in a state that has a sorted set, once a second."""
     check_one_of("state", state, request_search.SETS)
     page.served.queue.keys.pending_of(tenant)  # raises an error for a wrong name
     return page.send_polled("requests", state, tenant)
@@ -149,8 +147,7 @@ async def requests(
     prefix: str = "",
     cursor: str = "",
 ) -> FoundRequests:
-    """Returns a page of the requests that match `state`, `tenant` and `prefix` (the beginning of
-    the id)."""
+    """Returns a page of the requests with this `state`, `tenant` and `prefix` of the id."""
     return await request_search.search(
         served.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
     )
@@ -188,8 +185,7 @@ async def _value_of(served: ServedQueue, kind_and_id: list[str]) -> BaseModel | 
 
 
 async def _as_of_now(served: ServedQueue, value: BaseModel | None) -> str:
-    """Returns a value as JSON, with the server's time, from which pages compute how much time has
-    passed."""
+    """Returns a value as JSON, with the server's time, from which pages compute ages."""
     with explained(served.client.url):
         now_ms = await served.queue.run(lookups.server_time_ms())
     text = "null" if value is None else value.model_dump_json()

@@ -14,14 +14,12 @@ from promptq.shared.runtime.tasks import kept_up
 INTERVAL_SECONDS = 1.0
 
 Topic = tuple[str, ...]
-"""Names the data of a page: a queue's name, a kind such as `worker`, and an id or filters if the
-kind needs them."""
+"""Names a page's data: a queue, a kind such as `worker`, and perhaps an id or filters."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A topic that pages watch. Only its latest value is kept, so a slow page misses older
-    values."""
+    """A topic that pages watch. It keeps its latest value, so a slow page misses older ones."""
 
     num_watchers: int = 0
     latest: str | None = None
@@ -30,11 +28,9 @@ class _Watched:
 
 
 class Poller:
-    """Calls `read`, which returns a topic's JSON, every `interval` seconds for each topic that
-    pages watch.
+    """Calls `read`, which returns a topic's JSON, every `interval` seconds for watched topics.
 
-    The poller stops when no page is open, so a gateway whose dashboard nobody uses sends no
-    commands to the server.
+    The poller stops when no page is open, so an unused dashboard sends the server no commands.
     """
 
     def __init__(
@@ -46,8 +42,7 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
 
     async def watch(self, topic: Topic) -> AsyncGenerator[str | None, None]:
-        """Yields the topic's JSON immediately, and again after each reading. Yields None after a
-        reading that failed."""
+        """Yields the topic's JSON at once, and after each reading; None after a failed one."""
         watched = self._topics.setdefault(topic, _Watched())
         watched.num_watchers += 1
         try:

@@ -1,8 +1,7 @@
 """Finds requests by state, tenant and the beginning of their id.
 
 Waiting requests, running requests and dead letters are in the queue's sorted sets, which are read
-page by page. No set contains requests that have ended, so these are found with SCAN among all keys
-of the server.
+page by page. No set contains ended requests, so SCAN finds these among all keys.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ _WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
-    """A request that was found. Times are Unix milliseconds of the server. A time is None until its
-    event has happened."""
+    """A found request. Times are Unix milliseconds of the server, None before their event."""
 
     request_id: str
     state: str

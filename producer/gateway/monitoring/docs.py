@@ -33,8 +33,7 @@ td { text-align: left; vertical-align: top; padding: 0.2rem 0.8rem 0.2rem 0; }
 
 @router.get("/docs", response_class=HTMLResponse)
 async def docs(request: Request) -> HTMLResponse:
-    """The API as a page: every endpoint with its parameters, the fields of its body and its
-    errors."""
+    """The API as a page: each endpoint's parameters, fields of its body and errors."""
     return HTMLResponse(_made_once(request.app, _page))
 
 

@@ -39,8 +39,7 @@ class Scrapes:
         encode: Callable[[CollectorRegistry], bytes],
         content_type: str,
     ) -> bytes:
-        """Returns the metrics, encoded by `encode` in the format `content_type`. The metrics are
-        read after this call begins."""
+        """Returns the metrics, read after this call begins, encoded by `encode`."""
         called_at = time.monotonic()
         async with self._making:
             if self._begun_at < called_at:
@@ -54,8 +53,7 @@ class Scrapes:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def scrape(request: Request, gateway: ThisGateway) -> Response:
-    """All metrics. While a queue cannot be read, its `queue_up` is 0, and it has no other
-    metrics."""
+    """All metrics. While a queue cannot be read, it has only `queue_up`, which is 0."""
     try:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
     except (TypeError, ValueError):  # an unknown version

@@ -128,16 +128,14 @@ class SequenceOutput:
     timing: SequenceTiming | None = None
     """Set with the first token of an attempt, the first after a preemption, and the last output."""
     embedding: npt.NDArray[np.float32] | None = None
-    """[embedding_size]: pooled hidden states, not normalised. Set on the last output if the request
-    has `pooling`."""
+    """[embedding_size]: pooled hidden states, not normalised, on the last output for `pooling`."""
     given_back: GivenBack | None = None
     """Set if the engine stops the sequence before its end, to return its request to the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """The reason why an engine stops a sequence before its end, to return its request to the
-    queue."""
+    """Why an engine stops a sequence before its end and returns its request to the queue."""
 
     reason: str
     is_blamed: bool = True
@@ -275,8 +273,7 @@ class HeadWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
-    """Features of an engine. A worker refuses a request that needs a missing feature, and names the
-    field of the request."""
+    """Features of an engine. A worker refuses fields of requests that need missing features."""
 
     logprobs: bool = True
     """Whether the engine reports log-probabilities, with ranks as in the protocol."""
@@ -318,8 +315,7 @@ class EngineAbilities:
         return sorted(self.unheeded | logprobs | grammars)
 
     def may_preempt(self, params: SamplingParams, output: Sequence[int]) -> bool:
-        """Whether the engine may preempt a sequence with these parameters and `output` for a more
-        urgent one."""
+        """Whether the engine may preempt a sequence with these parameters and `output`."""
         return self.preemption and (self.preempts_inexact or self.resumes_exactly(params, output))
 
     def resumes_exactly(self, params: SamplingParams, output: Sequence[int] = ()) -> bool:
@@ -327,8 +323,7 @@ class EngineAbilities:
         return self.exact_resume and not self.inexact_fields(params, output)
 
     def inexact_fields(self, params: SamplingParams, output: Sequence[int] = ()) -> list[str]:
-        """Returns the fields that prevent a request with these parameters from continuing `output`
-        exactly."""
+        """Returns the fields because of which a request cannot continue `output` exactly."""
         inexact = {*filter(params.is_set, self.inexact_with)}
         if 0.0 < params.temperature < self.lowest_temperature:
             inexact.add("temperature")  # a choice among draws, which another attempt cannot repeat

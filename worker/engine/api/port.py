@@ -60,10 +60,9 @@ class Engine(Protocol):
     def recover(self, error: Exception) -> StepOutput:
         """Repeat a step that raised `error`, in parts if necessary.
 
-        A sequence that fails even when it is computed without others ends with an error. If
-        memory is short, the sequence waits without blocks for a few more tries instead, and is then
-        given back. Raises the exception if the engine itself is broken, or if `error` came before
-        the step was planned.
+        A sequence that fails even when it is computed without others ends with an error. If memory
+        is short, the sequence waits without blocks for a few more tries instead, and is then given
+        back. Raises the exception if the engine itself is broken, or if `error` preceded the step.
         """
         ...
 

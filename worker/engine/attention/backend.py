@@ -50,8 +50,7 @@ class AttentionBackend(ABC):
         layout: StepLayout,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Write the K and V of a step's T rows into the cache, and return the attention of its
-        queries.
+        """Write a step's K and V into the cache, and return the attention of its queries.
 
         `query` is [T, num_heads, key_size], `key` [T, num_kv_heads, key_size], `value` [T,
         num_kv_heads, value_size]. Returns [T, num_heads, value_size]. Cache content outside of the

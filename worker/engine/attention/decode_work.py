@@ -63,8 +63,7 @@ def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
 
 
 def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
-    """Returns the length of each sequence's spans, in tokens, for the shortest estimated run
-    time."""
+    """Returns each sequence's span length, in tokens, for the shortest estimated time."""
     best, shortest = size, np.inf
     tokens = PART_TOKENS
     while tokens <= MAX_SPAN_TOKENS:

@@ -1,5 +1,4 @@
-"""Buffers with fixed addresses for the inputs of steps. A CUDA graph reads its inputs from there
-each time that it is replayed."""
+"""Buffers with fixed addresses, from which replayed CUDA graphs read the inputs of steps."""
 
 from __future__ import annotations
 

@@ -60,8 +60,7 @@ class _Part:
     first: int
     last: int
     cache_rows: torch.Tensor | None
-    """[sequences, num_kv_heads, length], see `_cache_rows`. None for a chunk without earlier
-    tokens."""
+    """[sequences, num_kv_heads, length], see `_cache_rows`. None without earlier tokens."""
     bias: torch.Tensor | None
     """-inf for positions that a row does not see: [sequences, 1, 1, length] for decodes, [rows,
     length] for a chunk. None if decodes see all positions, or if a chunk is plain causal."""
@@ -165,8 +164,7 @@ def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _cache_rows(
     tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor, layout: StepLayout
 ) -> torch.Tensor:
-    """Returns [sequences, num_kv_heads, length]: indices into the cache viewed as [rows, head
-    size]."""
+    """Returns [sequences, num_kv_heads, length]: indices into the cache as [rows, head size]."""
     size = layout.block_size
     blocks = tables.gather(1, positions // size)
     per_head = blocks.unsqueeze(1) * len(heads) + heads.unsqueeze(1)

@@ -17,8 +17,7 @@ _NAMES: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean"
 
 def pooling_of(folder: Path) -> Pooling | None:
     """Returns the pooling that is set in a model's folder: `last` if the folder has no file about
-    pooling, None if the pooling is not supported. Raises ConfigurationError for a file that cannot
-    be read."""
+    pooling, None if the pooling is not supported. Raises ConfigurationError."""
     file = folder / _FILE
     if not file.exists():
         return "last"

@@ -59,8 +59,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "fp8": FP8,
 }
 _OF_THE_CACHE = {"q_scale", "k_scale", "v_scale"}
-"""Names of scales for a quantized KV cache. promptq does not read them: it computes the scales of K
-and V while it serves."""
+"""Names of a quantized KV cache's scales, which promptq does not read: it computes its own."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEADER = 100_000_000
 """The most bytes of a safetensors file's header. The safetensors library has the same limit."""

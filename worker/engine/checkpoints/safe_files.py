@@ -30,8 +30,7 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"),
     *("head_dim", "num_attention_heads", "num_key_value_heads"),
 )
-"""Settings that are sizes of a model's matrices. `check_sizes` multiplies all except the first by
-the hidden size."""
+"""Sizes of a model's matrices. `check_sizes` multiplies all but the first by the hidden size."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 _CONTENTS = ("vocab", "merges")
@@ -89,8 +88,7 @@ def _is_inside(target: Path, folder: Path) -> bool:
 
 
 def check_config(source: str, config: Any) -> None:
-    """Raise UnsupportedModelError for counts in a `config.json` that would make transformers
-    hang."""
+    """Raise UnsupportedModelError for counts in a `config.json` that hang transformers."""
     left = [config]
     while left:
         item = left.pop()
@@ -107,8 +105,7 @@ def check_config(source: str, config: Any) -> None:
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
     """Raise UnsupportedModelError if one matrix would have more elements than `num_numbers`, the
-    number in all files with weights. transformers would fill the memory with it before it compares
-    the sizes."""
+    number in all files with weights. transformers would fill the memory with it."""
     # Plain values: an attribute that differs between layers raises an error.
     sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
     hidden_size = sizes["hidden_size"]

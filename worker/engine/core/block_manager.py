@@ -80,9 +80,8 @@ class BlockManager:
         return [block for block in sequence.block_table if self._references[block] > 1]
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the blocks that already have K and V of the sequence's first tokens. They never
-        cover the last token or tokens whose logits are needed, because these tokens must be
-        computed."""
+        """Returns the blocks that already have K and V of the sequence's first tokens. The last
+        token, and tokens whose logits are needed, must be computed."""
         prefix = self._findable_blocks(sequence)
         if self.kept_states is None:
             return prefix
@@ -120,8 +119,7 @@ class BlockManager:
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
         """Yields each sequence of `leaving`, with the number of blocks that are free once this
-        sequence and all before it are gone. Blocks of `prefix` do not become free: `num_needed`
-        counts them as owned."""
+        sequence and all before it are gone. Blocks of `prefix` stay owned."""
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
         for sequence in leaving:
@@ -192,8 +190,7 @@ class BlockManager:
             self.num_gained += last  # a waiting sequence may need fewer blocks now
 
     def free(self, sequence: Sequence) -> None:
-        """Take back a sequence's blocks. Findable blocks stay cached. Of these, the sequence's last
-        blocks are evicted first."""
+        """Take back a sequence's blocks. Findable ones stay cached, the last ones evicted first."""
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:

@@ -145,8 +145,7 @@ def _finish_reason(sequence: Sequence) -> FinishReason | None:
 def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
     """Returns the tokens that would have been sampled without a draft: the first one, and each
     later one if all drafted tokens before it were right. Ends before a token whose sampling failed.
-    The next step samples that token again as its first, so an error that persists ends the
-    request."""
+    The next step samples that token first, so a persistent error ends the request."""
     num_accepted = 1
     for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):
         if token.token_id != drafted or following.error is not None:

@@ -41,8 +41,7 @@ _PRODUCT = 1 / 4
 _STEP, _ROW = 5.5e6, 0.5e6
 """The work of a step, and of each of its rows, beside the products: scheduling, sampling, etc."""
 _DRAFT, _DRAFT_OF_SEQUENCE, _DRAFTED_ROW = 2.5e6, 0.7e6, 0.1e6
-"""The work beside the products of a step in which the head drafts, for each sequence in it, and for
-each drafted token."""
+"""The work beside the products of a step with drafts, per sequence, and per drafted token."""
 _MOST_BY_HEAD = 8
 """The most tokens that the head drafts in a step, one after the other."""
 _LEAST_GAIN = 1.05

@@ -24,8 +24,7 @@ class KeptStates:
         self._pins: Counter[int] = Counter()
 
     def longest(self, block_hashes: list[bytes], most: int) -> int:
-        """Returns the largest n, up to `most`, with a state kept after the first n blocks; 0 if
-        there is none."""
+        """Returns the largest n, up to `most`, with a state after the first n blocks, or 0."""
         counts = (
             count for count in range(most, 0, -1) if block_hashes[count - 1] in self._findable
         )
@@ -52,8 +51,7 @@ class KeptStates:
         return None
 
     def publish(self, block_hash: bytes, place: int) -> None:
-        """Make the state in a reserved place findable. `block_hash` is the hash of the last block
-        before the state."""
+        """Make the state in a reserved place findable, by the hash of the last block before."""
         if block_hash in self._findable:
             self.release(place)
         else:

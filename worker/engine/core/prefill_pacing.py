@@ -12,8 +12,7 @@ from promptq.worker.engine.core.sequence import Batch
 LONG_PROMPT = 512
 """Prompts with more tokens than this are computed in paced chunks while other sequences decode."""
 STRETCH = 1.6
-"""The time limit of a step with a chunk of a long prompt, as a multiple of the time of a step with
-decodes only."""
+"""Time limit of a step with a long prompt's chunk, as a multiple of a step of decodes only."""
 MIN_CHUNK = 4
 """The least tokens of a chunk. Fewer would not be worth the fixed cost of a step."""
 PROMPTS_STRETCH = 5.0

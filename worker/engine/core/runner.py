@@ -68,8 +68,7 @@ class Runner(Protocol):
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
         """Returns, for each share of `batch.sampling`, its sampled tokens: one after the last known
-        token, and one after each drafted token. Also sets `states` of the shares that are
-        pooled."""
+        token, and one after each drafted token. Sets pooled shares' `states`."""
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:

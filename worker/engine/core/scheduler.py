@@ -24,8 +24,7 @@ class _Room(NamedTuple):
 
 
 _Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
-"""Function of a waiting sequence and the number of blocks that it needs. Returns running sequences
-to preempt, in this order."""
+"""Returns running sequences to preempt, in order, for a waiting one and its number of blocks."""
 
 
 class Scheduler:
@@ -112,8 +111,7 @@ class Scheduler:
         self, batch: Batch, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
     ) -> Batch | None:
         """Plan the step after `batch` before the tokens of `batch` are known: the next chunks of
-        prompts, and one more decode of each sequence that samples in `batch` and may have further
-        tokens.
+        prompts, and one more decode of each sequence that samples and may go on.
 
         Returns None if a waiting sequence may be admitted, or if the plan depends on the tokens.
         """
@@ -242,8 +240,7 @@ class Scheduler:
 
     def _newcomers(self) -> list[Sequence]:
         """Returns, for each tenant that runs nothing, the first of its waiting sequences with the
-        most urgent priority of all. Empty if nothing runs, because then the queue's order
-        decides."""
+        most urgent priority of all. Empty if nothing runs."""
         tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
         if not tenants or not self.running:
             return []

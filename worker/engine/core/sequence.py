@@ -92,8 +92,7 @@ class Sequence:
 
     def is_decode(self, start: int, num_tokens: int) -> bool:
         """Whether `num_tokens` tokens from `start` on are a decode: one token, or a few output
-        tokens. A model with recurrent layers computes accepted drafted tokens again, so its decodes
-        may have several."""
+        tokens. Recurrent layers compute accepted drafts again, so decodes may have several."""
         return num_tokens <= (1 if start < self.num_prompt_tokens else MAX_ROWS)
 
     @property

@@ -91,8 +91,7 @@ def beyond_their_share(
     running: list[Sequence], shares: Shares, newcomer: EngineRequest, num_needed: int
 ) -> Iterator[Sequence]:
     """Yields the running sequences to preempt for `newcomer`, which needs `num_needed` blocks. Each
-    is the last sequence of the tenant with the largest share at that time. No tenant falls below
-    its share."""
+    is the last of the tenant with the largest share then. No tenant falls below its share."""
     by_tenant: dict[str, list[Sequence]] = {}
     for sequence in running:
         if sequence.request.priority >= newcomer.priority:

@@ -41,8 +41,7 @@ class StepPlan:
         """Give a sequence a share of the step's tokens that are left, if any are left.
 
         `start` is the number of the sequence's tokens that will be computed when the running step
-        ends. If these are all known tokens, the share is for the next token, which is not known
-        yet.
+        ends. If these are all known tokens, the share is for the next, unknown one.
         """
         start = sequence.num_computed_tokens if start is None else start
         uncomputed = max(1, sequence.num_tokens - start)
@@ -96,8 +95,7 @@ class StepPlan:
     def _keeps_for(self, other: Sequence, sequence: Sequence, num_shared: int) -> bool:
         """Make `other`, which this plan computes, keep its state after the tokens with which both
         sequences begin, so that `sequence` can start from that state. Returns False, and changes
-        nothing, if these tokens are not more than `num_shared` blocks, or if `other` has already
-        computed them."""
+        nothing, if these tokens are not more than `num_shared` blocks, or are already computed."""
         hashes = other.block_hashes, sequence.block_hashes
         most = min(sequence.num_cacheable_tokens // self.block_size, *map(len, hashes))
         # A hash covers all tokens up to its block, so bisection finds the first difference.
@@ -113,8 +111,7 @@ class StepPlan:
 
 
 def can_plan_next(share: ScheduledSequence) -> bool:
-    """Whether the sequence's next share can be planned before the token that `share` samples is
-    known."""
+    """Whether the sequence's next share can be planned before `share`'s token is known."""
     sequence = share.sequence
     return not share.samples or (
         not share.draft

@@ -35,8 +35,7 @@ _NUM_PROBES = 32
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router's logits determine a row's experts and their shares. A share is the factor of an
-    expert's result."""
+    """How a router's logits choose a row's experts and the factors of their results."""
 
     num_experts: int
     top_k: int

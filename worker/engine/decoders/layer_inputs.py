@@ -41,8 +41,7 @@ class LayerInputs:
 
     @classmethod
     def of(cls, body: Any, parts: dict[str, Any], dtype: torch.dtype, found: Found) -> LayerInputs:
-        """Builds the inputs from a model's `body` and its `parts`. Raises NotOfThisKindError if a
-        part is unknown."""
+        """Builds the inputs from a model's `body` and `parts`. Raises NotOfThisKindError."""
         table, projection = parts[_TABLE], linears_of(parts, (_PROJECTION,))[0]
         scale = scale_of_embedding(table, dtype)
         require(projection.bias is None, "a projection for inputs of layers with a bias")

@@ -49,8 +49,7 @@ def parts_of(module: nn.Module) -> dict[str, Any]:
 
 
 def linears_of(parts: dict[str, Any], names: tuple[str, ...]) -> tuple[nn.Linear, ...]:
-    """Returns the linear layers of these names. Raises NotOfThisKindError if one is of a kind that
-    the decoders do not support."""
+    """Returns the linear layers of these names. Raises NotOfThisKindError for other kinds."""
     linears = tuple(parts[name] for name in names)
     require_linears(linears)
     return linears

@@ -40,8 +40,7 @@ class NativeTensors:
         return weights + [library.Weight() for _ in range(count - len(weights))]
 
     def _bias(self, linears: Sequence[nn.Linear]) -> int | None:
-        """Returns the address of the layers' joined biases, valid until the layer is added, or
-        None."""
+        """Returns the address of the joined biases, valid until the layer is added, or None."""
         return self._bias_of([RowsOfLinear.all_of(linear) for linear in linears])
 
     def _bias_of(self, parts: Sequence[RowsOfLinear]) -> int | None:
@@ -57,8 +56,7 @@ class NativeTensors:
         return self._address(bias)
 
     def _weight(self, module: nn.Linear | nn.Embedding, *, keeps: bool = False) -> library.Weight:
-        """Returns the description of a weight. `keeps`: native code will read the weight in
-        place."""
+        """Returns a weight's description. `keeps`: native code reads the weight in place."""
         weight = _weight_of(module)
         if keeps and not isinstance(weight, QuantizedWeight):
             # The model's tensor may be part of a whole file in memory.

@@ -18,8 +18,7 @@ def counts_memory(device: torch.device) -> bool:
 
 
 def give_back(device: torch.device) -> None:
-    """Return the unused memory of torch's allocator to the device, and measure peaks from now
-    on."""
+    """Return torch's unused memory to the device, and measure peaks from now on."""
     if counts_memory(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -17,8 +17,7 @@ class Scratch:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """Returns an uninitialised fp32 tensor [rows, columns], valid until a call with the same
-        `name`."""
+        """Returns an uninitialised fp32 [rows, columns], valid until a call with this `name`."""
         if self._device.type != "cpu":
             return torch.empty(rows, columns, dtype=torch.float32, device=self._device)
         buffer = self._buffers.get(name)

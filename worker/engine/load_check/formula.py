@@ -100,8 +100,7 @@ def _check(
     by_parts: bool,
     refused: UnsupportedModelError | None,
 ) -> CheckedModel:
-    """Check a model once. For `by_parts` see `in_float32`. `refused` is the error of an earlier
-    check."""
+    """Check a model once. `by_parts`: see `in_float32`; `refused`: an earlier check's error."""
     family, model = loaded.family, loaded.model
     mixers = mixers_of(model)
     # Recurrent layers know positions from their states.

@@ -56,8 +56,7 @@ class Expectation:
         """Returns the expected logits, computed in fp32 with the unpacked weights.
 
         `checked` is the result of `check_model`, which tested the decoder without rounding. The
-        model will serve sequences of up to `max_length` tokens on `cache`. Returns None if memory
-        is short.
+        model will serve up to `max_length` tokens on `cache`. None: memory is short.
         """
         assert checked.decoder is not None, "only promptq's decoders pack weights"
         most = cache.num_blocks // len(LENGTHS) * cache.block_size

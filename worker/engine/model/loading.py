@@ -309,8 +309,7 @@ def _check_memory(
 def require_memory(
     source: str, needed: int, device: torch.device, *, is_widened: bool = False
 ) -> None:
-    """Raise ConfigurationError if fewer than `needed` bytes are free for the weights of
-    `source`."""
+    """Raise ConfigurationError if fewer than `needed` bytes are free for `source`."""
     if needed <= (free := free_bytes(device)):
         return
     widened = ", which are widened while they are loaded," if is_widened else ""

@@ -228,8 +228,7 @@ def paged_attention(
     """Compute attention within each sequence of the packed step.
 
     `query` is [1, num_heads, T, key_size], `key` and `value` are [1, num_kv_heads, T, ...]. Returns
-    [1, T, num_heads, value_size]. Models that pass other arguments with an effect were refused at
-    load.
+    [1, T, num_heads, value_size]. Models with other effective arguments were refused.
     """
     layer: SeamLayer | None = getattr(module, _ATTRIBUTE, None)
     if layer is None:

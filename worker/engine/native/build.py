@@ -151,8 +151,7 @@ def processor_features() -> set[str]:
 
 
 def _compile(compiler: str, libraries: dict[Path, list[str]]) -> None:
-    """Compile libraries into one folder, each with its flags. An object file that several libraries
-    need is compiled once."""
+    """Compile libraries into one folder, each with its flags, and shared object files only once."""
     library, *_ = libraries
     logger.info("compiling native code, once for this machine, into %s", library)
     _remove_unfinished(library.parent)
@@ -180,8 +179,7 @@ def _compile(compiler: str, libraries: dict[Path, list[str]]) -> None:
 
 
 def _used_flags(source: Path, flags: list[str]) -> list[str]:
-    """Returns the flags, except flags for processor features that neither the source nor its
-    headers name."""
+    """Returns the flags without processor features that neither source nor headers name."""
     texts, unread = dict[Path, str](), [source]
     while unread:
         path = unread.pop()

@@ -19,8 +19,7 @@ class QuantizedWeight:
     numbers: torch.Tensor
     """uint8 [outputs, inputs], or with 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""
     scales: torch.Tensor
-    """[outputs, ceil(inputs / group)], in fp32. Weights of 4 bits on a GPU have scales in fp16,
-    which loses nothing."""
+    """[outputs, ceil(inputs / group)] in fp32; for 4 bits on a GPU in fp16, which loses nothing."""
     bits: int
     group: int
     inputs: int

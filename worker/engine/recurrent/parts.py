@@ -78,8 +78,7 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceParts:
-    """The parts of a gated linear recurrence (native/src/layers/scan.h). Successive value heads
-    share a key head."""
+    """A gated linear recurrence (native/src/layers/scan.h), whose value heads share key heads."""
 
     inputs: tuple[RowsOfLinear, ...]
     """Outputs of linear layers: the channels of the convolution; a gate for each value; in the

@@ -57,8 +57,7 @@ class RecurrentRows:
         compute_chunks: Callable[[Tokens, torch.Tensor, Pieces], torch.Tensor],
         longest_piece: int = LONGEST_PIECE,
     ) -> torch.Tensor:
-        """Returns the outputs for all rows. Writes the new states to `pool` [num_entries, *shape],
-        fp32.
+        """Returns all rows' outputs. Writes the new states to `pool` [num_entries, *shape], fp32.
 
         `tokens` is a named tuple of tensors [T, ...]. `decode` and `compute_chunks` get some of the
         rows, and copies of these sequences' states, which they update in place.

@@ -118,8 +118,7 @@ class GraphedModel:
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PackedModel.logits_and_states`. Runs without a graph, so the step must not be
-        padded."""
+        """See `PackedModel.logits_and_states`. Runs no graph, so the step must not be padded."""
         return self.plain.logits_and_states(step, rows, kept)
 
     @torch.inference_mode()

@@ -107,8 +107,7 @@ class HeadDrafts:
         self._held: dict[int, _Held] = {}
 
     def draft(self, batch: Batch) -> None:
-        """Choose the UNKNOWN tokens of a batch. A share for which the head lacks rows loses its
-        draft."""
+        """Choose the UNKNOWN tokens of a batch. A share without the head's rows loses its draft."""
         rows = []
         for share in batch.scheduled:
             if share.draft and share.draft[0] == UNKNOWN:

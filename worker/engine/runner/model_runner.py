@@ -149,8 +149,7 @@ class ModelRunner:
         self._masks = Masks(self.device)
         self.embedding_size = 0  # known once the model has run
         self.is_row_invariant = False
-        """Whether a row's logits have the same bits whatever rows are beside it. Set by
-        `warm_up`."""
+        """Whether a row's logits have the same bits beside any rows. Set by `warm_up`."""
         self.why_no_head = loaded.why_no_head
         """Why the head in the files does not draft; empty if it drafts, or if there is none."""
         self._head_weights: HeadWeights | None = None

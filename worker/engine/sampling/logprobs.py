@@ -27,8 +27,7 @@ class ChosenLogprobs(NamedTuple):
 def report(
     logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int, scratch: Scratch
 ) -> ChosenLogprobs:
-    """Returns the log-probabilities of `rows` of `logits` [R, vocab_size]. `chosen` [R] are the
-    tokens."""
+    """Returns log-probabilities of `rows` of `logits` [R, vocab_size]; `chosen` [R]: the tokens."""
     index = to_device(rows, logits.device)
     chosen = chosen.index_select(0, index).unsqueeze(1)
     if len(rows) < len(logits):

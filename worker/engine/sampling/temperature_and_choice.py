@@ -2,8 +2,7 @@
 
 All versions compute the same, except for the rounding of fp32: exponentials and their sums can
 differ in the last bit. So a seed draws the same token in all versions, unless its random number is
-within about 1e-6 of the border between two tokens. Machines of the same kind use the same version,
-so they draw the same token.
+within about 1e-6 of the border between two tokens. Machines of a kind use the same version.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ from promptq.worker.text.grammars.schema_patterns import ANNOTATIONS
 from promptq.worker.text.grammars.terms import MAX_GRAMMAR_CHARS, any_of, terms
 
 _IDS = {":": "/0|[1-9][0-9]?[0-9]?/", "[CALL_ID]": "/[a-zA-Z0-9]{9}/"}
-"""Patterns of the call id after a function's name: a number for Kimi, nine letters or digits for
-Mistral."""
+"""Patterns of the id after a function's name: a number (Kimi), nine letters or digits (Mistral)."""
 _NOTES = ANNOTATIONS - {"x-guidance"}
 _OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties"}
 _ARRAY = _NOTES | {"type", "items", "minItems", "maxItems"}
@@ -47,8 +46,7 @@ class _UnfitError(Exception):
 
 
 class CallGrammar:
-    """Writes Lark grammars for one model's forced tool calls. `style` describes the form of its
-    calls."""
+    """Writes Lark grammars for a model's forced tool calls, whose form is `style`."""
 
     def __init__(
         self,
@@ -167,8 +165,7 @@ class CallGrammar:
         raise _UnfitError
 
     def _pairs(self, schema: Any) -> tuple[dict[str, Any], list[str], Any]:
-        """Returns an object's `properties`, its `required` names, and the schema of other
-        properties."""
+        """Returns an object's `properties`, `required` names, and other properties' schema."""
         schema = self._resolved(schema)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         others = schema.get("additionalProperties", True)
@@ -317,8 +314,7 @@ class CallGrammar:
         return " | ".join([self._json(schema), *(f'"{word}"' for word in words)])
 
     def _bare_pairs(self, schema: Any) -> str:
-        """Returns a grammar term for an object's pairs of name and value, sorted by name as chat
-        templates sort them."""
+        """Returns a grammar term for an object's pairs, sorted by name as in chat templates."""
         properties, required, others = self._pairs(schema)
         if not all(re.fullmatch(r"[A-Za-z_][\w.-]*", name) for name in properties):
             raise _UnfitError

@@ -16,8 +16,7 @@ _KINDS = frozenset({"array", "boolean", "integer", "fraction", "null", "object",
 
 
 class Disjointness:
-    """Proves that schemas of one document exclude each other. All proofs together take bounded
-    time."""
+    """Proves, in bounded time, that schemas of one document exclude each other."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
@@ -53,9 +52,8 @@ class Disjointness:
         return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
 
     def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether two schemas exclude each other because of one property. Either one requires the
-        property and the other does not allow it, or both require it with schemas that exclude each
-        other."""
+        """Whether two schemas exclude each other because of one property. One requires it and the
+        other forbids it, or both require it with schemas that exclude each other."""
         for first, second in ((one, other), (other, one)):
             required = [name for name in _list(first, "required") if isinstance(name, str)]
             named, others = first.get("properties"), second.get("properties", {})
@@ -75,8 +73,7 @@ class Disjointness:
         return False
 
     def _values(self, schema: dict[str, Any]) -> set[str] | None:
-        """Returns all values that a schema allows, as JSON; None if the schema does not list its
-        values."""
+        """Returns all values of a schema, as JSON; None if it does not list them."""
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(listed, list):
             return None

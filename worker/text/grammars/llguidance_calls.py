@@ -33,8 +33,7 @@ class Vocabulary:
     end_token_ids: list[int]
 
     def load(self) -> LLTokenizer:
-        """Returns llguidance's tokenizer. Raises ValueError if llguidance cannot use this
-        vocabulary."""
+        """Returns llguidance's tokenizer. Raises ValueError for an unusable vocabulary."""
         from llguidance import LLTokenizer
 
         ends = self.end_token_ids or None
@@ -42,8 +41,7 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
-    """Returns a matcher for a grammar, before the first token. If the grammar is wrong, the matcher
-    has the error."""
+    """Returns a grammar's matcher before the first token. It has the error of a wrong grammar."""
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary, text, log_level=_SILENT)
@@ -64,8 +62,7 @@ def schema_grammar(schema: dict[str, Any], strict: bool) -> str:
 
 
 def lark_of(text: str) -> str:
-    """Returns a grammar as Lark text. `text` is Lark text, or a grammar that llguidance wrote as
-    JSON."""
+    """Returns a grammar as Lark text, from Lark text or from JSON that llguidance wrote."""
     header = "%llguidance {}\n"
     if text.startswith('{"grammars"'):
         (grammar,) = json.loads(text)["grammars"]

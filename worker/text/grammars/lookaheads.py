@@ -39,8 +39,7 @@ def without_lookaheads(pattern: str) -> list[str] | None:
 
 
 def _beginning(alternatives: list[list[str]]) -> str | None:
-    """Returns a pattern of the texts that begin with one of the alternatives; None if no such
-    pattern can be made."""
+    """Returns a pattern of texts that begin with one of the alternatives; None if impossible."""
     texts = []
     for tokens in alternatives:
         is_whole = tokens[-1:] == ["$"]

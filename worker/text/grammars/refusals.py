@@ -1,7 +1,6 @@
 """Error messages for output formats that llguidance refuses.
 
-The library's message does not name the place of a fault in a schema, so this module searches for
-the place.
+The library's message does not name a fault's place in a schema, so this module searches it.
 """
 
 from __future__ import annotations

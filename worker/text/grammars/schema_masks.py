@@ -1,5 +1,4 @@
-"""Turns the output format of a request into masks (the tokens that may come next), with the library
-llguidance.
+"""Turns a request's output format into masks (the tokens that may come next) with llguidance.
 
 The first request with an output format imports the library and passes the vocabulary to it.
 """
@@ -58,8 +57,7 @@ if TYPE_CHECKING:
 _MAX_COMPILED = 256
 _MAX_REFUSED = 1024
 _MAX_CACHED_CHARS = 2**21
-"""The most characters of all cached grammars together. A character takes up to 40 bytes of
-memory."""
+"""The most characters of all cached grammars. A character takes up to 40 bytes."""
 _MAX_THREADS = 4
 _CLOSED_KINDS = (frozenset({"object"}), frozenset({"array"}), frozenset({"object", "array"}))
 
@@ -103,8 +101,7 @@ class Grammars:
         `end_token_ids`.
 
         Raises InvalidRequestError, with the reason, if llguidance refuses the schema or if the
-        schema exceeds a limit. With `only_known`, raises TakesLongError instead of compiling a
-        grammar.
+        schema exceeds a limit. With `only_known`, raises TakesLongError for a new grammar.
         """
         if only_known and self._masker is None:
             raise TakesLongError
@@ -209,8 +206,7 @@ class Grammars:
         raise _error(wanted.field, message)
 
     def _reason_against(self, masker: LLMasker, text: str) -> str:
-        """Returns the reason why llguidance refuses a grammar; empty if llguidance accepts the
-        grammar or takes too long."""
+        """Returns why llguidance refuses a grammar; empty if it accepts it or takes too long."""
         if self._vetter is None:
             return reason_of(masker.compile(text))
         try:
@@ -316,8 +312,7 @@ class LLGrammar:
 
 
 def _ends_by_itself(wanted: Output) -> bool:
-    """Whether nothing can follow a complete output, as with a JSON object. Then the output ends
-    without an end token."""
+    """Whether the output is complete without an end token, as with a JSON object."""
     if isinstance(wanted, JsonOutput):
         return types_of(wanted.schema, wanted.schema) in _CLOSED_KINDS
     return isinstance(wanted, ToolCallOutput)

@@ -30,18 +30,15 @@ MASK_SECONDS = 0.1
 """The most CPU seconds that one mask may take. In a worker, all sequences of a step wait for it."""
 _MASKS = 32
 _WALL_SECONDS = 25.0
-"""The most seconds of wall-clock time for one grammar. So a busy machine delays no request for
-ever."""
+"""The most seconds of wall-clock time for a grammar, also on a busy machine."""
 _ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""The only environment variables of the worker that the vetting process gets. Others contain the
-password of Redis."""
+"""The only environment variables that the vetting process gets: others have Redis' password."""
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
 """The signals that end the vetting process at its limits. Other signals come from outside."""
 
 
 class NotVettedError(Exception):
-    """Raised if a grammar takes too much time or memory, or could not be tested. The message has
-    the reason.
+    """A grammar takes too much time or memory, or could not be tested. The message says why.
 
     `is_certain` is False if the next try may succeed.
     """

@@ -125,8 +125,7 @@ class Mask:
 
     @property
     def forbidden_ids(self) -> list[int]:
-        """The rejected tokens first. The others are sorted: low ids are usually those of frequent
-        tokens."""
+        """The rejected tokens first, then all others, sorted: low ids are usually frequent."""
         ids: list[int] = np.flatnonzero(~self.allowed).tolist()
         return [*dict.fromkeys([*self.rejected, *ids])]
 
@@ -203,8 +202,7 @@ class Dialect(Protocol):
 
 
 def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbilities:
-    """Returns the abilities of a server. Where it heeds masks, a WatchedStream applies rules that
-    the server does not know."""
+    """Returns a server's abilities. If it heeds masks, a WatchedStream applies the other rules."""
     known = dialect.abilities
     if description.embedding_size:
         return replace(known, generates=False, unheeded=known.unheeded - {"embed"})

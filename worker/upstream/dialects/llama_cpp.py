@@ -137,8 +137,7 @@ class LlamaCppDialect:
 
         A stream leaves out tokens inside of a character. This requests them again, without
         streaming, and then continues the stream in another call. A left-out token that was sampled
-        would be drawn a second time, so such tokens would become rare. So sampled outputs are never
-        streamed.
+        would be drawn a second time, so such tokens would become rare. So they are not streamed.
         """
         output = [*emitted]
         if mask is not None:

@@ -73,8 +73,7 @@ def malformed_as_fault() -> Iterator[None]:
 class Server:
     """One inference server. An instance belongs to one event loop, and `close` ends it.
 
-    All methods raise ServerFaultError, OverloadedError and RefusedError, and ConfigurationError if
-    the key is refused.
+    All methods raise ServerFaultError, OverloadedError, RefusedError and ConfigurationError.
     """
 
     def __init__(self, url: str, key: str | None = None, idle_seconds: float = 120.0) -> None:
@@ -167,8 +166,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Returns up to `most` bytes of the body. The rest is never read, and the connection is not
-    reused."""
+    """Returns up to `most` bytes of the body. The rest is never read."""
     pieces, left = [], most
     while left and (piece := await response.content.read(left)):
         pieces.append(piece)

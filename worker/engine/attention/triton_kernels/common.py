@@ -33,8 +33,7 @@ def block_ids(
     table: tl.tensor, token: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr
 ) -> tl.tensor:
     """Returns the block ids of the tokens below `end`. `table` is a sequence's row of the block
-    table. Loops load the ids of the next tile in advance, so that loads of K and V need not wait
-    for ids."""
+    table. Loops load the next tile's ids in advance, so that loads of K and V do not wait."""
     return tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0)
 
 
@@ -140,8 +139,7 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
 
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
-    """Returns the most keys per tile, up to `most`, so that `num_tiles` tiles fit
-    `shared_memory`."""
+    """Returns the most keys per tile, up to `most`, so that `num_tiles` fit `shared_memory`."""
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.

@@ -20,8 +20,7 @@ def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q4_0: a scale in fp16, then 16 bytes: inputs 0 to 15 in lower halves, 16 to 31 in upper
-    ones."""
+    """Q4_0: a scale in fp16, then 16 bytes: inputs 0-15 in lower halves, 16-31 in upper."""
     scales, numbers = _halves(blocks[..., :2]), _nibbles(blocks[..., 2:])
     return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 4, 32)
 
@@ -62,8 +61,7 @@ def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     """Q6_K: the lower 4 bits of all integers, their upper 2 bits, 16 signed scales, and the scales'
-    factor in fp16. The inputs are two halves of 128, each with 64 bytes of lower and 32 bytes of
-    upper bits."""
+    factor in fp16. Each 128 inputs have 64 bytes of lower and 32 of upper bits."""
     low = _split(blocks[..., :128], 2, 2, 32)
     low = torch.stack((low & 15, low >> 4), -3).flatten(-3, -2)
     high = _split(blocks[..., 128:192], 2, 1, 32)

@@ -99,8 +99,7 @@ class GGUFFile:
         return Path(self.source).stat().st_size
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
-        """Returns the bytes of all parameters once converted to `dtype` (None: to the file's
-        dtype)."""
+        """Returns the bytes of all parameters in `dtype` (None: the file's dtype)."""
         numbers = sum(int(tensor.n_elements) for tensor in self._tensors.values())
         return numbers * (dtype or self.dtype).itemsize
 

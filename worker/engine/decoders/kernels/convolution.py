@@ -73,8 +73,7 @@ def _inputs_at(
     """Returns the inputs [positions, channels] at each `position`, counted from a sequence's first
     row in the step. Negative positions are before the step, and are read from the window.
 
-    `entry` and `first` [positions] are the window's entry and the first row of each position's
-    sequence.
+    `entry` and `first` [positions]: the window's entry and each position's sequence's first row.
     """
     is_new = (position >= 0)[:, None]
     mask = is_read[:, None] & (channel < NUM_CHANNELS)[None, :]

@@ -198,8 +198,7 @@ def _of_best_groups(
     TOP_GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the ranks, but -inf outside of the TOP_GROUPS best groups. A group is rated by the
-    sum of its two best ranks."""
+    """Returns the ranks; -inf outside of the TOP_GROUPS groups with the best sums of two ranks."""
     group = expert // SIZE
     sums = tl.full((ranks.shape[0],), float("-inf"), tl.float32)
     for index in range(NUM_GROUPS):

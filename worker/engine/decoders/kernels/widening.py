@@ -36,8 +36,7 @@ def multiplied(
     STEP: tl.constexpr,
     PART: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the product [outputs, rows] in fp32, over the iterations `start` to `end`
-    (exclusive).
+    """Returns the product [outputs, rows] in fp32, over iterations `start` to `end`, exclusive.
 
     `read` [outputs] are indices of outputs, and `inputs_of` [1, rows] points to the rows' inputs.
     An iteration has STEP inputs. PART successive inputs always share a group.
