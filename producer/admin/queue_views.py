@@ -151,11 +151,8 @@ def _has(keys: Keys, request_id: str) -> Operation[bool]:
 
 
 def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
-    """Sets an alias of a model.
-
-    Raises ConfigurationError if the alias is not valid, or is the name of a model. Raises
-    ModelNotServedError if no queue has the model.
-    """
+    """Sets an alias of a model. Raises ConfigurationError if the alias is not valid, or is the name
+    of a model. Raises ModelNotServedError if no queue has the model."""
     if not 0 < len(alias) <= _LONGEST_NAME or not alias.isprintable():
         raise ConfigurationError(
             f"alias: {alias[:80]!r} is not 1 to {_LONGEST_NAME} printable characters"

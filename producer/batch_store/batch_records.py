@@ -142,10 +142,8 @@ class Batches:
         self._keys = queue.keys
 
     async def add(self, record: BatchRecord, max_unfinished: int = 0) -> None:
-        """Adds a batch, which `promptq jobs` will run.
-
-        Raises TooManyBatchesError if the tenant has `max_unfinished` batches; 0: no limit.
-        """
+        """Adds a batch, which `promptq jobs` will run. Raises TooManyBatchesError if the tenant has
+        `max_unfinished` batches; 0: no limit."""
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
         await self._reset_spoilt({own: "zset", unfinished: "set"})
         count = _command("ZINTERCARD", 2, unfinished, own)
@@ -180,10 +178,8 @@ class Batches:
                 await self._queue.run(_command("DEL", key))
 
     async def get(self, batch_id: str, tenants: tuple[str, ...] | None = None) -> BatchRecord:
-        """Returns a batch. With `tenants`, the batch must belong to one of these tenants.
-
-        Raises BatchMissingError.
-        """
+        """Returns a batch. With `tenants`, the batch must belong to one of these tenants. Raises
+        BatchMissingError."""
         if is_batch_id(batch_id):  # another text might name another key
             record = await self._queue.run(self._read(batch_id))
             if record is not None and (tenants is None or record.tenant in tenants):

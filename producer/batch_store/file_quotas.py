@@ -63,10 +63,8 @@ class FileQuotas:
 
     @contextmanager
     def entering(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """Context manager that locks the quotas while its block adds a file of `num_bytes`.
-
-        Raises FileQuotaError if the tenant may not add the file.
-        """
+        """Context manager that locks the quotas while its block adds a file of `num_bytes`. Raises
+        FileQuotaError if the tenant may not add the file."""
         with (self.store.folder / "quotas.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._check(tenant, *self.kept(tenant), more_bytes=num_bytes)

@@ -58,9 +58,7 @@ class LineGateway:
 
     async def of(self, line: BatchLine) -> LineRequest | None:
         """Converts a line into requests; None while a worker is still loading the line's model.
-
-        Raises RefusedLineError if the gateway would refuse the line.
-        """
+        Raises RefusedLineError if the gateway would refuse the line."""
         options, request_id = self._options, request_id_of(self._batch_id, line)
         aliases = await self._queues.aliases()
         with _refusing(line, request_id):

@@ -88,10 +88,8 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
 async def payloads_of(
     queues: ServedQueues, caller: Caller, request_ids: Sequence[str]
 ) -> tuple[ServedQueue, list[bytes]]:
-    """Returns the queue that has the requests with these ids, and the requests' payloads.
-
-    Raises RequestNotFoundError for ids that are unknown or do not belong to the caller.
-    """
+    """Returns the queue that has the requests with these ids, and the requests' payloads. Raises
+    RequestNotFoundError for ids that are unknown or do not belong to the caller."""
     served = await queues.holding(request_ids[0])
     queue = served.queue
     names = [queue.keys.request(request_id) for request_id in request_ids]

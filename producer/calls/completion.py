@@ -208,10 +208,8 @@ def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str
 
 
 def all_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
-    """Returns the ids of all requests of the stream with this id and query.
-
-    Raises RequestNotFoundError for a wrong id, InvalidRequestError for a wrong query.
-    """
+    """Returns the ids of all requests of the stream with this id and query. Raises
+    RequestNotFoundError for a wrong id, InvalidRequestError for a wrong query."""
     check_completion_id(completion_id)
     return request_ids(completion_id, _number(query, "choices", 1))
 

@@ -29,9 +29,7 @@ HOW_TO_GET_A_SERVER = (
 
 def server_url(url: str | None = None) -> str:
     """Returns the server's URL: `url`, that of the settings, or that of this user's `promptq up`.
-
-    Raises RedisUnavailableError if there is none.
-    """
+    Raises RedisUnavailableError if there is none."""
     if url:
         return url
     from promptq.shared.settings.common import read_settings

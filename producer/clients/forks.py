@@ -44,9 +44,7 @@ class ForkSource:
 
     def fork(self, at: int | None, append: str) -> tuple[dict[str, Any], ForkPoint]:
         """Returns the fields of a fork after `at` tokens and the text `append`, and its fork point.
-
-        Raises InvalidRequestError that names the wrong argument.
-        """
+        Raises InvalidRequestError that names the wrong argument."""
         if not isinstance(append, str):
             raise InvalidRequestError("append: must be text", field="append")
         point = ForkPoint(self.request_id, self._position(at))
@@ -63,9 +61,7 @@ class ForkSource:
 
     def compose_fork(self, at: int | None, append: str, changes: Mapping[str, Any]) -> NewRequest:
         """Returns a fork after `at` tokens and the text `append`, with the fields in `changes`.
-
-        Raises InvalidRequestError.
-        """
+        Raises InvalidRequestError."""
         fields, point = self.fork(at, append)
         if self.tenant:
             fields["tenant"] = self.tenant
@@ -96,10 +92,8 @@ def check_changes(changes: Mapping[str, Any]) -> None:
 
 
 def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
-    """Reads the request that a fork continues.
-
-    Raises RequestNotFoundError for an unknown request, InvalidRequestError for a spoilt payload.
-    """
+    """Reads the request that a fork continues. Raises RequestNotFoundError for an unknown request,
+    InvalidRequestError for a spoilt payload."""
     fields_read = ["HMGET", keys.request(request_id), "payload", "tenant", "result"]
     # Read the log first: when the log is folded, the result is written before the log is deleted.
     events, (payload, tenant, result) = yield [

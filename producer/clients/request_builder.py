@@ -30,9 +30,7 @@ def compose(
 
 def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
     """Returns `n` requests with one prompt, the ids `ID:0` ... `ID:n-1`, and the seeds `seed + i`.
-
-    Raises InvalidRequestError.
-    """
+    Raises InvalidRequestError."""
     if n < 1:
         raise InvalidRequestError(f"n: {n} is not a number of samples, 1 or more", field="n")
     named = _named(fields)
@@ -43,9 +41,7 @@ def compose_embeddings(
     texts: Prompt | Sequence[Prompt], fields: Mapping[str, Any]
 ) -> list[NewRequest]:
     """Returns a request for each text. If there are several texts, the ids are `ID:0` ... `ID:n-1`.
-
-    Raises InvalidRequestError.
-    """
+    Raises InvalidRequestError."""
     if not texts:
         raise InvalidRequestError("texts: is empty", field="texts")
     if isinstance(texts, str) or isinstance(texts[0], int):

@@ -67,10 +67,8 @@ the disk until it is complete."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """Returns the ASGI application of one gateway.
-
-    Raises RedisUnavailableError without a server's URL, ConfigurationError for a wrong setting.
-    """
+    """Returns the ASGI application of one gateway. Raises RedisUnavailableError without a server's
+    URL, ConfigurationError for a wrong setting."""
     url = server_url(settings.redis_url)
     # Raises for a wrong URL or name before any process starts.
     make_async_redis(url)

@@ -61,10 +61,8 @@ def tenant_of(name: str | None) -> str:
 
 
 def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message | None:
-    """Returns the message for a request's hash; None if the request has no webhook.
-
-    Raises UndeliverableError if the hash is gone or not valid.
-    """
+    """Returns the message for a request's hash; None if the request has no webhook. Raises
+    UndeliverableError if the hash is gone or not valid."""
     if not record:
         raise UndeliverableError("the request's record has expired")
     try:
@@ -102,10 +100,8 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
 
 
 def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> int:
-    """Makes one attempt. Returns the status of the answer.
-
-    Raises DeliveryError if another attempt may succeed, otherwise UndeliverableError.
-    """
+    """Makes one attempt. Returns the status of the answer. Raises DeliveryError if another attempt
+    may succeed, otherwise UndeliverableError."""
     timestamp = int(time.time())
     headers = {
         "content-type": "application/json; charset=utf-8",

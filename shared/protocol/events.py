@@ -221,10 +221,8 @@ class Result(_WithPrompt):
 
     @property
     def vector(self) -> list[float]:
-        """The numbers of the embedding, as a list.
-
-        Raises ValueError if there is no embedding, or if a number is NaN or infinite.
-        """
+        """The numbers of the embedding, as a list. Raises ValueError if there is no embedding, or
+        if a number is NaN or infinite."""
         if self.embedding is None:
             raise ValueError("the result has no embedding")
         numbers = array("f", base64.b64decode(self.embedding, validate=True))

@@ -40,10 +40,8 @@ def is_name(text: str) -> bool:
 
 
 def check_request_id(request_id: str) -> str:
-    """Returns `request_id` unchanged.
-
-    Raises InvalidRequestError unless the id is 1 to 200 printable ASCII characters without spaces.
-    """
+    """Returns `request_id` unchanged. Raises InvalidRequestError unless the id is 1 to 200
+    printable ASCII characters without spaces."""
     if not is_request_id(request_id):
         raise InvalidRequestError(
             f"id: {request_id[:80]!r} is not 1 to 200 printable ASCII characters without spaces",
@@ -132,10 +130,8 @@ class Keys:
         return f"{self.prefix}{self.database}:" if self.database else self.prefix
 
     def pending_of(self, tenant: str) -> str:
-        """Returns the key of a tenant's queue. '' is the tenant without a name.
-
-        Raises InvalidRequestError unless the name is 1 to 64 letters, digits and `_.-`.
-        """
+        """Returns the key of a tenant's queue. '' is the tenant without a name. Raises
+        InvalidRequestError unless the name is 1 to 64 letters, digits and `_.-`."""
         if tenant and not is_name(tenant):
             raise InvalidRequestError(
                 f"tenant: {tenant[:80]!r} is not {NAME_IN_WORDS}", field="tenant"

@@ -346,10 +346,8 @@ class Request(SamplingParams):
 
     @classmethod
     def parse(cls, payload: str | bytes) -> Self:
-        """Returns the request in a payload from the queue.
-
-        Raises InvalidRequestError that names the first wrong field.
-        """
+        """Returns the request in a payload from the queue. Raises InvalidRequestError that names
+        the first wrong field."""
         check_size(len(payload))
         try:
             fields = from_json(payload, cache_strings="keys")

@@ -243,10 +243,8 @@ class RequestQueue(_Queue):
         return carry_out(self._exchange(calls, atomic), operator.call)
 
     def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
-        """Adds requests, all or none, and returns their ids.
-
-        Raises InvalidRequestError, RequestExistsError, QueueFullError.
-        """
+        """Adds requests, all or none, and returns their ids. Raises InvalidRequestError,
+        RequestExistsError, QueueFullError."""
         return self.run(self._enqueue(new))
 
     def take_batch(self, room: Room) -> Claims:

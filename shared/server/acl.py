@@ -151,9 +151,7 @@ def user_name(role: str, queue: str) -> str:
 
 def acl_file(queue: str, passwords: Mapping[str, str]) -> str:
     """Returns a server's `aclfile` for a queue's users. `passwords` maps each role to its password.
-
-    Raises ConfigurationError if the name of the queue is not valid.
-    """
+    Raises ConfigurationError if the name of the queue is not valid."""
     if queue != ALL_QUEUES:
         Keys(queue)
     lines = [

@@ -69,10 +69,8 @@ class Nodes:
         yield from dict.fromkeys([*reported, *first])
 
     def owner(self, slot: int, reply: list[Any], host: str) -> Address:
-        """Returns the owner of the slot, from the reply of the node `host` to CLUSTER SLOTS.
-
-        Raises ClusterChangedError if no node has the slot.
-        """
+        """Returns the owner of the slot, from the reply of the node `host` to CLUSTER SLOTS. Raises
+        ClusterChangedError if no node has the slot."""
         self._reported = [_address(node, host) for _, _, *nodes in reply for node in nodes]
         for first, last, primary, *_ in reply:
             if first <= slot <= last:

@@ -82,9 +82,7 @@ def without_password(url: str) -> str:
 
 def open_redis(url: str) -> redis.Redis:
     """Returns a client of the server at `url`, after connecting and checking the server's version.
-
-    Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError.
-    """
+    Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError."""
     client: redis.Redis = _make(redis.Redis, url)
     try:
         check_version(client.info("server"), url)

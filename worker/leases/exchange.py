@@ -126,10 +126,8 @@ class Exchange:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def give_back(self, seconds: float = 0.0) -> None:
-        """Give all requests with RETURNING leases back to the queue. Retries for `seconds`.
-
-        Raises the last RedisError or OSError if the server has accepted nothing for `seconds`.
-        """
+        """Give all requests with RETURNING leases back to the queue. Retries for `seconds`. Raises
+        the last RedisError or OSError if the server has accepted nothing for `seconds`."""
         async with self._giving_back:
             due = self._leases.due_back
             for part in (

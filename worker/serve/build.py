@@ -88,10 +88,7 @@ def build(
     settings: WorkerSettings, progress: Progress = ignore_progress, known: Verdict | None = None
 ) -> Served:
     """Load the model that the settings name. `known` is the result of an earlier test of the same
-    model, which is then not repeated.
-
-    Raises ConfigurationError, ModelError.
-    """
+    model, which is then not repeated. Raises ConfigurationError, ModelError."""
     memory = _kv_cache_bytes(settings)
     if settings.engine != NATIVE:
         return _build_upstream(settings, progress)

@@ -61,10 +61,8 @@ class Turn(Protocol):
 
 
 def serve_until_stopped(settings: WorkerSettings, redis_url: str, turn: Turn | None = None) -> None:
-    """Run a worker until SIGTERM or SIGINT. With a `turn`, load the model after `turn.wait`.
-
-    Raises PromptqError.
-    """
+    """Run a worker until SIGTERM or SIGINT. With a `turn`, load the model after `turn.wait`. Raises
+    PromptqError."""
     try:
         asyncio.run(_serve(settings, redis_url, turn))
         # The interpreter removes signal handlers when it ends. A signal that arrives after that

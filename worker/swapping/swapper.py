@@ -87,10 +87,8 @@ class Swapper:
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:
-        """Wait until all models are registered and the first serves, or until `stop` is set.
-
-        Raises ModelFailedError if a model cannot be served.
-        """
+        """Wait until all models are registered and the first serves, or until `stop` is set. Raises
+        ModelFailedError if a model cannot be served."""
         while not stop.is_set() and not self._has_started:
             self._look()
             for name, model in self._models.items():

@@ -95,10 +95,8 @@ def start_server(dialect: Dialect, settings: WorkerSettings) -> ServerProcess:
 def find_server(
     dialect: Dialect, settings: WorkerSettings, process: ServerProcess | None
 ) -> FoundServer:
-    """Wait for the server: as long as its process lives, or for --redis-wait seconds.
-
-    Raises ConfigurationError if there is none, or if it cannot be used.
-    """
+    """Wait for the server: as long as its process lives, or for --redis-wait seconds. Raises
+    ConfigurationError if there is none, or if it cannot be used."""
     url = process.url if process is not None else _checked(settings.upstream or "")
     return asyncio.run(_find(dialect, url, settings, process))
 

@@ -44,9 +44,7 @@ class ServerRecovery:
 
     async def wait_until_well(self, server: Server, seconds: float) -> ServerDescription:
         """Wait for `seconds`, then until the server generates a token. Returns its description.
-
-        Raises ConfigurationError if another server answers, or if it will not come back.
-        """
+        Raises ConfigurationError if another server answers, or if it will not come back."""
         log = get_logger(server=server.url)
         if time.monotonic() - self._well_since > _STEADY_SECONDS:
             self._pause = 0.0

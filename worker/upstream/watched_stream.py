@@ -64,10 +64,8 @@ class WatchedStream:
         self._takes_grammars, self._resumes_grammars = takes_grammars, resumes_grammars
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
-        """Yields checked chunks until the end, as `Dialect.generate` does.
-
-        Raises NoTokenError, and UnusableAnswerError for an answer that has no token that may come.
-        """
+        """Yields checked chunks until the end, as `Dialect.generate` does. Raises NoTokenError, and
+        UnusableAnswerError for an answer that has no token that may come."""
         while not self._is_over:
             mask = self._rules.mask()
             is_forced = np.count_nonzero(mask) == 1 and self._request.params.logprobs is None
@@ -87,10 +85,8 @@ class WatchedStream:
             yield chunk
 
     async def prompt_logprobs(self) -> PromptLogprobs:
-        """Returns the server's report on the prompt from its second token on, checked.
-
-        Raises UnusableAnswerError.
-        """
+        """Returns the server's report on the prompt from its second token on, checked. Raises
+        UnusableAnswerError."""
         with malformed_as_fault():
             found = await self._dialect.prompt_logprobs(self._server, self._request, self._model)
         if found is None or len(found) != len(self._request.prompt_token_ids) - 1:

@@ -286,9 +286,7 @@ def payload_tools(
     tools: Sequence[Mapping[str, Any]] | None, choice: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Any]:
     """Returns the `tools` and the `tool_choice` of a payload (None if the choice has no effect).
-
-    Raises InvalidRequestError for a tool that Anthropic would run, such as a web search.
-    """
+    Raises InvalidRequestError for a tool that Anthropic would run, such as a web search."""
     functions = [_function(tool) for tool in tools or ()]
     if choice is None:
         return functions, None

@@ -232,9 +232,7 @@ def payload_tools(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
 ) -> tuple[list[Tool], Any]:
     """Returns the `tools` and the `tool_choice` of a payload (None if the choice has no effect).
-
-    Raises InvalidRequestError for a tool that is not a function, such as `web_search`.
-    """
+    Raises InvalidRequestError for a tool that is not a function, such as `web_search`."""
     nested = [_function(tool) for tool in tools or ()]
     if tool_choice is None or tool_choice in _CHOICES:
         return nested, tool_choice if nested or tool_choice == "required" else None

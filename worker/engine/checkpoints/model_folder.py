@@ -137,9 +137,7 @@ class ModelFolder:
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights | None:
         """Returns the weights for a model that computes in `dtype`; None if no weight is quantized.
-
-        Raises UnsupportedModelError if a tensor is missing, SafetensorError for a damaged file.
-        """
+        Raises UnsupportedModelError if a tensor is missing, SafetensorError for a damaged file."""
         if self._format is None:
             return None
         saved = SavedWeights(self._method, dtype)

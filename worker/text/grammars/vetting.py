@@ -61,9 +61,7 @@ class Vetter:
 
     def vet(self, grammar: str) -> str:
         """Returns the reason why llguidance refuses a grammar; empty if llguidance accepts it.
-
-        Raises NotVettedError if the grammar takes too much time or memory, or cannot be tested.
-        """
+        Raises NotVettedError if the grammar takes too much time or memory, or cannot be tested."""
         with self._lock:  # two tries, because the process may have been killed before this call
             reply = self._ask(grammar) or self._ask(grammar)
         if reply is None:

@@ -38,10 +38,8 @@ class Adapter:
 
 
 def adapter_of(settings: WorkerSettings) -> Adapter | None:
-    """Returns the adapter that `--model` names; None if that is another model.
-
-    Raises ConfigurationError, and ModelError for a folder that cannot be used.
-    """
+    """Returns the adapter that `--model` names; None if that is another model. Raises
+    ConfigurationError, and ModelError for a folder that cannot be used."""
     folder = Path(settings.model or "").expanduser().absolute()
     if settings.model is None or not (folder / _CONFIG).is_file():
         return None

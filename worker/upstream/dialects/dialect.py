@@ -156,10 +156,8 @@ class Dialect(Protocol):
         ...
 
     async def describe(self, server: Server) -> ServerDescription:
-        """Returns the server's description, after it has generated a token.
-
-        Raises ConfigurationError if it cannot be used.
-        """
+        """Returns the server's description, after it has generated a token. Raises
+        ConfigurationError if it cannot be used."""
         ...
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:

@@ -304,10 +304,8 @@ def _read(data: bytes, num_top: int) -> Chunk | None:
 
 
 def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
-    """Returns the chosen token with the `num_top` likeliest tokens.
-
-    Raises UnusableAnswerError for a value that is no log-probability, such as a NaN.
-    """
+    """Returns the chosen token with the `num_top` likeliest tokens. Raises UnusableAnswerError for
+    a value that is no log-probability, such as a NaN."""
     ranked = sorted(item["top_logprobs"], key=lambda token: token["rank"])
     try:
         top = [
