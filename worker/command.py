@@ -139,7 +139,6 @@ def command() -> click.Command:
 def _settings_of_each(
     models: Sequence[str], queues: Sequence[str], others: dict[str, Any]
 ) -> list[WorkerSettings]:
-    """Returns the settings of each model. Raises ConfigurationError."""
     if len(models) < 2 and len(queues) < 2:
         model, queue = next(iter(models), None), next(iter(queues), None)
         return [read_worker_settings(model=model, queue=queue, **others)]

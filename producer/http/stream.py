@@ -228,7 +228,6 @@ class Out:
             self._is_open = True
 
     def _check_keepalive(self) -> None:
-        """Sends the status or `keepalive` if it is due."""
         left = self._keepalive_seconds - (self._loop.time() - self._wrote_at)
         if left <= 0 or not self.has_begun:
             self._keeping = asyncio.create_task(self._keep_alive())

@@ -172,7 +172,6 @@ class LiteralArguments:
         return self._item() + as_json(text, self._allowed)
 
     def _in_escape(self, letter: str) -> str:
-        """Reads the next character of an escape sequence in a string."""
         kind, digits = (self._escape + letter)[1], (self._escape + letter)[2:]
         if kind not in _HEX_DIGITS:
             self._escape = ""

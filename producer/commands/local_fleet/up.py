@@ -186,7 +186,6 @@ def _workers(options: UpOptions) -> dict[str, tuple[str, list[str]]]:
 
 
 def _commands(options: UpOptions) -> dict[str, list[str]]:
-    """Returns a mapping from the name of each process to its command."""
     commands = {}
     for name, worker in _workers(options).values():
         for number in range(1, options.workers.least + 1):

@@ -163,7 +163,6 @@ async def dead_letters(
 
 
 async def _read(gateway: Gateway, topic: Topic) -> str:
-    """Returns the state of a topic as JSON."""
     name, *kind_and_id = topic
     served = await gateway.queues.named(name)
     return await _as_of_now(served, await _value_of(served, kind_and_id))

@@ -90,8 +90,6 @@ async def search(
 
 
 class _Search:
-    """A search among the requests of a queue."""
-
     def __init__(self, queue: AsyncRequestQueue, state: str, tenant: str, prefix: str) -> None:
         self._queue, self._keys = queue, queue.keys
         self._state, self._tenant, self._prefix = state, tenant, prefix

@@ -65,8 +65,6 @@ class QuantizedEmbedding(nn.Embedding):
 
 
 class _ScaledEmbedding(nn.Embedding):
-    """An embedding that multiplies its rows by a scale."""
-
     def __init__(self, num_rows: int, size: int, scale: float) -> None:
         super().__init__(num_rows, size, device="meta")
         self.scalar_embed_scale = scale
