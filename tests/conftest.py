@@ -13,6 +13,7 @@ import random
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,14 @@ import fakeredis
 import pytest
 import redis
 import redis.asyncio
+from execnet import gateway_io
 
 from promptq.shared.queue import spoilt
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server import retry
 from tests.producer.playing import PROMPTQ, HandWorker, Run, Start
 from tests.support import library_caches, processes
+from tests.support.fork_server import TESTS, ForkedProcess, fork_server, share_fork_servers
 from tests.support.roles import (
     AsyncQueueClient,
     QueueClient,
@@ -236,9 +239,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    from tests.support import forked_xdist
+    """Let xdist's processes share the fork servers of this one. In a run of all tests, they are
+    forks themselves. The tests of a single folder need few of the libraries."""
+    folder = tempfile.TemporaryDirectory(prefix="fork-servers-")
+    config.add_cleanup(folder.cleanup)
+    share_fork_servers(Path(folder.name))
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        gateway_io.Popen2IOMaster = _ForkedIO  # type: ignore[misc]
 
-    forked_xdist.install(config)
+
+class _ForkedIO(gateway_io.Popen2IOMaster):
+    """The pipes to a forked process, in place of those to a new interpreter."""
+
+    def __init__(self, args: list[str], execmodel: Any) -> None:
+        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        command = [sys.executable, "-c", args[-1]]
+        self.popen = ForkedProcess(command, server=fork_server(TESTS), **pipes)
+        gateway_io.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel)
 
 
 def pytest_configure_node(node: Any) -> None:

@@ -10,19 +10,45 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
+from promptq.worker.shipped import MODEL_DIR
 from tests.programs.chaos.audit.outcome import Outcome, mutant_table, report
 from tests.programs.chaos.audit.records import FLEET, Queue
 from tests.programs.chaos.driver import SCENARIOS, Run
 from tests.programs.chaos.processes.earlier import LAST_RELEASE, check_out
-from tests.programs.chaos.processes.layer_kinds import FAMILIES, save_model_of
 from tests.programs.chaos.processes.server import ChaoticCluster
 from tests.programs.chaos.schedule import MEAN_SECONDS_ON_A_CLUSTER, Fault
 from tests.programs.states.mutants import CHAOS_MUTANTS
+
+FAMILIES = {  # of tiny models, one for each kind of layer
+    "attention": "qwen3",
+    "windows": "gemma3_text",
+    "experts": "qwen3_moe",
+    "latent": "deepseek_v3",
+    "delta-net": "qwen3_5_text",
+    "mamba": "granitemoehybrid",
+    "convolution": "lfm2",
+}
+
+
+def save_model_of(kind: str, folder: Path) -> Path:
+    """Returns a directory with random weights and the tokenizer of the shipped model."""
+    from tests.worker.engine.tiny_models import save_model  # with torch and transformers
+
+    directory = folder / f"model-{kind}"
+    vocab_size = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": 2048}
+    save_model(directory, FAMILIES[kind], seed=1, **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(MODEL_DIR / name, directory)
+    return directory
+
 
 ENGINES = ("stand-in", "vllm", "llama.cpp")
 

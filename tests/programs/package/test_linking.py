@@ -7,7 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tests.programs.package.linking import link_requirements
+from tests.programs.package.building import link_requirements
 
 METADATA = """Metadata-Version: 2.1
 Name: made-up

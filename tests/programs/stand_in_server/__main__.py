@@ -17,8 +17,7 @@ from llguidance import LLTokenizer
 from promptq.worker.text.grammars.llguidance_calls import Vocabulary
 from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch
 from tests.programs.stand_in_server.llama_cpp import llama_cpp_routes
-from tests.programs.stand_in_server.pooling import pooling_routes
-from tests.programs.stand_in_server.vllm import vllm_routes
+from tests.programs.stand_in_server.vllm import pooling_routes, vllm_routes
 
 ROUTES: dict[str, Callable[..., list[web.RouteDef]]] = {
     "vllm": vllm_routes,

@@ -16,8 +16,8 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.vllm import VllmDialect
-from tests.programs.stand_in_server.pooling import vector_of
 from tests.programs.stand_in_server.starting import StandIn, stand_in_server
+from tests.programs.stand_in_server.vllm import vector_of
 from tests.support.model_free import finished, running_worker
 from tests.support.requests import async_put
 from tests.support.waiting import async_until
