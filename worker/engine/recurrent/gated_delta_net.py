@@ -44,13 +44,13 @@ class _Projected(NamedTuple):
     a: torch.Tensor  # [..., value heads]
 
 
-class _Tokens(NamedTuple):
+class DeltaTokens(NamedTuple):
     """The inputs of the recurrence, in fp32. A key head serves several successive value heads."""
 
     query: torch.Tensor  # [rows, key heads, key size]
     key: torch.Tensor  # [rows, key heads, key size]
     value: torch.Tensor  # [rows, value heads, value size]
-    decay: torch.Tensor  # [rows, value heads], log
+    decay: torch.Tensor  # [rows, value heads], log; also of each channel: [..., key size]
     beta: torch.Tensor  # [rows, value heads]
 
 
@@ -142,7 +142,7 @@ class GatedDeltaNet(Mixer):
         mixed: torch.Tensor = output(normed.view(len(hidden), -1))
         return mixed
 
-    def _tokens(self, convolved: torch.Tensor, projected: _Projected) -> _Tokens:
+    def _tokens(self, convolved: torch.Tensor, projected: _Projected) -> DeltaTokens:
         module = self.module
         key_size: int = module.head_k_dim
         of_keys = module.num_k_heads * key_size
@@ -153,7 +153,7 @@ class GatedDeltaNet(Mixer):
         beta = projected.b.sigmoid() * self._most_rate
         rate = nn.functional.softplus(projected.a.float() + module.dt_bias)
         decay = -module.A_log.float().exp() * rate
-        return _Tokens(unit(query) * key_size**-0.5, unit(key), value, decay, beta.float())
+        return DeltaTokens(unit(query) * key_size**-0.5, unit(key), value, decay, beta.float())
 
 
 def unit(vectors: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
     return vectors * torch.rsqrt(vectors.square().sum(dim=-1, keepdim=True) + _EPSILON)
 
 
-def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
+def _decode(tokens: DeltaTokens, states: torch.Tensor) -> torch.Tensor:
     """Returns decodes' outputs. Updates `states` [rows, value heads, key size, value size]."""
     served = tokens.value.shape[1] // tokens.key.shape[1]
     flat = states.flatten(0, 1)  # [rows x value heads, key size, value size]
@@ -176,7 +176,7 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
     return (query @ flat).view_as(tokens.value)
 
 
-def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+def _compute_chunks(tokens: DeltaTokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
     """Returns the outputs of chunks. Updates `states` [chunks, value heads, key size, value size].
     In a piece, the state changes of all rows solve a triangular system."""
     served = tokens.value.shape[1] // tokens.key.shape[1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.activations import ACT2FN
 
 from promptq.worker.engine.recurrent.convolution import convolve, window_spec
-from promptq.worker.engine.recurrent.gated_delta_net import unit
+from promptq.worker.engine.recurrent.gated_delta_net import DeltaTokens, unit
 from promptq.worker.engine.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
 from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 
@@ -17,16 +17,6 @@ _PARTS = {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_no
 _GATES = ({"g_proj"}, {"g_a_proj", "g_b_proj"})
 _LONGEST_PIECE = 16
 """The most rows of a piece. For each pair of rows, there is a decay for each channel in memory."""
-
-
-class _Tokens(NamedTuple):
-    """The inputs of the recurrence, in fp32."""
-
-    query: torch.Tensor  # [rows, heads, head size]
-    key: torch.Tensor  # [rows, heads, head size]
-    value: torch.Tensor  # [rows, heads, head size]
-    decay: torch.Tensor  # [rows, heads, head size], log
-    beta: torch.Tensor  # [rows, heads]
 
 
 class KimiDeltaAttention(Mixer):
@@ -52,7 +42,7 @@ class KimiDeltaAttention(Mixer):
         qkv = torch.cat([each(hidden) for each in (module.q_proj, module.k_proj, module.v_proj)], 1)
         convolved = ACT2FN[module.activation](convolve(qkv, module.conv1d, rows, windows))
         query, key, value = (each.reshape(heads) for each in convolved.float().chunk(3, dim=-1))
-        tokens = _Tokens(
+        tokens = DeltaTokens(
             unit(query) * module.head_dim**-0.5,
             unit(key),
             value,
@@ -67,7 +57,7 @@ class KimiDeltaAttention(Mixer):
         return mixed
 
 
-def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
+def _decode(tokens: DeltaTokens, states: torch.Tensor) -> torch.Tensor:
     """Returns the outputs of decodes. Updates `states` [rows, heads, key size, value size]."""
     query, key = tokens.query.unsqueeze(-2), tokens.key.unsqueeze(-2)
     states *= tokens.decay.exp().unsqueeze(-1)
@@ -76,7 +66,7 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
     return (query @ states).squeeze(-2)
 
 
-def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+def _compute_chunks(tokens: DeltaTokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
     """Returns the outputs of chunks. Updates `states` [chunks, heads, key size, value size]."""
     read = torch.empty_like(pieces.cut(tokens.value))
     cut = [pieces.cut(each) for each in tokens]
