@@ -248,23 +248,21 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
         max_prompt_tokens=limits.max_model_len,
     )
     server.check_tokenizer(tokenizer)
-    abilities = server.abilities
-    get_logger().info(
-        "features that this engine lacks",
-        server=server.description.software,
-        refused=" ".join(abilities.refused),
-        exact_resume=abilities.exact_resume,
-        not_exact_with=" ".join(sorted(abilities.inexact_with)),
-    )
     engine = ForwardingEngine(
         server.url,
         key_of(settings),
         dialect,
         limits,
-        server.description.model,
+        server.description,
         settings.stuck_seconds,
         process,
-        server.description,
+    )
+    get_logger().info(
+        "features that this engine lacks",
+        server=server.description.software,
+        refused=" ".join(engine.abilities.refused),
+        exact_resume=engine.abilities.exact_resume,
+        not_exact_with=" ".join(sorted(engine.abilities.inexact_with)),
     )
     ends = _end_token_ids(facts.end_token_ids, tokenizer, facts.vocab_size)
     identity = identity_of(settings.model_copy(update={"model": named}), tokenizer)

@@ -32,7 +32,7 @@ class CallRequest:
     """
 
     def __init__(
-        self, abilities: EngineAbilities, request: EngineRequest, *, keeps_seeds: bool = False
+        self, abilities: EngineAbilities, request: EngineRequest, keeps_seeds: bool
     ) -> None:
         self._request, params = request, request.params
         self._has_penalties = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

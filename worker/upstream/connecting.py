@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.settings.worker import WorkerSettings
-from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits
+from promptq.worker.engine.api.messages import EngineLimits
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription, abilities_of
+from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
 from promptq.worker.upstream.dialects.transport import (
@@ -41,11 +41,10 @@ _RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FoundServer:
-    """A server that answers, its abilities, and its token ids of the probe if it reports them."""
+    """A server that answers, and its token ids of the probe if it reports them."""
 
     url: str
     description: ServerDescription
-    abilities: EngineAbilities
     probe_token_ids: list[int] | None
 
     def limits(self, settings: WorkerSettings, vocab_size: int) -> EngineLimits:
@@ -142,4 +141,4 @@ async def _find(
         await server.close()
     if process is not None:
         process.has_answered()
-    return FoundServer(url, description, abilities_of(dialect, description), probe)
+    return FoundServer(url, description, probe)

@@ -77,23 +77,19 @@ class ForwardingEngine:
         key: str | None,
         dialect: Dialect,
         limits: EngineLimits,
-        model: str,
+        description: ServerDescription,
         idle_seconds: float,
         process: ServerProcess | None = None,
-        description: ServerDescription | None = None,
     ) -> None:
-        """Prepares an engine for a server. `model` is the server's name of the model. A stream
-        fails if it is silent for `idle_seconds`. `process` is the server's, if it ends with the
-        engine. `description` has what probes have shown; None: the server heeds no masks. After
-        each fault of the server, it is probed again."""
+        """Prepares an engine for a server with this description, which is probed again after each
+        fault. A stream fails if it is silent for `idle_seconds`. `process` is the server's, if it
+        ends with the engine."""
         self.limits = limits
-        self.abilities = abilities_of(dialect, description) if description else dialect.abilities
-        self._takes_grammars = description is not None and description.takes_grammars
-        self._resumes_grammars = description is not None and description.resumes_grammars
+        self.abilities = abilities_of(dialect, description)
         self.is_accepting = True
         self._url, self._key, self._idle_seconds = url, key, idle_seconds
         self._dialect = dialect
-        self._model = model
+        self._description = description
         self._process = process
         self._server: Server | None = None
         self._sequences: dict[int, ForwardedSequence] = {}
@@ -102,7 +98,7 @@ class ForwardingEngine:
         self._successors: dict[int, ForwardedSequence] = {}  # by the slot that was freed for it
         self._outbox = Outbox()
         self._gate = Gate(limits.max_num_seqs)
-        self._recovery = ServerRecovery(dialect, model, limits.max_model_len, process)
+        self._recovery = ServerRecovery(dialect, description.model, limits.max_model_len, process)
         self._tasks: set[asyncio.Task[None]] = set()
         self._totals = EngineStats(num_blocks=limits.kv_tokens // limits.block_size)
         self._busy_since: float | None = None
@@ -303,11 +299,8 @@ class ForwardingEngine:
             self._server,
             sequence.request,
             sequence.emitted,
-            self._model,
+            self._description,
             self.limits.vocab_size,
-            takes_grammars=self._takes_grammars,
-            resumes_grammars=self._resumes_grammars,
-            keeps_seeds="temperature" not in self.abilities.inexact_with,
         )
         if sequence.request.pooling is not None:
             vector = await stream.embedding(self.limits.embedding_size)
@@ -439,7 +432,7 @@ class ForwardingEngine:
         except ConfigurationError as error:
             self._fail(error)
             return
-        self._takes_grammars, self._resumes_grammars = now.takes_grammars, now.resumes_grammars
+        self._description = now
         before, self.abilities = self.abilities, abilities_of(self._dialect, now)
         if self.abilities != before:
             refused = " ".join(self.abilities.refused)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
 from promptq.worker.upstream.call_request import CallRequest
-from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, Mask
+from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, Mask, ServerDescription
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
     Server,
@@ -43,25 +43,22 @@ class WatchedStream:
         server: Server,
         request: EngineRequest,
         emitted: Sequence[int],
-        model: str,
+        description: ServerDescription,
         vocab_size: int,
-        *,
-        takes_grammars: bool = False,
-        resumes_grammars: bool = False,
-        keeps_seeds: bool = False,
     ) -> None:
         """Prepares a stream after the tokens `emitted`, which the grammar has accepted. A server
         that takes grammars gets the request's, if it resumes them or there is no output yet."""
-        self._dialect, self._server, self._model = dialect, server, model
+        self._dialect, self._server, self._model = dialect, server, description.model
         self._request = request
         self._output = [*emitted]
         self._vocab_size = vocab_size
         self._rules = TokenRules(request, emitted, vocab_size)
-        self._call = CallRequest(dialect.abilities, request, keeps_seeds=keeps_seeds)
+        self._call = CallRequest(dialect.abilities, request, description.keeps_seeds)
         self._rejected: list[int] = []
         """The token that broke a rule, until another one has its place."""
         self._breaks_rule = self._is_refused = self._is_over = self._needs_call = False
-        self._takes_grammars, self._resumes_grammars = takes_grammars, resumes_grammars
+        self._takes_grammars = description.takes_grammars
+        self._resumes_grammars = description.resumes_grammars
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Yields checked chunks until the end, as `Dialect.generate` does. Raises NoTokenError, and

@@ -22,7 +22,7 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.grammars.gbnf import gbnf_of
 from promptq.worker.upstream.connecting import DIALECTS
-from promptq.worker.upstream.dialects.dialect import Chunk
+from promptq.worker.upstream.dialects.dialect import Chunk, ServerDescription
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.transport import Server
 from promptq.worker.upstream.dialects.vllm import VllmDialect
@@ -119,9 +119,10 @@ async def forwarded(
     """Returns the tokens after `emitted`, and the calls."""
     dialect, client = COUNTING[server.name](), Server(server.url)
     request = prepare(served(), emitted=[*emitted], **fields, **GREEDY).engine_request
-    stream = WatchedStream(
-        dialect, client, request, emitted, "m", 2048, takes_grammars=True, resumes_grammars=True
+    description = ServerDescription(
+        server.name, "m", 1024, takes_grammars=True, resumes_grammars=True
     )
+    stream = WatchedStream(dialect, client, request, emitted, description, 2048)
     try:
         return [each async for chunk in stream.chunks() for each in chunk.token_ids], dialect.calls
     finally:

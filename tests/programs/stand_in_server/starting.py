@@ -21,7 +21,7 @@ from promptq.shared.protocol.claims import ModelIdentity
 from promptq.worker.engine.api.messages import EngineLimits
 from promptq.worker.serve.build import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
-from promptq.worker.upstream.dialects.dialect import Dialect
+from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
 from tests.programs.stand_in_server.batch import VOCAB_SIZE, continuation
@@ -93,6 +93,10 @@ def limits_of(max_num_seqs: int = 16, max_model_len: int = 1024) -> EngineLimits
     )
 
 
+DESCRIPTION = ServerDescription("stand-in", "m", 64)
+"""Describes a server in which no probe has found an ability."""
+
+
 def served_upstream(
     url: str,
     dialect: Dialect | None = None,
@@ -102,7 +106,7 @@ def served_upstream(
 ) -> Served:
     """Returns the stand-in at `url`, taken to compute in fp32 unless the dialect says less."""
     dialect = dialect or VllmDialect(is_exact=True)
-    engine = ForwardingEngine(url, None, dialect, limits or limits_of(), "m", idle_seconds)
+    engine = ForwardingEngine(url, None, dialect, limits or limits_of(), DESCRIPTION, idle_seconds)
     identity = ModelIdentity("m", "vllm-m")
     ends = frozenset({END_TOKEN_ID})
     return Served(engine, ByteTokenizer(), identity, ends, url, "float32")

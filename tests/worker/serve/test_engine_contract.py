@@ -24,7 +24,7 @@ from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
 from tests.programs.engines.real_servers import NAMES, real_server
-from tests.programs.stand_in_server.starting import stand_in_server
+from tests.programs.stand_in_server.starting import DESCRIPTION, stand_in_server
 from tests.support.model_free import build_model_free_engine
 from tests.worker.engine.tiny_models import save_model
 
@@ -61,7 +61,8 @@ def forwarding(url: str, dialect: str, vocab_size: int) -> EnginePort:
         bytes_per_token=0,
         vocab_size=vocab_size,
     )
-    return ForwardingEngine(url, None, STAND_INS[dialect](is_exact=True), limits, "m", PATIENCE)
+    stand_in = STAND_INS[dialect](is_exact=True)
+    return ForwardingEngine(url, None, stand_in, limits, DESCRIPTION, PATIENCE)
 
 
 ENGINES: dict[str, Callable[[Path], EnginePort]] = {"model-free": model_free, "native": native}

@@ -102,9 +102,8 @@ async def output_of(model: Model, request: EngineRequest) -> list[int]:
         NOWHERE,
         request,
         emitted,
-        "m",
+        replace(await model.describe(NOWHERE), keeps_seeds=model.keeps_seeds),
         len(model.logits([0])),
-        keeps_seeds=model.keeps_seeds,
     )
     chunks = [chunk async for chunk in stream.chunks()]
     if request.params.logprobs is None:

@@ -13,7 +13,7 @@ from promptq.worker.upstream.dialects.dialect import Chunk, Mask
 from promptq.worker.upstream.dialects.transport import Server
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from tests.programs.stand_in_server.starting import limits_of
+from tests.programs.stand_in_server.starting import DESCRIPTION, limits_of
 from tests.support.waiting import async_until
 
 Script = Callable[[EngineRequest], AsyncGenerator[Chunk]]
@@ -41,7 +41,9 @@ class Scripted(VllmDialect):
 @asynccontextmanager
 async def running(script: Script) -> AsyncIterator[ForwardingEngine]:
     limits = limits_of(max_model_len=8192)
-    engine = ForwardingEngine("http://127.0.0.1:1", None, Scripted(script), limits, "m", 60.0)
+    engine = ForwardingEngine(
+        "http://127.0.0.1:1", None, Scripted(script), limits, DESCRIPTION, 60.0
+    )
     engine.start()
     try:
         yield engine
@@ -112,7 +114,7 @@ async def test_each_call_of_a_choice_has_the_whole_idle_time() -> None:
             await asyncio.sleep(1.2)
             yield Chunk([97 if mask is None else 97 + len(mask.rejected)])
 
-    engine = ForwardingEngine("http://127.0.0.1:1", None, Slow(), limits_of(), "m", 2.4)
+    engine = ForwardingEngine("http://127.0.0.1:1", None, Slow(), limits_of(), DESCRIPTION, 2.4)
     engine.start()
     engine.add(replace(request(1, 1), bad_token_sequences=((97,), (98,))))
     outputs: list[SequenceOutput] = []

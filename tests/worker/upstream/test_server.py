@@ -34,7 +34,7 @@ from promptq.worker.upstream.dialects.transport import (
 )
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from tests.programs.stand_in_server.starting import limits_of
+from tests.programs.stand_in_server.starting import DESCRIPTION, limits_of
 from tests.support.servers import free_port
 
 
@@ -193,7 +193,7 @@ async def test_what_brings_no_token_does_not_keep_a_stream_alive(
             await asyncio.sleep(0.02)
 
     async with answering(frozen) as server:
-        engine = ForwardingEngine(server.url, None, VllmDialect(), limits_of(), "m", 0.3)
+        engine = ForwardingEngine(server.url, None, VllmDialect(), limits_of(), DESCRIPTION, 0.3)
         engine.start()
         engine.add(EngineRequest(1, [97], SamplingParams(), 0, 10))
         outputs: list[SequenceOutput] = []
@@ -288,7 +288,7 @@ async def test_an_answer_with_unusable_values_fails_alone(unusable: str) -> None
         return response
 
     async with answering(answer) as server:
-        engine = ForwardingEngine(server.url, None, VllmDialect(), limits_of(), "m", 60.0)
+        engine = ForwardingEngine(server.url, None, VllmDialect(), limits_of(), DESCRIPTION, 60.0)
         engine.start()
         ends: list[SequenceOutput] = []
         for attempt in range(4):
@@ -402,7 +402,7 @@ async def test_so_it_is_in_a_stream(dialect: Dialect, what: str) -> None:
 
 def test_what_a_server_says_of_itself_is_cut_in_messages() -> None:
     description = ServerDescription("vLLM", "x" * 4000, max_model_len=8)
-    found = FoundServer("http://a", description, VllmDialect().abilities, probe_token_ids=[1])
+    found = FoundServer("http://a", description, probe_token_ids=[1])
     with pytest.raises(ConfigurationError) as caught:
         found.check_tokenizer(HuggingFaceTokenizer.load(str(MODEL_DIR)))
     assert len(str(caught.value)) < 1000

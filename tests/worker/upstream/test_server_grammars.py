@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from promptq.worker.upstream.server_process import server_environment
 from promptq.worker.upstream.watched_stream import WatchedStream
 from tests.programs.stand_in_server.batch import VOCAB_SIZE
 from tests.programs.stand_in_server.starting import (
+    DESCRIPTION,
     END_TOKEN_ID,
     StandIn,
     stand_in_server,
@@ -194,9 +196,8 @@ async def test_silence_is_no_refusal_of_a_grammar(stand_in: StandIn, model: Path
         return web.Response()
 
     async with answering(answer, idle_seconds=0.1) as server:
-        stream = WatchedStream(
-            VllmDialect(), server, request, [], "m", VOCAB_SIZE, takes_grammars=True
-        )
+        description = replace(DESCRIPTION, takes_grammars=True)
+        stream = WatchedStream(VllmDialect(), server, request, [], description, VOCAB_SIZE)
         with pytest.raises(ServerFaultError):
             await anext(stream.chunks())
     (body,) = bodies

@@ -376,7 +376,7 @@ async def test_biases_are_masks_for_servers_that_know_nothing_else(model: Path) 
     tokenizer, ends = HuggingFaceTokenizer.load(str(model)), frozenset({END_TOKEN_ID})
     async with TestServer(app) as there:
         url = str(there.make_url("")).rstrip("/")
-        engine = ForwardingEngine(url, None, dialect, limits_of(), "m", 60.0, None, description)
+        engine = ForwardingEngine(url, None, dialect, limits_of(), description, 60.0)
         grammars = Grammars(tokenizer, VOCAB_SIZE, ends)
         here = Served(engine, tokenizer, ModelIdentity(), ends, url, "float32", grammars=grammars)
         async with started_engine(here):

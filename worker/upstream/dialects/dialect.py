@@ -162,21 +162,21 @@ class Dialect(Protocol):
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         """Returns a text's token ids without special tokens; None if the server cannot tokenise."""
-        ...
+        return None
 
     async def prompt_logprobs(
         self, server: Server, request: EngineRequest, model: str
     ) -> PromptLogprobs | None:
         """Returns the report on the prompt from its second token on; None if this kind of server
         has no such report."""
-        ...
+        return None
 
     async def embedding(
         self, server: Server, request: EngineRequest, model: str
     ) -> npt.NDArray[np.float32]:
         """Returns the prompt's vector, [embedding_size], not normalised. Only for a server whose
         description has an `embedding_size`."""
-        ...
+        raise NotImplementedError
 
     def generate(
         self,

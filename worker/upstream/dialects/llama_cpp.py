@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Never
+from typing import Any
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
@@ -19,6 +19,7 @@ from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.text.grammars.gbnf import gbnf_of
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
+    Dialect,
     Mask,
     ServerDescription,
     server_abilities,
@@ -41,7 +42,7 @@ _RANDOM_SEED = 2**32 - 1
 """With this seed the server draws a random one."""
 
 
-class LlamaCppDialect:
+class LlamaCppDialect(Dialect):
     """llama.cpp's dialect. `is_exact`: weights and KV cache are fp32, so greedy streams resume
     exactly.
 
@@ -117,12 +118,6 @@ class LlamaCppDialect:
         body = {"content": text, "add_special": False, "parse_special": True}
         tokens: list[int] = (await server.post("/tokenize", body))["tokens"]
         return tokens
-
-    async def prompt_logprobs(self, server: Server, request: EngineRequest, model: str) -> None:
-        return None
-
-    async def embedding(self, server: Server, request: EngineRequest, model: str) -> Never:
-        raise NotImplementedError  # no description has an `embedding_size`
 
     async def generate(
         self,

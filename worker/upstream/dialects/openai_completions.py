@@ -6,7 +6,7 @@ The proof is `return_token_ids`, as vLLM has it. Tried with vLLM 0.32.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Never
+from typing import Any
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
@@ -14,6 +14,7 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
+    Dialect,
     Mask,
     ServerDescription,
     server_abilities,
@@ -34,7 +35,7 @@ _LEAST_LIFT = 50.0
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
-class OpenAIDialect:
+class OpenAIDialect(Dialect):
     """Sends only fields of OpenAI's API, because servers silently ignore unknown ones.
 
     `is_exact`: the server computes in fp32, so greedy streams resume exactly.
@@ -95,15 +96,6 @@ class OpenAIDialect:
             max_model_len=longest,
             model_dir=model.get("root"),
         )
-
-    async def tokenize(self, server: Server, text: str) -> list[int] | None:
-        return None  # OpenAI's API has no call for it
-
-    async def prompt_logprobs(self, server: Server, request: EngineRequest, model: str) -> None:
-        return None
-
-    async def embedding(self, server: Server, request: EngineRequest, model: str) -> Never:
-        raise NotImplementedError  # no description has an `embedding_size`
 
     async def generate(
         self,

@@ -26,6 +26,7 @@ from promptq.worker.upstream.dialects.adapter import Adapter
 from promptq.worker.upstream.dialects.dialect import (
     MOST_LISTED,
     Chunk,
+    Dialect,
     Mask,
     ServerDescription,
     server_abilities,
@@ -54,7 +55,7 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 """Finish reasons. Any other one (`abort`, `error`) means that the server broke off."""
 
 
-class VllmDialect:
+class VllmDialect(Dialect):
     """vLLM's dialect. `is_exact`: the server computes in fp32, so greedy streams resume exactly."""
 
     def __init__(
