@@ -86,7 +86,7 @@ class Worker:
             self.meter, tracing, settings.queue, served.identity.name, self.worker_id
         )
         about = self._about(start_up_seconds or {})
-        self._heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, about)
+        self.heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, about)
         self._exchange = Exchange(self._queue, self.leases, self._exit_log)
         self._publisher = Publisher(
             self._queue,
@@ -195,7 +195,7 @@ class Worker:
 
         Setting `now` ends the grace time early. Raises the errors of `serve`.
         """
-        self._heartbeat.about.state = "draining"
+        self.heartbeat.about.state = "draining"
         notify("STOPPING=1")
         deadline = time.monotonic() + self._settings.drain_seconds
         try_once(self._queue.redis)
@@ -210,7 +210,7 @@ class Worker:
 
     async def stop(self) -> None:
         """Stop all parts, give held requests back with their progress, and leave the queue."""
-        self._heartbeat.about.state = "draining"
+        self.heartbeat.about.state = "draining"
         try_once(self._queue.redis)
         await self._survive_redis(self.intake.stop)
         await end(self._tasks)
@@ -228,19 +228,15 @@ class Worker:
         await self.engine.stop(patience=self._settings.stuck_seconds)
         if self.served.grammars is not None and not self.intake.is_preparing:
             await asyncio.to_thread(self.served.grammars.close)
-        await self._survive_redis(self._heartbeat.leave)
+        await self._survive_redis(self.heartbeat.leave)
 
     @property
     def health(self) -> Health:
         return Health(
             has_started=self._has_started,
-            is_claiming=self._has_started and self._heartbeat.about.state == "running",
+            is_claiming=self._has_started and self.heartbeat.about.state == "running",
             hangs=self._watchdog.reason,
         )
-
-    def stats(self) -> WorkerStats:
-        """Returns the current statistics of the worker."""
-        return self._heartbeat.stats()
 
     async def _note_queue(self) -> None:
         # Gateways of several queues read the list.
@@ -258,7 +254,7 @@ class Worker:
         self._maxmemory_log.note(await self._queue.run(maxmemory_warning()))
 
     async def _beat(self) -> None:
-        self.intake.num_workers = await self._heartbeat.beat()
+        self.intake.num_workers = await self.heartbeat.beat()
         self._exchange.note_heartbeat()
 
     async def _compare_lengths(self) -> None:

@@ -156,7 +156,7 @@ async def test_a_second_signal_ends_a_drain_at_once(
         draining = asyncio.create_task(worker.drain(now))
         await asyncio.sleep(0.05)
         assert not draining.done()
-        assert worker.stats().state == "draining"
+        assert worker.heartbeat.stats().state == "draining"
         now.set()
         await draining
         await worker.stop()

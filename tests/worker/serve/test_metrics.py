@@ -185,7 +185,7 @@ async def test_preempted_and_prepared_requests_are_reported(
             await client.result(request_id)
         await until_idle(worker)
         after = await scrape(worker)
-        told = worker.stats()
+        told = worker.heartbeat.stats()
     handed_out = value(after, metrics.PREFETCH_HAND_OUTS)
     assert handed_out == value(after, metrics.CLAIMS) >= 5
     assert value(during, metrics.PREFETCH_WAIT) < value(after, metrics.PREFETCH_WAIT)

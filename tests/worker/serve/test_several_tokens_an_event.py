@@ -63,7 +63,7 @@ async def test_drafted_tokens_come_in_one_event_and_change_none(
         assert len(events[drafted]) < 40
         for log in events.values():
             assert indices(log) == [0, *ends(log)[:-1]]
-        stats = worker.stats()
+        stats = worker.heartbeat.stats()
         assert stats.drafted_tokens >= stats.accepted_tokens > 20
 
 

@@ -96,7 +96,7 @@ async def test_a_frozen_server_is_noticed_although_it_is_healthy(
         await until_tokens(queue, next(iter(wanted)), 5)
         stand_in.fail("freeze")
         await async_until(lambda: not worker.leases.num_running)
-        await async_until(lambda: worker.stats().state == "no_server")
+        await async_until(lambda: worker.heartbeat.stats().state == "no_server")
         late = await async_put(queue, prompt="late", max_tokens=5, **GREEDY)
         await asyncio.sleep(1.5)  # it polls each second
         assert await queue.state(late) is RequestState.WAITING, "nothing is claimed meanwhile"
@@ -111,7 +111,7 @@ async def test_a_server_that_is_overloaded_gets_the_requests_later(
     stand_in.fail("overload")
     async with running_worker(redis_url, served_upstream(stand_in.url)) as worker:
         wanted = await put_some(queue, 3, 10)
-        await async_until(lambda: worker.stats().state == "no_server")
+        await async_until(lambda: worker.heartbeat.stats().state == "no_server")
         stand_in.fail("")
         await assert_whole_texts(queue, wanted)
 
@@ -126,12 +126,12 @@ async def test_a_server_may_be_killed_and_come_back(
             wanted = await put_some(queue, 64)
             await until_tokens(queue, next(iter(wanted)), 5)
             os.kill(stand_in.pid, signal.SIGKILL)
-            await async_until(lambda: worker.stats().state == "no_server")
+            await async_until(lambda: worker.heartbeat.stats().state == "no_server")
             again = await asyncio.to_thread(
                 servers.enter_context, stand_in_server("vllm", *SLOWLY, port=port)
             )
             await assert_whole_texts(queue, wanted)
-            assert worker.stats().state == "running"
+            assert worker.heartbeat.stats().state == "running"
         assert again.told()["running"] == 0
 
 

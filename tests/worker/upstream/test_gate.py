@@ -120,7 +120,7 @@ async def test_other_clients_find_room_once_one_had_to_wait(
     name, server = stand_in
     async with endless_queue(queue), sharing(redis_url, name, server.url) as worker:
         await async_until(lambda: server.told()["running"] == SLOTS)
-        assert not worker.stats().holds_back, "alone, it uses all slots"
+        assert not worker.heartbeat.stats().holds_back, "alone, it uses all slots"
         async with callers(1, name, server.url, 100):
             await shares(worker)
         await async_until(lambda: (worker.engine.stats.max_running or SLOTS) > 1)
@@ -129,7 +129,7 @@ async def test_other_clients_find_room_once_one_had_to_wait(
             await call(name, server.url, 5)
         assert server.told()["waited"] == waited
         await async_until(lambda: worker.engine.stats.num_running > SLOTS // 2)  # the rest
-        assert "at most" in worker.stats().holds_back
+        assert "at most" in worker.heartbeat.stats().holds_back
 
 
 async def test_a_worker_alone_never_holds_back(
@@ -141,7 +141,7 @@ async def test_a_worker_alone_never_holds_back(
         wanted = [await put_some(queue, 40, number) for number in (3, 30, 1, 17)]
         seen = set[str]()
         while await queue.run(lookups.count(queue.keys)) or worker.leases.num_running:
-            seen.add(worker.stats().holds_back)
+            seen.add(worker.heartbeat.stats().holds_back)
             await asyncio.sleep(0.01)
         for some in wanted:
             await assert_whole_texts(queue, some)
@@ -156,7 +156,7 @@ async def test_an_idle_worker_tries_with_one_request(
     async with callers(2 * SLOTS, name, server.url, 20):
         await async_until(lambda: server.told()["waiting"] > 2)
         async with sharing(redis_url, name, server.url) as worker:
-            await async_until(lambda: "other clients wait" in worker.stats().holds_back)
+            await async_until(lambda: "other clients wait" in worker.heartbeat.stats().holds_back)
             wanted = await put_some(queue, 6, 5)
             most = 0
             while await queue.run(lookups.count(queue.keys)) or worker.leases.num_running:
@@ -173,12 +173,14 @@ async def test_a_full_kv_cache_closes_the_gate_until_there_is_room(
     with stand_in_server("vllm", *options) as server:
         async with sharing(redis_url, "vllm", server.url) as worker:
             async with callers(1, "vllm", server.url, 4000, 850):
-                await async_until(lambda: worker.stats().holds_back.endswith("at most 1 streams"))
-                assert "% full" in worker.stats().holds_back
+                await async_until(
+                    lambda: worker.heartbeat.stats().holds_back.endswith("at most 1 streams")
+                )
+                assert "% full" in worker.heartbeat.stats().holds_back
                 wanted = await put_some(queue, 3, 10)
                 await assert_whole_texts(queue, wanted)
                 assert server.told()["most_running"] == 2, "the other client and one probe"
-            await async_until(lambda: not worker.stats().holds_back)
+            await async_until(lambda: not worker.heartbeat.stats().holds_back)
             await assert_whole_texts(queue, await put_some(queue, 20, 10))
             assert server.told()["most_running"] > 2
 
@@ -243,7 +245,7 @@ async def test_waiting_requests_return_to_the_queue_when_the_gate_closes(
         assert not await is_waiting(ids[SLOTS])
         async with callers(1, name, server.url, 5):
             await async_until(lambda: is_waiting(ids[SLOTS]))
-            assert worker.stats().holds_back
+            assert worker.heartbeat.stats().holds_back
         for request_id in ids:
             await queue.cancel(request_id)
 

@@ -171,7 +171,7 @@ async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> N
         await expect(page.get_by_role("heading", name="urgent")).to_be_visible()
         await page.go_back()
         await client.cancel(urgent)
-        while worker.stats().recomputed_tokens == 0:  # none, where its last block was full
+        while worker.heartbeat.stats().recomputed_tokens == 0:  # if its last block was full
             await client.generate("me first", priority=-9, max_tokens=1)
         await expect(tile(page, "Recomputed")).not_to_have_text("0")
         for request_id in ids:
