@@ -49,15 +49,12 @@ class Turn(Protocol):
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
         """Set these events, as signals do, when the owner orders this process to end."""
-        ...
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
         """Wait until the model may be loaded. Returns an earlier load's test result, or None."""
-        ...
 
     def serving(self, line: str, verdict: Verdict | None) -> None:
         """Report that the worker claims requests from now on. `line` is for the log."""
-        ...
 
 
 def serve_until_stopped(settings: WorkerSettings, redis_url: str, turn: Turn | None = None) -> None:

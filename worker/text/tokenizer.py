@@ -24,35 +24,27 @@ class Tokenizer(Protocol):
 
     def encode_prompt(self, request: Request) -> list[int]:
         """Returns the prompt's or rendered messages' token ids. Raises InvalidRequestError."""
-        ...
 
     def encode_output(self, text: str) -> list[int]:
         """Returns a text's token ids, without adding special tokens. Raises InvalidRequestError."""
-        ...
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         """Returns the token sequences that write one of these words, alone or after a space."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text without special tokens. Incomplete characters become U+FFFD."""
-        ...
 
     def decoder(self, marks: Sequence[str]) -> Decode:
         """Returns a function like `decode` that keeps special tokens in the `marks`."""
-        ...
 
     def added_token(self, text: str) -> int | None:
         """Returns the id of the token that was added for exactly this text, or None."""
-        ...
 
     def special_within(self, text: str) -> list[str]:
         """Returns the special tokens in `text`, such as `<eos>`. `decode` leaves them out."""
-        ...
 
     def token_text(self, token_id: int) -> str:
         """Returns a token's text with its leading space, if any, or the name of a special token."""
-        ...
 
 
 class ByteTokenizer:

@@ -25,7 +25,6 @@ class Grammar(Protocol):
     @property
     def is_complete(self) -> bool:
         """Whether the output so far matches the grammar, and no further token may follow."""
-        ...
 
     @property
     def source(self) -> str | None:
@@ -35,20 +34,16 @@ class Grammar(Protocol):
         `Masker.fill` allows, and perhaps more. If that engine has llguidance before 1.9, white
         space may match `whitespace_pattern` several times in succession.
         """
-        ...
 
     @property
     def masker(self) -> Masker:
         """The masker that computes the masks. All grammars of a model share it."""
-        ...
 
     def allows(self, token_id: int) -> bool:
         """Whether `Masker.fill` would now set the bit of this token."""
-        ...
 
     def accept(self, token_id: int) -> None:
         """Add the next output token, which must not be an end token. Raises GrammarError."""
-        ...
 
 
 class Masker(Protocol):
@@ -57,7 +52,6 @@ class Masker(Protocol):
     @property
     def num_words(self) -> int:
         """Number of 32-bit words in a mask: the vocabulary's size divided by 32, rounded up."""
-        ...
 
     def fill(self, grammars: Sequence[Grammar], masks: npt.NDArray[np.int32]) -> dict[int, str]:
         """Write one row of `masks` [len(grammars), num_words] for each grammar.
@@ -66,4 +60,3 @@ class Masker(Protocol):
         the grammar allows it, and an end token of the request if the output may end here. Returns
         the error of each row that failed, by row. Releases the interpreter lock while it computes.
         """
-        ...

@@ -20,7 +20,6 @@ class Progress(Protocol):
     def __call__(self, stage: str, share: float | None = None) -> object:
         """Report that `stage` has begun or goes on, and that the stage before it is over. `share`
         is the completed part of the stage, from 0 to 1; None if it is unknown."""
-        ...
 
 
 def ignore_progress(stage: str, share: float | None = None) -> None:
@@ -39,23 +38,19 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a step would compute anything."""
-        ...
 
     @property
     def stats(self) -> EngineStats: ...
 
     def add(self, request: EngineRequest) -> None:
         """Add a sequence, which waits for a slot and blocks. Raises ValueError if it never fits."""
-        ...
 
     def abort(self, sequence_id: int) -> bool:
         """End a sequence without a further output. Its slot and blocks are free on return. Returns
         False if the engine does not have the sequence."""
-        ...
 
     def step(self) -> StepOutput:
         """Schedule, compute and commit one step."""
-        ...
 
     def recover(self, error: Exception) -> StepOutput:
         """Repeat a step that raised `error`, in parts if necessary.
@@ -64,15 +59,12 @@ class Engine(Protocol):
         is short, the sequence waits without blocks for a few more tries instead, and is then given
         back. Raises the exception if the engine itself is broken, or if `error` preceded the step.
         """
-        ...
 
     def snapshot(self) -> EngineSnapshot:
         """Returns the state of all sequences, for dashboards."""
-        ...
 
     def check_integrity(self) -> None:
         """Audit blocks and slots. Raises RuntimeError, which names the inconsistency."""
-        ...
 
 
 @runtime_checkable
@@ -88,35 +80,28 @@ class EnginePort(Protocol):
     @property
     def stats(self) -> EngineStats:
         """The totals and the state of the batch, as the engine last reported them."""
-        ...
 
     @property
     def is_accepting(self) -> bool:
         """Whether the engine can run new sequences. While it cannot, the worker claims nothing, and
         the engine gives back every sequence that is added."""
-        ...
 
     def start(self) -> None:
         """Start the engine. Call this in the event loop that calls `fetch`."""
-        ...
 
     async def stop(self, patience: float) -> None:
         """Stop the engine. Waits for the end of the running step, but no longer than `patience`
         seconds from the beginning of the step. Steps that were not fetched are dropped."""
-        ...
 
     def add(self, request: EngineRequest) -> None:
         """Add a sequence. If it can never run, its output is an error that names the reason."""
-        ...
 
     def abort(self, sequence_id: int) -> None:
         """End a sequence without a further output, as soon as the engine has handled the abort. Has
         no effect on a sequence that has ended or was never added."""
-        ...
 
     async def snapshot(self) -> EngineSnapshot:
         """Returns the state of all sequences after the running step."""
-        ...
 
     async def fetch(self) -> list[StepOutput]:
         """Wait until a step ends, and return all steps that ended since the last call. If `fetch`
@@ -124,19 +109,15 @@ class EnginePort(Protocol):
 
         Raises the exception of an engine that failed, once all earlier steps have been fetched.
         """
-        ...
 
     @property
     def has_failed(self) -> bool:
         """Whether the engine has failed and no longer does anything."""
-        ...
 
     @property
     def num_aborting(self) -> int:
         """Number of aborted sequences that hold memory until a step ends."""
-        ...
 
     def seconds_without_progress(self) -> float:
         """Returns the seconds since the engine began its current piece of work; about 0 while the
         engine waits for work or for a call of `fetch`."""
-        ...

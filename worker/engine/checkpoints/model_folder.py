@@ -49,7 +49,6 @@ class Format(Protocol):
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor:
         """Returns a linear layer's weight from its tensors. Raises KeyError if one is missing."""
-        ...
 
 
 _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {

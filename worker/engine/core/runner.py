@@ -48,12 +48,10 @@ class Runner(Protocol):
     @property
     def max_model_len(self) -> int:
         """The most tokens of a sequence that the model can compute, prompt and output together."""
-        ...
 
     @property
     def embedding_size(self) -> int:
         """See `EngineLimits.embedding_size`."""
-        ...
 
     @property
     def abilities(self) -> EngineAbilities: ...
@@ -64,16 +62,13 @@ class Runner(Protocol):
         Returns the launched step, for `collect`. `after` is the previous step if it is launched but
         not collected. Then the tokens of `after` are inputs of `batch` (see `Scheduler.follow`).
         """
-        ...
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
         """Returns, for each share of `batch.sampling`, its sampled tokens: one after the last known
         token, and one after each drafted token. Sets pooled shares' `states`."""
-        ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:
         """Returns, for each share of `batch.reporting`, the log-probabilities of the prompt tokens
         after its `reported_rows`."""
-        ...
 
     def peak_memory_bytes(self) -> int: ...

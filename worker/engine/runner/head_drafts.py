@@ -53,7 +53,6 @@ class DraftHead(Protocol):
     def draft(self, step: DraftStep) -> torch.Tensor:
         """Returns the tokens [most drafted, S] that the head drafts after the rows of a step.
         Tokens beyond a sequence's count mean nothing."""
-        ...
 
 
 @dataclass(slots=True)

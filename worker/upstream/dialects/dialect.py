@@ -153,12 +153,10 @@ class Dialect(Protocol):
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         """Returns the command of a server with these settings. Raises ConfigurationError."""
-        ...
 
     async def describe(self, server: Server) -> ServerDescription:
         """Returns the server's description, after it has generated a token. Raises
         ConfigurationError if it cannot be used."""
-        ...
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         """Returns a text's token ids without special tokens; None if the server cannot tokenise."""
@@ -196,7 +194,6 @@ class Dialect(Protocol):
         resume grammars. No generated token is left out. Closing the
         generator closes the connection.
         """
-        ...
 
 
 def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbilities:
