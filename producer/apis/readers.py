@@ -19,8 +19,7 @@ from promptq.producer.calls.completion import new_completion_id, new_embedding_i
 
 
 def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
-    """Adapts `read` to the signature of `Read`. Ignores the two further arguments: the new id, and
-    the history (the items of earlier calls)."""
+    """Returns `read` as a `Read`, which ignores the new id and the history (earlier items)."""
     return lambda body, headers, new_id, history: read(body, headers)
 
 

@@ -53,8 +53,7 @@ class RunOptions:
 def stop_signals(pipe: int | None = None) -> asyncio.Event:
     """Returns an event that is set by SIGINT, by SIGTERM, or when the other end of `pipe` closes.
 
-    Use `pipe` in threads and forked processes: only the main thread's event loop gets signals,
-    and a signal may be lost during a fork.
+    Threads and forked processes use `pipe`: only the main thread's event loop surely gets signals.
     """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()

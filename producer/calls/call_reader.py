@@ -38,8 +38,7 @@ _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""The most seconds that a process may take for a call. After this, the status is 503 and not 400,
-because the machine may be busy."""
+"""The most seconds of a process for a call. Then the status is 503: the machine may be busy."""
 LENGTH_BYTES = 4
 """Bytes of the number that begins each message between the processes: its header's length."""
 OUT_OF_MEMORY = 3

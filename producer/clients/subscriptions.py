@@ -138,8 +138,7 @@ class Subscriptions:
             await end(beside)  # before the connection is opened again
 
     async def _send_changes(self, connection: Any) -> None:
-        """Sends new subscriptions and unsubscriptions in one write. Each is a separate command, so
-        that an error is about one channel."""
+        """Sends changes in one write, each as a command, so that an error is about one channel."""
         while True:
             await self._changed.wait()
             self._changed.clear()

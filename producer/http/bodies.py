@@ -72,8 +72,7 @@ class BodyBudget:
 
     @contextmanager
     def hold(self, tenant: str) -> Iterator[Hold]:
-        """Context manager that yields an empty part of the budget, which can grow. When the block
-        ends, its bytes return to the budget."""
+        """Context manager with an empty part of the budget, which can grow until the block ends."""
         hold = Hold(self, tenant)
         try:
             yield hold

@@ -136,8 +136,7 @@ class Stats(_Wire):
     preemptions: int = 0
     recomputed_tokens: int = 0
     preempted_at: list[int] | None = None
-    """Times of preemptions in Unix milliseconds of the server. None if there were none: Lua would
-    write an empty list as the object {}."""
+    """Unix milliseconds of preemptions; None without any: Lua would write an empty list as {}."""
     resumed_at: list[int] | None = None
     resumed_inexactly: bool = False
     """Whether tokens after a resume may differ from the tokens of a run without interruption. Even

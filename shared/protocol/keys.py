@@ -69,8 +69,7 @@ class _Channel(_Name):
 class Keys:
     """The names of the keys and channels of one queue.
 
-    All databases of a server share its channels. So the names of channels contain the number
-    `database`, unless this number is 0.
+    All databases of a server share its channels, whose names contain `database` unless that is 0.
 
     Raises ConfigurationError unless the queue's name is 1 to 64 letters, digits and `_.-`.
     """

@@ -56,8 +56,7 @@ _CLEAR_PAGE = 500
 def new_request_id() -> str:
     """Returns a UUIDv7. Later ids sort after earlier ones, so equal scores stay first-in first-out.
 
-    Layout of RFC 9562: 48 bits of Unix milliseconds, version, 12 bits of the fraction of a
-    millisecond, variant, 62 random bits.
+    RFC 9562: 48 bits of Unix milliseconds, version, 12 bits of their fraction, variant, 62 random.
     """
     nanoseconds = time.time_ns()
     milliseconds, rest = divmod(nanoseconds, 1_000_000)
@@ -344,8 +343,7 @@ class AsyncRequestQueue(_Queue):
     """The queue for asyncio: the methods of `RequestQueue` as coroutines.
 
     At most 32 calls run at once, each on a separate connection, and together they use at most half
-    of the client's connections. The other half is for subscriptions, which use one connection each.
-    Calls beyond the limit wait.
+    of the client's connections. The other half is for subscriptions. Calls beyond the limit wait.
     """
 
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:

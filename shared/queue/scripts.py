@@ -257,8 +257,7 @@ def purge(dead_ids: Sequence[str]) -> Call[list[str]]:
 def set_paused(keys: Keys, paused: bool) -> Call[int]:
     """Pauses or resumes the queue. A paused queue hands out no requests.
 
-    If its memory is full, a server refuses to pause a queue. It accepts the end of a pause, because
-    running the waiting requests frees memory.
+    A server with full memory refuses a pause, but not its end: the waiting requests free memory.
     """
     if paused:
         return Call("", ["HSET", keys.config, "paused", 1], int)

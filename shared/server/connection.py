@@ -289,8 +289,7 @@ def explain(
     url: str,
     if_not_permitted: str = "may not do this (docs/operations.md, Access, says which role may)",
 ) -> PromptqError:
-    """Returns promptq's error for an error of redis-py. `if_not_permitted` is the message if the
-    server's user lacks a permission."""
+    """Returns promptq's error for one of redis-py; `if_not_permitted` is its message for NOPERM."""
     shown = without_password(url)
     if isinstance(error, (AuthenticationError, ResponseError)):
         text = _PLACE_IN_SCRIPT.sub("", str(error))

@@ -96,8 +96,7 @@ def several_hosts(
 
 
 def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
-    """Returns the query of a URL without the options in `_NO_EFFECT`. Raises ValueError for an
-    unknown option or a wrong value."""
+    """Returns a URL's query without `_NO_EFFECT`. Raises ValueError for a wrong option."""
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
     for part in query.split("&") if query else ():

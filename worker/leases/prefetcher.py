@@ -141,14 +141,13 @@ class Prefetcher:
 
     async def _run(self) -> None:
         while True:
+            claimed = 0
             try:
                 claimed = await self._fill()
             except (RedisError, OSError) as error:
                 note_failure(error)
-                claimed = 0
             except SpoiltRecordError as error:
                 note(error)
-                claimed = 0
             if claimed == 0:
                 await self._wait()
 

@@ -68,8 +68,7 @@ class Pacing:
 
     @property
     def prompt_tokens(self) -> int:
-        """The most tokens of all prompts in a step with decodes. 0 in the first such step, which
-        measures the time of decodes alone."""
+        """The most prompt tokens in a step with decodes; 0 in the first, which measures decodes."""
         if self._prompts and not self._decode_seconds:
             return 0
         return max(MIN_PROMPT_TOKENS, self._tokens_within(PROMPTS_STRETCH))

@@ -49,8 +49,7 @@ class MemoryPeak:
 
 
 def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
-    """Returns the bytes that the result of `make` occupies on the device. Memory that the driver
-    needs for the result counts too."""
+    """Returns the bytes that the result of `make` takes on the device, the driver's included."""
     give_back(device)
     before = free_bytes(device)
     result = make()
