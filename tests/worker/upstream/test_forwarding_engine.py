@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
-from promptq.worker.upstream.dialects.dialect import Chunk, Mask
-from promptq.worker.upstream.dialects.transport import Server
+from promptq.worker.upstream.dialects.dialect import Chunk, Mask, ServerDescription
+from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
 from tests.programs.stand_in_server.starting import DESCRIPTION, limits_of
@@ -122,3 +122,24 @@ async def test_each_call_of_a_choice_has_the_whole_idle_time() -> None:
         outputs = [output for step in await engine.fetch() for output in step.outputs]
     await engine.stop(1.0)
     assert (outputs[0].token_ids, outputs[0].finish_reason) == ([99], FinishReason.LENGTH)
+
+
+async def test_streams_use_the_abilities_that_a_server_has_after_a_fault() -> None:
+    seeds = list[int]()
+
+    async def broken(asked: EngineRequest) -> AsyncGenerator[Chunk]:
+        seeds.append(asked.seed)
+        raise ServerFaultError("it breaks off")
+        yield
+
+    async def look(server: Server, seconds: float) -> ServerDescription:
+        return replace(DESCRIPTION, keeps_seeds=True)
+
+    async with running(broken) as engine:
+        engine._recovery.wait_until_well = look  # type: ignore[method-assign]
+        engine.add(replace(request(1, 5), output_token_ids=[97]))
+        await async_until(lambda: len(seeds) == 1 and engine.is_accepting)
+        engine.add(replace(request(2, 5), output_token_ids=[97]))
+        await async_until(lambda: len(seeds) == 2)
+        assert seeds[0] != request(1, 5).seed == seeds[1]
+        assert "temperature" not in engine.abilities.inexact_with
