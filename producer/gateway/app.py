@@ -24,6 +24,7 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
 from promptq.producer.calls.call_reader import CallReader
 from promptq.producer.calls.errors import log_why_unavailable, redis_side_error
+from promptq.producer.calls.picture_urls import PictureFetcher
 from promptq.producer.calls.queues import ServedQueues, log_unreadable
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
@@ -109,6 +110,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             ),
             KeyUses(queues.own.queue),
             Refusals(),
+            PictureFetcher(),
         )
         _make_routes(app)
         tasks = [
@@ -120,6 +122,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         finally:
             await end(tasks)
             await app.state.gateway.call_reader.aclose()
+            app.state.gateway.pictures.close()
             await cancels.aclose()
             await queues.aclose()
             for connection in connections:
