@@ -91,7 +91,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             return AsyncClient(connections[-1], queue, tracing=tracing)
 
         queues = ServedQueues(open_client, settings.served_queues, on_unreadable=log_unreadable)
-        cancels = BackgroundCancels()
+        cancels, files = BackgroundCancels(), FileStore(settings.files_dir)
         app.state.gateway = Gateway(
             settings,
             queues,
@@ -104,13 +104,13 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             ),
             BodyBudget(_UPLOADS_OF_TENANT * MAX_FILE_BYTES, _UPLOADS * MAX_FILE_BYTES),
             FileQuotas(
-                FileStore(settings.files_dir),
+                files,
                 settings.files_bytes_per_tenant,
                 settings.files_per_tenant,
             ),
             KeyUses(queues.own.queue),
             Refusals(),
-            PictureFetcher(),
+            PictureFetcher(files),
         )
         _make_routes(app)
         tasks = [

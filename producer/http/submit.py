@@ -159,7 +159,7 @@ async def read_call(
             return await history(response_id, caller, lambda size: hold.grow_to(num_bytes + size))
 
         async def fetch(urls: Sequence[str], field: str) -> Mapping[str, str]:
-            found = await gateway.pictures.fetch(urls, field, caller.party)
+            found = await gateway.pictures.fetch(urls, field, caller)
             hold.grow_to(num_bytes + sum(map(len, found.values())))
             return found
 

@@ -62,7 +62,7 @@ class CountOptions(BodyOptions):
 
     messages: Objects = Field(
         min_length=1,
-        description="texts and tool calls; if the last one is the assistant's, the"
+        description="texts, images and tool calls; if the last one is the assistant's, the"
         " answer continues it",
     )
     system: str | Objects | None = Field(None, description="a text, or blocks of text")
@@ -249,9 +249,9 @@ def _url_of(where: str, source: Any) -> str:
     match source:
         case {"type": "base64", "media_type": str(kind), "data": str(data)}:
             return f"data:{kind};base64,{data}"
-        case {"type": "url", "url": str(url)}:
+        case {"type": "url", "url": str(url)} | {"type": "file", "file_id": str(url)}:
             return url
-    raise wrong_field(where, "the source of an image must be of type base64 or url")
+    raise wrong_field(where, "the source of an image must be of type base64, url or file")
 
 
 def _assistant(where: str, blocks: Sequence[Mapping[str, Any]]) -> Message:

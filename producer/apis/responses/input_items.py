@@ -128,9 +128,13 @@ def _parts(place: str, name: str, content: Any, default: str) -> list[dict[str, 
         kind = part.get("type") if isinstance(part, Mapping) else part
         is_served = isinstance(part, Mapping) and isinstance(_text_of(part), str)
         if kind == _PICTURE and default == "input_text":
-            is_served = isinstance(part.get("image_url"), str)  # and no id of a file
+            is_served = isinstance(_url_of(part), str)
         if not is_served:
-            others = f" and {_PICTURE} with image_url are" if default == "input_text" else " is"
+            others = (
+                f" and {_PICTURE} with image_url or file_id are"
+                if default == "input_text"
+                else " is"
+            )
             raise wrong_field(
                 place, f"a part of type {str(kind)[:80]!r} is not served, only text{others}"
             )
@@ -146,11 +150,15 @@ def _content_of(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[s
     if isinstance(content, str) or all(part.get("type") != _PICTURE for part in content):
         return _text_of_parts(content)
     return [
-        picture_part(part["image_url"])
+        picture_part(_url_of(part))
         if part.get("type") == _PICTURE
         else {"type": "text", "text": _text_of(part)}
         for part in content
     ]
+
+
+def _url_of(part: Mapping[str, Any]) -> Any:
+    return part.get("image_url") or part.get("file_id")
 
 
 def _text_of_parts(content: str | Iterable[Mapping[str, Any]]) -> str:

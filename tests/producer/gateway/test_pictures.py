@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from promptq.producer.batch_store.files import FileStore
 from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.picture_urls import PictureFetcher
 from promptq.producer.calls.rate_costs import rates_of
 from promptq.shared.errors import InvalidRequestError
@@ -25,6 +29,7 @@ from tests.producer.playing import KEYS, HandWorker
 from tests.programs.engines.pngs import png
 from tests.support.waiting import until
 
+CALLER = Caller(name="k", tokens_per_minute=10**6)
 PICTURE = png(1)
 URL = data_url(PICTURE)
 LARGE = data_url(png(1, 400, 400))
@@ -106,9 +111,8 @@ def test_a_model_without_pictures_refuses_before_the_queue(
 
 
 def test_tokens_are_estimated_from_the_size_in_pixels() -> None:
-    caller = Caller(name="k", tokens_per_minute=10**6)
     fields = {"messages": [{"role": "user", "content": [picture_part(LARGE)]}]}
-    (rate,) = rates_of(caller, [fields], Request.build(fields).pictures)
+    (rate,) = rates_of(CALLER, [fields], Request.build(fields).pictures)
     assert 400 * 400 // 28**2 < rate.amount < 400 * 400 // 28**2 + 60
 
 
@@ -139,11 +143,11 @@ def pictures_server(calls: list[str]) -> Iterator[str]:
         thread.join()
 
 
-async def test_pictures_are_fetched_without_redirects_and_within_limits() -> None:
+async def test_pictures_are_fetched_without_redirects_and_within_limits(tmp_path: Path) -> None:
     calls: list[str] = []
-    fetcher = PictureFetcher()
+    fetcher = PictureFetcher(FileStore(tmp_path))
     with pictures_server(calls) as base:
-        found = await fetcher.fetch([f"{base}/picture"], "input", "t", allow_private=True)
+        found = await fetcher.fetch([f"{base}/picture"], "input", CALLER, allow_private=True)
         assert found == {f"{base}/picture": URL}
         for path, why in (
             ("moved", "the server redirects, which is not followed"),
@@ -153,7 +157,7 @@ async def test_pictures_are_fetched_without_redirects_and_within_limits() -> Non
             ("x" * 2048, "the URL is longer than 2048 characters"),
         ):
             with pytest.raises(InvalidRequestError, match=f"^input: the picture at .*: {why}$"):
-                await fetcher.fetch([f"{base}/{path}"], "input", "t", allow_private=True)
+                await fetcher.fetch([f"{base}/{path}"], "input", CALLER, allow_private=True)
         assert calls == ["/picture", "/moved", "/none", "/page", "/huge"]
     fetcher.close()
 
@@ -192,3 +196,37 @@ def test_a_fetched_picture_becomes_a_data_url_in_the_payload(
             lambda claim: own_worker.finish(claim, "Hi"),
         )
     assert payload["messages"][0]["content"] == [picture_part(URL), own[1]]
+
+
+def test_an_uploaded_file_becomes_a_data_url_in_the_payload(
+    gateway: LiveGateway, own_worker: HandWorker, http: httpx2.Client
+) -> None:
+    with openai_of(gateway) as client, anthropic_of(gateway) as other:
+        file_id = client.files.create(file=("a.png", PICTURE), purpose="vision").id
+        part: Any = {"type": "input_image", "file_id": file_id, "detail": "auto"}
+        _, response = response_of(client, own_worker, input=[{"role": "user", "content": [part]}])
+        block = {"type": "image", "source": {"type": "file", "file_id": file_id}}
+        turns = [{"role": "user", "content": [block]}]
+        _, message = message_of(other, own_worker, messages=turns)
+    wanted = [{"role": "user", "content": [picture_part(URL)]}]
+    assert response["messages"] == message["messages"] == wanted
+    unknown = {**part, "file_id": f"file-{'0' * 32}"}
+    answer = http.post("/v1/responses", json={"input": [{"role": "user", "content": [unknown]}]})
+    assert error_of(answer) == (400, "invalid_request")
+    assert answer.json()["error"]["param"] == "input"
+    assert "no file" in answer.json()["error"]["message"]
+
+
+async def test_files_are_those_of_the_caller_s_tenant_and_need_the_scope(tmp_path: Path) -> None:
+    files = FileStore(tmp_path)
+    fetcher = PictureFetcher(files)
+    stored = files.add(io.BytesIO(PICTURE), filename="a.png", purpose="vision", tenant="a")
+    owner = Caller(name="k", tenant="a")
+    assert await fetcher.fetch([stored.id], "messages", owner) == {stored.id: URL}
+    with pytest.raises(InvalidRequestError, match="no file"):
+        await fetcher.fetch([stored.id], "messages", owner.model_copy(update={"tenant": "b"}))
+    with pytest.raises(ApiError, match="it needs the scope 'files'"):
+        await fetcher.fetch(
+            [stored.id], "messages", owner.model_copy(update={"scopes": ("completions",)})
+        )
+    fetcher.close()

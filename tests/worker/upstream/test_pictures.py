@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -92,9 +93,16 @@ async def test_the_exact_length_is_reported_once_it_is_known(
     redis_url: str, queue: AsyncRequestQueue, vision_model: Path, stand_in: StandIn
 ) -> None:
     async with running_worker(redis_url, await served("vllm", stand_in.url, vision_model)):
+        stand_in.fail("freeze")
         request_id = await async_put(queue, **chat("a", URLS[0]))
+        await async_until(lambda: stand_in.told()["running"] == 1)
+        record, leases = queue.keys.request(request_id), queue.keys.leases
+        begun = await queue.redis.zscore(leases, request_id)
+        while await queue.redis.zscore(leases, request_id) == begun:  # until the lease is renewed
+            await asyncio.sleep(0.05)
+        assert await queue.redis.hget(record, "prompt_tokens") is None
+        stand_in.fail("")
         await finished(queue, request_id)
-        record = queue.keys.request(request_id)
         assert await queue.redis.hget(record, "prompt_tokens") == b"6"
 
 

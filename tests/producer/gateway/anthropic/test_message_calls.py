@@ -167,8 +167,8 @@ def saying(role: str, *blocks: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user"}]}, "messages: message 0: content must be text or a list"),
         (saying("user", FILE), "messages: message 1: a block of type 'document' is not served"),
         (
-            saying("user", {"type": "image", "source": {"type": "file", "file_id": "f"}}),
-            "messages: message 1: the source of an image must be of type base64 or url",
+            saying("user", {"type": "image", "source": {"type": "file", "file_id": 7}}),
+            "messages: message 1: the source of an image must be of type base64, url or file",
         ),
         (saying("user", IMAGE), "messages[0].content: picture 0: the picture is no base64"),
         (saying("assistant", IMAGE), "messages: message 1: a block of type 'image' is not served"),
