@@ -44,7 +44,6 @@ def build_vllm(folder: Path) -> None:
     requirements.write_text("\n".join([*needed, _TORCH]))
     subprocess.run([*pip, "--requirement", requirements], check=True)
     _name_vllm(packages)
-    fetch_torchvision(folder.parent / "torchvision")
     _fetch_tcmalloc(folder.parent / "tcmalloc")
 
 
@@ -57,8 +56,8 @@ def _name_vllm(packages: Path) -> None:
     (info / "METADATA").write_text(text)
 
 
-def fetch_torchvision(folder: Path) -> None:
-    """Installs the library with which transformers reads pictures, beside vLLM. Its own operators
+def build_torchvision(folder: Path) -> None:
+    """Installs the library that vLLM needs for pictures, in a folder of modules. Its own operators
     may be compiled for another torch, so their declarations are left out."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--target", str(folder), _TORCHVISION], check=True)
@@ -127,6 +126,7 @@ def build_bullmq(folder: Path) -> None:
 
 BUILDERS: dict[str, Callable[[Path], None]] = {
     "vllm": build_vllm,
+    "torchvision": build_torchvision,
     "llama": build_llama,
     "bullmq": build_bullmq,
 }

@@ -31,10 +31,9 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
 _FOLDERS = {"vllm": "vllm", "llama.cpp": "llama"}
 
 
-def why_missing(name: str, library: str = "") -> str:
-    """Returns why a server cannot be started here, perhaps with a further library; empty if it
-    can."""
-    folder = PEERS / (library or _FOLDERS[name])
+def why_missing(name: str) -> str:
+    """Returns why a server or library is not here; empty if it is."""
+    folder = PEERS / _FOLDERS.get(name, name)
     missing = folder.with_suffix(".missing")
     if missing.exists():
         return missing.read_text().strip()
@@ -126,7 +125,7 @@ class RealServer:
                 "VLLM_NO_USAGE_STATS": "1",
                 "DO_NOT_TRACK": "1",
                 "HF_HUB_OFFLINE": "1",
-                "PYTHONPATH": str(PEERS / "torchvision"),
+                "PYTHONPATH": f"{server_environment()['PYTHONPATH']}:{PEERS / 'torchvision'}",
             }
             return command, environment
         file = gguf_file(self.model, peer / "gguf-py", "F32", folder=self.folder)

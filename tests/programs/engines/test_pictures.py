@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    if why := why_missing("vllm", "torchvision"):
+    if why := why_missing("vllm") or why_missing("torchvision"):
         pytest.skip(why)
     with real_server("vllm", tmp_path_factory.mktemp("server"), model=model) as running:
         yield running
