@@ -42,11 +42,8 @@ class PicturesNeededError(InvalidRequestError):
 def with_pictures(chat: CompletionCall, fetched: Mapping[str, str]) -> CompletionCall:
     """Returns the call with data URLs, which `fetched` has, in place of http(s) URLs and ids of
     files. Raises PicturesNeededError if some are missing."""
-    urls, missing = _urls_in(chat.fields.get("messages")), list[str]()
-    for url in urls:
-        if url not in fetched and url not in missing:
-            missing.append(url)
-    if missing:
+    urls = _urls_in(chat.fields.get("messages"))
+    if missing := [*dict.fromkeys(url for url in urls if url not in fetched)]:
         raise PicturesNeededError(missing, chat.names.get("messages", "messages"))
     if not urls:
         return chat
@@ -60,7 +57,8 @@ def with_pictures(chat: CompletionCall, fetched: Mapping[str, str]) -> Completio
 
 
 def _urls_in(messages: Any) -> list[str]:
-    contents = [message.get("content") for message in messages or () if isinstance(message, dict)]
+    messages = messages if isinstance(messages, list) else ()  # others are refused later
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [url for part in parts if (url := _url_of(part)) is not None]
 

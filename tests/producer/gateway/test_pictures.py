@@ -176,7 +176,8 @@ def test_a_url_in_a_private_network_is_never_called(http: httpx2.Client, is_larg
             "localhost is in a private network, at 127.0.0.1" in answer.json()["error"]["message"]
         )
         body = {"messages": [{"role": "user", "content": [picture_part(url)]}]}
-        assert error_of(http.post("/tokenize", json=body)) == (400, "invalid_request")
+        for wrong in (body, {"messages": 5}, {"messages": [5]}, {"messages": [{"content": 5}]}):
+            assert error_of(http.post("/tokenize", json=wrong)) == (400, "invalid_request")
     assert calls == []
 
 
