@@ -18,11 +18,12 @@ from pathlib import Path
 
 DEFAULT = Path(__file__).parents[1] / ".peers"
 _TORCH = "torch==2.13.0"
+_TORCHVISION = "torchvision==0.28.0"
 _VLLM = "0.32.0"
 _LLAMA_CPP_PYTHON = "0.3.36"
 _BULLMQ = "6.7"
 _NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec", "triton")
-"""Requirements of vLLM for pictures and sound, and packages that are already installed."""
+"""Requirements of vLLM for sound, and packages that are installed otherwise."""
 
 
 def build_vllm(folder: Path) -> None:
@@ -53,6 +54,14 @@ def _name_vllm(packages: Path) -> None:
     info.mkdir(exist_ok=True)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {_VLLM}+cpu\n"
     (info / "METADATA").write_text(text)
+
+
+def build_torchvision(folder: Path) -> None:
+    """Installs the library that vLLM needs for pictures, in a folder of modules. Its own operators
+    may be compiled for another torch, so their declarations are left out."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--target", str(folder), _TORCHVISION], check=True)
+    (folder / "torchvision" / "_meta_registrations.py").write_text("")
 
 
 def _fetch_tcmalloc(folder: Path) -> None:
@@ -117,6 +126,7 @@ def build_bullmq(folder: Path) -> None:
 
 BUILDERS: dict[str, Callable[[Path], None]] = {
     "vllm": build_vllm,
+    "torchvision": build_torchvision,
     "llama": build_llama,
     "bullmq": build_bullmq,
 }

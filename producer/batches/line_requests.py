@@ -16,7 +16,7 @@ from promptq.producer.apis.embeddings.write import embeddings_body
 from promptq.producer.batch_store.input_file import URLS, BatchLine, RefusedLineError, request_id_of
 from promptq.producer.batches.run_options import RunOptions
 from promptq.producer.calls.call import CompletionCall, request_ids
-from promptq.producer.calls.call_to_payloads import composed, granted
+from promptq.producer.calls.call_to_payloads import check_pictures_served, composed, granted
 from promptq.producer.calls.caller import Caller, check_model
 from promptq.producer.calls.completion import completion_of
 from promptq.producer.calls.errors import ApiError, as_api_error
@@ -77,11 +77,14 @@ class LineGateway:
             if caller is not None:
                 check_model(caller, call.model or view.model)
                 call = granted(call, caller)
-                rates = rates_of(caller, call.requests(request_id))
                 account = account_of(caller, _holder(caller))
             # The request's id identifies a repeated line, so no key is needed.
             requests = call.with_fields(idempotency_key=None).requests(request_id)
             new = [self._in_the_window(each) for each in composed(call, requests, account)]
+            if pictures := new[0].request.pictures:
+                check_pictures_served(view, call.names)
+            if caller is not None:
+                rates = rates_of(caller, requests, pictures)
         return LineRequest(line, request_id, new, rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:

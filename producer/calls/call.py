@@ -50,6 +50,7 @@ class CompletionCall:
     form: Literal["", "embeddings", "response", "message", "count", "input_count"] = ""
     names: Mapping[str, str] = field(default_factory=dict)
     """Maps names of fields in a payload to their names in the body; see `in_api_names`."""
+    has_pictures: bool = False
     extra: Extra | None = None
 
     @property

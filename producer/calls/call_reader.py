@@ -15,7 +15,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
@@ -26,6 +26,7 @@ from promptq.producer.calls.call_to_payloads import Prepared, prepare
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import shown_fields
 from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.picture_urls import PicturesNeededError
 from promptq.producer.calls.rate_costs import account_of
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
@@ -96,6 +97,12 @@ class _Reading:
     caller: Caller
     new_id: str
     aliases: Mapping[str, str]
+    pictures: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of fetched pictures."""
+        return sum(map(len, self.pictures.values()))
 
 
 class CallReader:
@@ -119,22 +126,29 @@ class CallReader:
         headers: Mapping[str, str],
         caller: Caller,
         aliases: Mapping[str, str],
+        fetch: Callable[[Sequence[str], str], Awaitable[Mapping[str, str]]] | None = None,
         history_of: Callable[[str], Awaitable[bytes]] | None = None,
     ) -> Prepared:
         """Reads a call whose body is a list of pieces, and builds its payloads.
 
-        `aliases` maps aliases to names of models. `history_of(id)` returns the items of the
+        `aliases` maps aliases to names of models. `fetch` maps URLs of pictures, in a
+        field, to data URLs.
+        `history_of(id)` returns the items of the
         response with this id and of all responses before it, one on each line. Raises
-        InvalidRequestError, ApiError, and the errors of `history_of`.
+        InvalidRequestError, ApiError, and the errors of `fetch` and `history_of`.
         """
         reader = self._readers[endpoint]
         reading = _Reading(endpoint, reader, headers, caller, reader.new_id(), aliases)
-        try:
-            return await self._read(reading, body, None)
-        except HistoryNeededError as needed:
-            assert history_of is not None
-            history = await history_of(needed.previous_response_id)
-        return await self._read(reading, body, history)
+        history = None
+        while True:  # at most once for each kind of need
+            try:
+                return await self._read(reading, body, history)
+            except HistoryNeededError as needed:
+                assert history_of is not None
+                history = await history_of(needed.previous_response_id)
+            except PicturesNeededError as needed:
+                assert fetch is not None
+                reading = replace(reading, pictures=await fetch(needed.urls, needed.field))
 
     async def shown_fields(
         self, caller: Caller, payloads: Sequence[bytes], with_prompts: bool
@@ -154,12 +168,14 @@ class CallReader:
 
     async def _read(self, reading: _Reading, body: list[bytes], history: bytes | None) -> Prepared:
         """Reads a call, in another process if the call is large. Raises HistoryNeededError if
-        `history` is None and the call needs it."""
-        if sum(map(len, body)) + len(history or b"") <= _SMALL_BYTES:
+        `history` is None and the call needs it, and PicturesNeededError."""
+        if sum(map(len, body)) + len(history or b"") + reading.num_bytes <= _SMALL_BYTES:
             body_at_once = b"".join(body)
             call = reading.reader.read(body_at_once, reading.headers, reading.new_id, history)
             if call.num_bytes <= _SMALL_BYTES:
-                return prepare(call, reading.caller, reading.new_id, reading.aliases)
+                return prepare(
+                    call, reading.caller, reading.new_id, reading.aliases, reading.pictures
+                )
         caller = reading.caller
         query = {
             "endpoint": reading.endpoint,
@@ -169,11 +185,14 @@ class CallReader:
             "caller": caller.model_dump(mode="json"),
             "new_id": reading.new_id,
             "aliases": dict(reading.aliases),
+            "pictures": dict(reading.pictures),
         }
         parts = [body] if history is None else [body, [history]]
         reply, payloads = await self._reply_to(query, parts, caller)
         if "previous_response_id" in reply:
             raise HistoryNeededError(reply["previous_response_id"])
+        if "urls" in reply:
+            raise PicturesNeededError(reply["urls"], reply["field"])
         return _prepared_of(reading.reader, reply, payloads, account_of(caller, caller.name))
 
     async def _reply_to(
@@ -242,9 +261,11 @@ def answer(
         caller, new_id = Caller.model_validate(query["caller"]), query["new_id"]
         body, history = parts[0], parts[1] if len(parts) > 1 else None
         call = readers[query["endpoint"]].read(body, query["headers"], new_id, history)
-        prepared = prepare(call, caller, new_id, query["aliases"])
+        prepared = prepare(call, caller, new_id, query["aliases"], query["pictures"])
     except HistoryNeededError as needed:
         return {"previous_response_id": needed.previous_response_id}, []
+    except PicturesNeededError as needed:
+        return {"urls": needed.urls, "field": needed.field}, []
     except InvalidRequestError as error:
         return {"error": {"message": str(error), "field": error.field}}, []
     except ApiError as error:

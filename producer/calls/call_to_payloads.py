@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from promptq.producer.admin.queue_views import QueueView
 from promptq.producer.calls.call import CompletionCall, Extra
 from promptq.producer.calls.caller import Caller, check_priority, check_tenant
 from promptq.producer.calls.errors import in_api_names, unknown_completion
+from promptq.producer.calls.picture_urls import with_pictures
 from promptq.producer.calls.queues import ServedQueue, ServedQueues
 from promptq.producer.calls.rate_costs import account_of, rates_of
 from promptq.producer.clients.request_builder import compose
@@ -43,20 +45,27 @@ class Prepared:
 
 
 def prepare(
-    call: CompletionCall, caller: Caller, completion_id: str, aliases: Mapping[str, str]
+    call: CompletionCall,
+    caller: Caller,
+    completion_id: str,
+    aliases: Mapping[str, str],
+    pictures: Mapping[str, str] = {},
 ) -> Prepared:
     """Checks the rights of a call's caller, and builds the call's payloads. Slow for a large body.
 
-    `aliases` maps aliases to names of models. Raises InvalidRequestError, ApiError 403.
+    `aliases` maps aliases to names of models, `pictures` URLs to data URLs. Raises
+    InvalidRequestError, ApiError 403, PicturesNeededError.
     """
-    call = granted(call.with_model_of(aliases), caller)
+    call = granted(with_pictures(call, pictures).with_model_of(aliases), caller)
     tenant = call.fields.get("tenant") or ""
     if caller.is_own_tenant and tenant == caller.tenant:
         tenant = ""  # as in earlier releases, whose gateways may have got the same call
     requests = call.with_key_of(caller.name, tenant).requests(completion_id)
-    rates = rates_of(caller, requests)
     new = composed(call, requests, account_of(caller, caller.name))
-    return Prepared(call.for_answer(), new, rates, completion_id, call.extra)
+    shown = new[0].request.pictures
+    rates = rates_of(caller, requests, shown)
+    answer = replace(call.for_answer(), has_pictures=bool(shown))
+    return Prepared(answer, new, rates, completion_id, call.extra)
 
 
 def composed(
@@ -68,6 +77,15 @@ def composed(
     except InvalidRequestError as error:
         message, field = in_api_names(call.names, str(error), error.field)
         raise InvalidRequestError(message, field or "", error.error_type, error.code) from None
+
+
+def check_pictures_served(view: QueueView, names: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError if all live workers of a queue refuse pictures. `names` are those
+    of the call."""
+    if "pictures" in view.refused:
+        why = "messages: no live worker's engine serves pictures"
+        message, field = in_api_names(names, why, "messages")
+        raise InvalidRequestError(message, field or "", "unsupported")
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:

@@ -11,6 +11,7 @@ from typing import Any
 
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.errors import NOT_AGAIN, ApiError
+from promptq.shared.protocol.pictures import Picture
 from promptq.shared.protocol.request import TokenAccount
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.scripts import Rate, RateAnswer, take_of_rates
@@ -60,15 +61,19 @@ def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -
     return f"the key {caller.name!r} {' and '.join(reasons)}; try again in {after}"
 
 
-def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
+def rates_of(
+    caller: Caller, requests: Sequence[Mapping[str, Any]], pictures: Sequence[Picture] = ()
+) -> list[Rate]:
     """Returns the costs of `requests` (fields as for `Client.enqueue_many`) in the caller's rates.
 
-    The tokens of a prompt are estimated as a quarter of the payload's bytes. Output tokens are
+    Each request has these `pictures`. The tokens of the rest of a prompt are estimated as a quarter
+    of the payload's bytes. Output tokens are
     charged later, to `account_of` the caller, while they are generated.
     """
     rates = rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
-        tokens = sum(len(json.dumps(request, default=str)) // 4 for request in requests)
+        more = sum(picture.num_tokens - len(picture.url) // 4 for picture in pictures)
+        tokens = sum(len(json.dumps(request, default=str)) // 4 + more for request in requests)
         rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
     return rates
 

@@ -24,6 +24,7 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
 from promptq.producer.calls.call_reader import CallReader
 from promptq.producer.calls.errors import log_why_unavailable, redis_side_error
+from promptq.producer.calls.picture_urls import PictureFetcher
 from promptq.producer.calls.queues import ServedQueues, log_unreadable
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
@@ -87,7 +88,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             return AsyncClient(connections[-1], queue, tracing=tracing)
 
         queues = ServedQueues(open_client, settings.served_queues, on_unreadable=log_unreadable)
-        cancels = BackgroundCancels()
+        cancels, files = BackgroundCancels(), FileStore(settings.files_dir)
         app.state.gateway = Gateway(
             settings,
             queues,
@@ -100,12 +101,13 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             ),
             BodyBudget(_UPLOADS_OF_TENANT * MAX_FILE_BYTES, _UPLOADS * MAX_FILE_BYTES),
             FileQuotas(
-                FileStore(settings.files_dir),
+                files,
                 settings.files_bytes_per_tenant,
                 settings.files_per_tenant,
             ),
             KeyUses(queues.own.queue),
             Refusals(),
+            PictureFetcher(files),
         )
         _make_routes(app)
         tasks = [
@@ -117,6 +119,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         finally:
             await end(tasks)
             await app.state.gateway.call_reader.aclose()
+            app.state.gateway.pictures.close()
             await cancels.aclose()
             await queues.aclose()
             for connection in connections:

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from promptq.producer.admin import api_keys
 from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.calls.call_reader import CallReader
+from promptq.producer.calls.picture_urls import PictureFetcher
 from promptq.producer.calls.queues import ServedQueues
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.http.bodies import BodyBudget
@@ -90,6 +91,7 @@ class Gateway:
     file_quotas: FileQuotas
     key_uses: KeyUses
     refusals: Refusals
+    pictures: PictureFetcher
 
     @property
     def client(self) -> AsyncClient:

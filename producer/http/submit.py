@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from promptq.producer.calls.call_reader import Endpoint
-from promptq.producer.calls.call_to_payloads import Prepared
+from promptq.producer.calls.call_to_payloads import Prepared, check_pictures_served
 from promptq.producer.calls.caller import Caller, check_model
 from promptq.producer.calls.completion import (
     Completion,
@@ -73,6 +73,8 @@ class IncomingCall:
         known_as = None if key is None else partial(Keys.idempotency, key=key)
         served, view = await self.gateway.queues.of_model(call.model, known_as)
         check_model(self.caller, call.model or view.model)
+        if call.has_pictures and "pictures" in view.refused:  # a worker may have come since
+            check_pictures_served(await served.view(now=True), call.names)
         if not (view.has_worker or call.wait_for_worker):
             raise ApiError(
                 503,
@@ -156,9 +158,14 @@ async def read_call(
             assert history is not None
             return await history(response_id, caller, lambda size: hold.grow_to(num_bytes + size))
 
+        async def fetch(urls: Sequence[str], field: str) -> Mapping[str, str]:
+            found = await gateway.pictures.fetch(urls, field, caller)
+            hold.grow_to(num_bytes + sum(map(len, found.values())))
+            return found
+
         aliases = await gateway.queues.aliases()
         prepared = await gateway.call_reader.prepare(
-            endpoint, body, request.headers, caller, aliases, history_of
+            endpoint, body, request.headers, caller, aliases, fetch, history_of
         )
         hold.grow_to(prepared.num_bytes)
         yield IncomingCall(request, gateway, caller, prepared, hold)

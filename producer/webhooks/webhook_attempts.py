@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+from promptq.producer.calls.safe_http import AddressRefusedError, post
 from promptq.producer.settings.jobs import JobsSettings
-from promptq.producer.webhooks.safe_http import AddressRefusedError, post
 from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 from promptq.shared.errors import InvalidRequestError, PromptqError
 from promptq.shared.protocol.keys import is_name

@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from promptq.shared.protocol.pictures import is_picture, picture_part
+
 MAX_ARGUMENT_VALUES = 100_000
 """The most JSON values in the arguments of all tool calls in a request's messages. The limit bounds
 memory, because the parser builds an object for each value."""
@@ -26,8 +28,9 @@ _SEPARATORS = ",[{"
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the messages in the form that chat templates expect.
 
-    Content becomes one text, arguments of tool calls become objects, and a `function_call` (the
-    former name) becomes a tool call. Raises ValueError that names the part that is wrong.
+    Content becomes one text, or a list of parts if it has pictures. Arguments of tool calls become
+    objects, and a `function_call` (the former name) becomes a tool call. Raises ValueError that
+    names the part that is wrong.
     """
     num_values = 0
     clean = []
@@ -38,7 +41,7 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(role, str):
             raise ValueError(f"{where}.role: must be a text such as 'user', got {_shown(role)}")
         fields["role"] = _ROLES.get(role, role)
-        fields["content"] = _text(f"{where}.content", fields.get("content"))
+        fields["content"] = _content(f"{where}.content", fields.get("content"))
         for name in _REASONING & fields.keys():
             if not isinstance(fields[name], str):
                 raise ValueError(f"{where}.{name}: must be text, got {_shown(fields[name])}")
@@ -66,31 +69,56 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return clean
 
 
-def _text(where: str, content: Any) -> str:
+def _content(where: str, content: Any) -> str | list[dict[str, Any]]:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError(f"{where}: must be text or a list of parts, got {_shown(content)}")
-    texts = []
+    parts: list[dict[str, Any]] = []
+    texts: list[str] = []
     for index, part in enumerate(content):
         place = f"{where}[{index}]"
-        text, kind = part, None
-        if isinstance(part, Mapping):
-            kind = part.get("type")
-            text = part.get("refusal" if kind == "refusal" else "text")
-        if isinstance(text, str):
-            texts.append(text)
-        elif kind in (None, "text", "refusal"):
-            name = kind or "text"
-            raise ValueError(
-                f'{place}: must be like {{"type": "{name}", "{name}": TEXT}}, got {_shown(part)}'
-                + (f" with {_shown(text)} as {name}" if isinstance(part, Mapping) else "")
-            )
+        if is_picture(part):
+            parts += *_joined(texts), _picture(place, part.get("image_url"))
+            texts = []
         else:
-            raise ValueError(f"{place}: a part of type {_shown(kind)} is not served, only text is")
-    return "".join(texts)
+            texts.append(_text(place, part))
+    return [*parts, *_joined(texts)] if parts else "".join(texts)
+
+
+def _joined(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns texts as one part; none if they are empty."""
+    return [{"type": "text", "text": text}] if (text := "".join(texts)) else []
+
+
+def _picture(place: str, url: Any) -> dict[str, Any]:
+    """Returns a part with a picture, without members that have no effect, such as `detail`."""
+    url = url.get("url") if isinstance(url, Mapping) else url
+    if not isinstance(url, str):
+        raise ValueError(
+            f'{place}: must be like {{"type": "image_url", "image_url": {{"url": URL}}}}'
+        )
+    return picture_part(url)
+
+
+def _text(place: str, part: Any) -> str:
+    text, kind = part, None
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        text = part.get("refusal" if kind == "refusal" else "text")
+    if isinstance(text, str):
+        return text
+    if kind in (None, "text", "refusal"):
+        name = kind or "text"
+        raise ValueError(
+            f'{place}: must be like {{"type": "{name}", "{name}": TEXT}}, got {_shown(part)}'
+            + (f" with {_shown(text)} as {name}" if isinstance(part, Mapping) else "")
+        )
+    raise ValueError(
+        f"{place}: a part of type {_shown(kind)} is not served, only text and image_url are"
+    )
 
 
 def _function(where: str, call: Any) -> dict[str, Any]:

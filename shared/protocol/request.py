@@ -15,13 +15,22 @@ from itertools import islice
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.keys import NAME, NAME_IN_WORDS
 from promptq.shared.protocol.messages import normalised
 from promptq.shared.protocol.output_format import Output, check_tools, wanted_output
+from promptq.shared.protocol.pictures import Picture, pictures_of
 
 PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
@@ -292,6 +301,12 @@ class Request(SamplingParams):
     output_prefix: OutputPrefix | None = Field(
         None, description="beginning of the output, which the model continues"
     )
+    _pictures: tuple[Picture, ...] = PrivateAttr(())
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The pictures in the messages, in order."""
+        return self._pictures
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -317,10 +332,17 @@ class Request(SamplingParams):
             raise ValueError("prompt: is empty, so there is nothing to embed")
         if self.messages is not None:
             self.messages = normalised(self.messages)
+            self._pictures = pictures_of(self.messages)
         if self.messages is None and (self.tools or self.chat_template_kwargs):
             field = "tools" if self.tools else "chat_template_kwargs"
             raise ValueError(f"{field}: needs messages, and there is a prompt")
         check_tools(self.tools or ())
+        if self._pictures and (self.tokenize or self.prompt_logprobs is not None):
+            field = "tokenize" if self.tokenize else "prompt_logprobs"
+            raise ValueError(
+                f"messages: pictures cannot be combined with {field}: only the inference server"
+                " counts their tokens"
+            )
         if self.output_prefix is not None and self.prompt_logprobs is not None:
             raise ValueError("output_prefix: cannot be combined with prompt_logprobs")
         _ = self.wanted_output  # raises if it is not well-formed

@@ -73,7 +73,8 @@ class Lease:
     @property
     def has_unreported_length(self) -> bool:
         """Whether the worker still has to report the exact prompt length to the server."""
-        return self.prepared_or_none is not None and not self.is_length_reported
+        prepared = self.prepared_or_none
+        return prepared is not None and prepared.is_length_known and not self.is_length_reported
 
     def with_unsent(self, row: Row) -> list[Row]:
         """Removes and returns the request's unsent rows, followed by `row`."""

@@ -51,8 +51,9 @@ class UnservedFieldError(InvalidRequestError):
     worker may serve it. `ability` is the field's name in `EngineAbilities.refused`."""
 
     def __init__(self, field: str, ability: str | None = None) -> None:
+        what = ability if field == "messages" else "it"
         super().__init__(
-            f"{field}: no live worker's engine serves it", field=field, error_type="unsupported"
+            f"{field}: no live worker's engine serves {what}", field, error_type="unsupported"
         )
         self.ability = ability or field
 
@@ -103,6 +104,12 @@ class Preparation:
         if only_quick and len(request.messages or ()) > _QUICK_MESSAGES:
             raise TakesLongError
         prompt = self.tokenizer.encode_prompt(request)
+        pictures = request.pictures
+        room = self.limits.max_model_len - len(prompt)
+        picture_tokens = min(sum(picture.num_tokens - 1 for picture in pictures), room)
+        if pictures and claim.prompt_tokens is not None:
+            picture_tokens = claim.prompt_tokens - len(prompt)
+            room -= picture_tokens
         self._check_tokens(request, prompt)
         stop_tokens = self._stop_tokens(request)
         ends = frozenset([*stop_tokens, *(request.stop_token_ids or ())])
@@ -119,7 +126,6 @@ class Preparation:
             raise self._cannot_resume(request, emitted)
         if not claim.events:
             self._check_counted(request, prefix)
-        room = self.limits.max_model_len - len(prompt)
         pooling = self._pooling(request.embed)
         if pooling is not None:
             max_tokens = 1
@@ -153,6 +159,8 @@ class Preparation:
                 weight=claim.weight,
                 grammar=self._grammar(request, ends, emitted, bool(unsent), only_quick),
                 pooling=pooling,
+                pictures=tuple(picture.url for picture in pictures),
+                picture_tokens=picture_tokens,
             ),
             text=text,
             token_ids=list(emitted),
@@ -217,6 +225,8 @@ class Preparation:
         for name in sorted(unheeded & request.model_fields_set):
             if getattr(request, name) != Request.model_fields[name].default:
                 raise UnservedFieldError(name)
+        if request.pictures and not self.abilities.pictures:
+            raise UnservedFieldError("messages", "pictures")
         if not (self.abilities.generates or request.embed or request.tokenize):
             raise _unsupported("embed", "computes only vectors, so a request must have this field")
         lowest = self.abilities.lowest_temperature

@@ -96,7 +96,15 @@ class PreparedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.engine_request.prompt_token_ids)
+        """An estimate if the request has pictures that no engine has read yet."""
+        reported = self.timing.prompt_tokens if self.timing else None
+        return self.engine_request.num_prompt_tokens if reported is None else reported
+
+    @property
+    def is_length_known(self) -> bool:
+        """Whether `num_prompt_tokens` is exact."""
+        has_pictures = bool(self.engine_request.pictures)
+        return not has_pictures or (self.timing is not None and bool(self.timing.prompt_tokens))
 
     @property
     def kv_need(self) -> int:
@@ -286,8 +294,10 @@ class RowBuilder:
     def _error_of(self, prepared: PreparedRequest, output: SequenceOutput) -> ErrorInfo:
         reason = output.error or "the engine failed it"
         if output.is_refused:
-            field = prepared.request.field_that_bounds
-            return ErrorInfo(type="unsupported", message=f"{field}: {reason}")
+            field, kind = prepared.request.field_that_bounds, "unsupported"
+            if prepared.engine_request.pictures:
+                field, kind = "messages", "invalid_request"
+            return ErrorInfo(type=kind, message=f"{field}: {reason}")
         self._log.error("the engine failed", request_id=prepared.request_id, error=output.error)
         return ErrorInfo(type="internal_error", message=reason)
 

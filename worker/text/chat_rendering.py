@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
-from promptq.worker.text.content_form import Message, Tools, in_form, reads_parts
+from promptq.worker.text.content_form import (
+    Message,
+    Tools,
+    in_form,
+    mark_of_picture,
+    reads_parts,
+)
 from promptq.worker.text.template_fields import with_fields_of
 from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
@@ -20,6 +28,30 @@ MAX_REASON = 300
 """The most characters that an error message quotes from the error message of a library."""
 
 
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Limits the template's time and memory. Raises InvalidRequestError if it fails."""
+    try:
+        from promptq.worker.text import template_size_limit  # and jinja2 with it
+
+        with (
+            template_size_limit.size_limit(),
+            cpu_time_limit(RENDER_SECONDS, template_size_limit.__file__),
+        ):
+            yield
+    except CpuTimeLimitError as error:
+        raise InvalidRequestError(
+            "messages: take too long to render: the model's chat template needs more than"
+            f" {RENDER_SECONDS:g} s",
+            field="messages",
+        ) from error
+    except Exception as error:  # the template is the model's code and may raise anything
+        raise InvalidRequestError(
+            f"messages: the model's chat template refuses them: {str(error)[:MAX_REASON]}",
+            field="messages",
+        ) from error
+
+
 class ChatRenderer:
     """Renders chats with the chat templates of a `transformers` tokenizer."""
 
@@ -27,6 +59,8 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._reads_parts: dict[tuple[str, bool], dict[str, bool]] = {}
         """Results of `reads_parts`, by template and whether the chat has tools."""
+        self._marks: dict[str, str] = {}
+        """Results of `mark_of_picture`, by template."""
 
     def template(self, *, with_tools: bool) -> str:
         """Returns the chat template for requests with or without tools; empty if there is none.
@@ -61,35 +95,27 @@ class ChatRenderer:
                 f" {'tools, or ' * bool(only)}a prompt",
                 field="messages",
             )
-        try:
-            from promptq.worker.text import template_size_limit  # and jinja2 with it
+        with _limits():
+            write = partial(self._written, template)
+            key = template, tools is not None
+            if key not in self._reads_parts:
+                self._reads_parts[key] = reads_parts(write, with_tools=tools is not None)
+            messages = with_fields_of(template, request.messages or ())
+            messages = in_form(messages, self._reads_parts[key])
+            return write(messages, tools, **arguments)
 
-            with (
-                template_size_limit.size_limit(),
-                cpu_time_limit(RENDER_SECONDS, template_size_limit.__file__),
-            ):
-                write = partial(self._written, template)
-                key = template, tools is not None
-                if key not in self._reads_parts:
-                    self._reads_parts[key] = reads_parts(write, with_tools=tools is not None)
-                messages = with_fields_of(template, request.messages or ())
-                messages = in_form(messages, self._reads_parts[key])
-                text = write(messages, tools, **arguments)
-        except CpuTimeLimitError as error:
-            raise InvalidRequestError(
-                "messages: take too long to render: the model's chat template needs more than"
-                f" {RENDER_SECONDS:g} s",
-                field="messages",
-            ) from error
-        except Exception as error:  # the template is the model's code and may raise anything
-            raise InvalidRequestError(
-                f"messages: the model's chat template refuses them: {str(error)[:MAX_REASON]}",
-                field="messages",
-            ) from error
-        return text
+    def mark_of_picture(self, request: Request) -> str:
+        """Returns the text that the template of a chat writes for each picture; empty if it writes
+        none."""
+        template = self.template(with_tools=bool(request.tools) and request.tool_choice != "none")
+        if template not in self._marks:
+            with _limits():
+                write = partial(self._written, template, tools=None)
+                self._marks[template] = mark_of_picture(write)
+        return self._marks[template]
 
     def _written(
-        self, template: str, messages: list[Message], tools: Tools | None, /, **arguments: Any
+        self, template: str, messages: list[Message], /, tools: Tools | None, **arguments: Any
     ) -> str:
         text: str = self._tokenizer.apply_chat_template(
             messages,

@@ -1,14 +1,18 @@
-"""Finds the form in which a chat template reads a message's content: a text or a list of parts."""
+"""Finds the form in which a chat template reads a message's content: a text or a list of parts, and
+how it writes a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from promptq.shared.protocol.pictures import is_picture
+
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 _ROLES = ("user", "system", "assistant", "tool")
 _PROBE = "promptq-probe"
+_PICTURE = {"type": "image"}
 _TOOL = {"name": "now", "description": "-", "parameters": {"type": "object", "properties": {}}}
 _TOOLS: Tools = [{"type": "function", "function": _TOOL}]
 
@@ -41,11 +45,22 @@ def reads_parts(
     return reads
 
 
+def mark_of_picture(write: Callable[[list[Message]], str]) -> str:
+    """Returns the text that a template writes for a picture; empty if it writes none."""
+    chat = [{"role": "user", "content": [_text(_PROBE), _PICTURE, _text(_PROBE)]}]
+    try:
+        return "".join(write(chat).split(_PROBE)[1:2])
+    except Exception:
+        return ""
+
+
 def in_form(messages: Sequence[Message], reads_parts: dict[str, bool]) -> list[Message]:
-    """Returns `messages`, whose content is text, with a list of parts as content for each role that
-    `reads_parts` maps to True."""
+    """Returns `messages` with a list of parts as content for each role that `reads_parts` maps to
+    True, and where there are pictures, which become parts of the type `image`."""
     return [
-        message | _message(message["role"], message["content"], in_parts=True)
+        message | {"content": [_PICTURE if is_picture(part) else part for part in content]}
+        if isinstance(content := message["content"], list)
+        else message | _message(message["role"], content, in_parts=True)
         if reads_parts.get(message["role"], reads_parts["user"])
         else message
         for message in messages
@@ -53,4 +68,8 @@ def in_form(messages: Sequence[Message], reads_parts: dict[str, bool]) -> list[M
 
 
 def _message(role: str, text: str, in_parts: bool) -> Message:
-    return {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
+    return {"role": role, "content": [_text(text)] if in_parts else text}
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}

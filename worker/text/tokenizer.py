@@ -155,7 +155,26 @@ class HuggingFaceTokenizer:
             text = self.chats.render(request)
         self._check_length(field, text)
         with _failing_alone(field):  # a chat template writes the special tokens itself
-            return self.encode_text(text, add_special_tokens=not is_chat)
+            token_ids = self.encode_text(text, add_special_tokens=not is_chat)
+        if request.pictures:
+            self._check_places(request, token_ids)
+        return token_ids
+
+    def _check_places(self, request: Request, prompt: Sequence[int]) -> None:
+        """Raise InvalidRequestError unless the prompt has exactly one place for each picture. A
+        text could name such a place, too, and the server would put pictures into wrong ones."""
+        mark = self.encode_text(self.chats.mark_of_picture(request))
+        special = {*mark} & {*self.added_tokens.values()}
+        if not special:
+            why = "the model's chat template has no place for pictures"
+        elif any(
+            prompt.count(each) != len(request.pictures) * mark.count(each) for each in special
+        ):
+            why = f"the chat must have {len(request.pictures)} places for pictures, and no text may"
+            why += f" contain a part of the mark {self._tokenizer.decode(mark)[:MAX_REASON]!r}"
+        else:
+            return
+        raise InvalidRequestError(f"messages: {why}", field="messages")
 
     def encode_output(self, text: str) -> list[int]:
         self._check_length("output_prefix", text)

@@ -30,7 +30,12 @@ class ForwardedSequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.emitted)
+        return self.num_prompt_tokens + len(self.emitted)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        reported = self.timing.prompt_tokens
+        return self.request.num_prompt_tokens if reported is None else reported
 
     def __lt__(self, other: ForwardedSequence) -> bool:
         return self.request.order < other.request.order

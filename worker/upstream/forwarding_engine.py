@@ -33,6 +33,7 @@ from promptq.worker.upstream.dialects.dialect import (
     abilities_of,
 )
 from promptq.worker.upstream.dialects.transport import (
+    AnsweredFaultError,
     OverloadedError,
     RefusedError,
     Server,
@@ -266,7 +267,10 @@ class ForwardingEngine:
                 self._give_back(sequence, str(error), is_blameless=True)
                 self._recover(str(error))
             else:
-                self._put_end(sequence, FinishReason.ERROR, error=str(error))
+                has_pictures = bool(sequence.request.pictures)
+                self._put_end(
+                    sequence, FinishReason.ERROR, error=str(error), is_refused=has_pictures
+                )
         except OverloadedError as error:
             seconds = _OVERLOADED_SECONDS if error.seconds is None else error.seconds
             why = f"the server is overloaded: {error}"
@@ -279,7 +283,10 @@ class ForwardingEngine:
         except UnusableAnswerError as error:
             self._try_again(sequence, str(error))
         except ServerFaultError as error:
-            self._give_back(sequence, str(error))
+            if sequence.request.pictures and isinstance(error, AnsweredFaultError):
+                self._try_again(sequence, str(error))
+            else:
+                self._give_back(sequence, str(error))
             self._recover(str(error))
         except ConfigurationError as error:
             self._fail(error)
@@ -325,9 +332,11 @@ class ForwardingEngine:
             self._totals.generation_tokens += len(chunk.token_ids)
             if len(sequence.emitted) - len(sequence.request.output_token_ids) >= _PROGRESS_TOKENS:
                 self._faults.pop(sequence.request.order[1], None)
+            if timing.prompt_tokens is None:
+                timing.prompt_tokens = chunk.num_prompt_tokens
             if timing.first_token_at is None:
                 timing.first_token_at = now
-                self._totals.prompt_tokens += len(sequence.request.prompt_token_ids)
+                self._totals.prompt_tokens += sequence.num_prompt_tokens
         if chunk.finish_reason is not None:
             self._put_end(sequence, chunk.finish_reason, chunk)
         elif chunk.token_ids:
@@ -400,7 +409,8 @@ class ForwardingEngine:
             self._give_back(sequence, reason, is_blameless=True)
         elif sequence.sequence_id in self._sequences:
             error = f"the inference server's answer cannot be used: {reason}"
-            self._put_end(sequence, FinishReason.ERROR, error=error)
+            has_pictures = bool(sequence.request.pictures)
+            self._put_end(sequence, FinishReason.ERROR, error=error, is_refused=has_pictures)
 
     def _note_fault(self, request_id: str) -> int:
         """Count a fault of the server with a request. Returns how many there were."""

@@ -223,6 +223,8 @@ class WatchedStream:
                     for token_id in chunk.token_ids:
                         if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                             raise UnusableAnswerError(f"{token_id!r:.40} is no token id")
+                    if type(chunk.num_prompt_tokens or 0) is not int:
+                        raise UnusableAnswerError("its number of prompt tokens is no number")
                     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
                         raise UnusableAnswerError("a log-probability is missing")
                     yield chunk

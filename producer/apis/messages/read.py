@@ -21,6 +21,7 @@ from promptq.producer.calls.call_body import (
 )
 from promptq.producer.calls.errors import ApiError
 from promptq.shared.protocol.output_format import IF_NOT_STRICT
+from promptq.shared.protocol.pictures import picture_part
 from promptq.shared.protocol.request import Objects, Texts
 
 NAMES = {
@@ -44,10 +45,11 @@ _THINKING_TYPES = ("enabled", "disabled", "adaptive")
 Message = dict[str, Any]
 
 _SERVED = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
+_TEXT_OR_PICTURE = ("text", "image")
 _BETWEEN_TURNS = "\n\n"
 
 _CHOICES: dict[str, str] = {"auto": "auto", "any": "required", "none": "none"}
@@ -59,7 +61,7 @@ class CountOptions(BodyOptions):
 
     messages: Objects = Field(
         min_length=1,
-        description="texts and tool calls; if the last one is the assistant's, the"
+        description="texts, images and tool calls; if the last one is the assistant's, the"
         " answer continues it",
     )
     system: str | Objects | None = Field(None, description="a text, or blocks of text")
@@ -180,7 +182,7 @@ def chat_of(
     """Returns the messages of a chat, and the text with which the answer begins. If the last
     message is the assistant's, this text is the message's; otherwise it is ''.
 
-    Joins successive messages of one role. Raises InvalidRequestError, such as for an image.
+    Joins successive messages of one role. Raises InvalidRequestError, such as for a document.
     """
     chat: list[Message] = []
     if system:
@@ -208,21 +210,44 @@ def chat_of(
 
 def _add_user(chat: list[Message], where: str, blocks: Sequence[Mapping[str, Any]]) -> None:
     # Each result of a tool becomes a separate message.
-    texts: list[str] = []
+    own: list[Mapping[str, Any]] = []
     for block in blocks:
-        if block["type"] == "text":
-            texts.append(block["text"])
+        if block["type"] in _TEXT_OR_PICTURE:
+            own.append(block)
             continue
-        if texts:
-            _add(chat, {"role": "user", "content": "".join(texts)})
-            texts = []
+        if own:
+            _add(chat, {"role": "user", "content": _content_of(where, own)})
+            own = []
         call_id = block.get("tool_use_id")
         if not isinstance(call_id, str):
             raise wrong_field(where, "a tool_result needs tool_use_id, a text")
-        content = _text_of(f"{where}: tool_result", block.get("content") or "")
+        place = f"{where}: tool_result"
+        inner = _blocks_of(place, block.get("content") or "", _TEXT_OR_PICTURE)
+        content = _content_of(place, inner)
         chat.append({"role": "tool", "tool_call_id": call_id, "content": content})
-    if texts or not blocks:
-        _add(chat, {"role": "user", "content": "".join(texts)})
+    if own or not blocks:
+        _add(chat, {"role": "user", "content": _content_of(where, own)})
+
+
+def _content_of(where: str, blocks: Sequence[Mapping[str, Any]]) -> str | list[Message]:
+    """Returns the content of a message: one text, or parts if there are pictures."""
+    if all(block["type"] == "text" for block in blocks):
+        return "".join(block["text"] for block in blocks)
+    return [
+        {"type": "text", "text": block["text"]}
+        if block["type"] == "text"
+        else picture_part(_url_of(where, block.get("source")))
+        for block in blocks
+    ]
+
+
+def _url_of(where: str, source: Any) -> str:
+    match source:
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            return f"data:{kind};base64,{data}"
+        case {"type": "url", "url": str(url)} | {"type": "file", "file_id": str(url)}:
+            return url
+    raise wrong_field(where, "the source of an image must be of type base64, url or file")
 
 
 def _assistant(where: str, blocks: Sequence[Mapping[str, Any]]) -> Message:
@@ -254,11 +279,20 @@ def _add(chat: list[Message], message: Message) -> None:
         chat.append(message)
         return
     last = chat[-1]
-    texts = [text for text in (last["content"], message["content"]) if text]
-    last["content"] = _BETWEEN_TURNS.join(texts)
+    contents = [content for content in (last["content"], message["content"]) if content]
+    if all(isinstance(content, str) for content in contents):
+        last["content"] = _BETWEEN_TURNS.join(contents)
+    else:
+        between: Message = {"type": "text", "text": _BETWEEN_TURNS}
+        parts = [_parts_of(content) for content in contents]
+        last["content"] = [*parts[0], *(part for more in parts[1:] for part in (between, *more))]
     for name in ("reasoning_content", "tool_calls"):
         if name in message:
             last[name] = last[name] + message[name] if name in last else message[name]
+
+
+def _parts_of(content: str | list[Message]) -> list[Message]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _text_of(where: str, content: Any) -> str:

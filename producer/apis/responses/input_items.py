@@ -8,10 +8,12 @@ from typing import Any
 from pydantic_core import from_json
 
 from promptq.producer.calls.call_body import check_one_of, wrong_field
+from promptq.shared.protocol.pictures import picture_part
 
 MAX_ITEMS = 16_384
 """The most items in the input of one response."""
 
+_PICTURE = "input_image"
 _ROLES = ("user", "assistant", "system", "developer")
 _PREFIXES = {
     "message": "msg",
@@ -26,7 +28,7 @@ def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str
     with default values of missing members.
 
     The id is the first member of each item, so that `id_of` need not read the rest. Raises
-    InvalidRequestError for all items but texts, function calls, their outputs and reasoning.
+    InvalidRequestError for all items but messages, function calls, their outputs and reasoning.
     """
     if isinstance(text_or_items, str):
         text_or_items = [{"role": "user", "content": text_or_items}]
@@ -58,7 +60,7 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 reasoning += _text_of_parts(item.get("content") or ())
                 continue
             case "function_call_output":
-                content = _text_of_parts(item["output"])
+                content = _content_of(item["output"])
                 messages.append(
                     {"role": "tool", "tool_call_id": item["call_id"], "content": content}
                 )
@@ -70,7 +72,7 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 messages[-1].setdefault("tool_calls", []).append(call)
             case _:
                 role = "system" if item["role"] == "developer" else item["role"]
-                messages.append({"role": role, "content": _text_of_parts(item["content"])})
+                messages.append({"role": role, "content": _content_of(item["content"])})
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = reasoning
         reasoning = ""
@@ -122,15 +124,39 @@ def _parts(place: str, name: str, content: Any, default: str) -> list[dict[str, 
         raise wrong_field(place, f"{name} must be text or a list of parts")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else part
-        if not isinstance(part, Mapping) or not isinstance(_text_of(part), str):
+        is_served = isinstance(part, Mapping) and isinstance(_text_of(part), str)
+        if kind == _PICTURE and default == "input_text":
+            is_served = isinstance(_url_of(part), str)
+        if not is_served:
+            others = (
+                f" and {_PICTURE} with image_url or file_id are"
+                if default == "input_text"
+                else " is"
+            )
             raise wrong_field(
-                place, f"a part of type {str(kind)[:80]!r} is not served, only text is"
+                place, f"a part of type {str(kind)[:80]!r} is not served, only text{others}"
             )
     return content
 
 
 def _text_of(part: Mapping[str, Any]) -> Any:
     return part.get("refusal" if part.get("type") == "refusal" else "text")
+
+
+def _content_of(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Returns the content of a message: one text, or parts if there are pictures."""
+    if isinstance(content, str) or all(part.get("type") != _PICTURE for part in content):
+        return _text_of_parts(content)
+    return [
+        picture_part(_url_of(part))
+        if part.get("type") == _PICTURE
+        else {"type": "text", "text": _text_of(part)}
+        for part in content
+    ]
+
+
+def _url_of(part: Mapping[str, Any]) -> Any:
+    return part.get("image_url") or part.get("file_id")
 
 
 def _text_of_parts(content: str | Iterable[Mapping[str, Any]]) -> str:

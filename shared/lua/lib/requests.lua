@@ -49,8 +49,21 @@ function requests.is_past_deadline(id)
   return deadline and deadline <= server.now
 end
 
--- Tokens of a prompt, estimated from the length of the payload until a tokenizer has seen it.
-function requests.estimated_prompt(payload_length) return math.ceil(payload_length / 4) end
+local PICTURE, PICTURE_BYTES = '"data:image/', 4096
+
+-- Tokens of a prompt, estimated from the length of the payload until a tokenizer has seen it. A picture counts as
+-- if its data URL had PICTURE_BYTES.
+function requests.estimated_prompt(payload)
+  local length, start = #payload, string.find(payload, PICTURE, 1, true)
+  while start do
+    local stop = string.find(payload, '"', start + 1, true) or #payload
+    if string.byte(payload, start - 1) ~= 92 then -- a backslash: inside a text
+      length = length - (stop - start) + PICTURE_BYTES
+    end
+    start = string.find(payload, PICTURE, stop, true)
+  end
+  return math.ceil(length / 4)
+end
 
 -- The payload's max_tokens, found as in `numbers.in_json`: 0 if the request generates nothing, nil if not set.
 function requests.requested_output(payload)
@@ -63,7 +76,7 @@ end
 -- The number of tokens that a waiting request counts as.
 function requests.estimated_tokens(payload)
   local max_tokens = requests.requested_output(payload) or requests.DEFAULT_OUTPUT
-  return requests.estimated_prompt(#payload) + math.max(0, math.min(max_tokens, 2147483648))
+  return requests.estimated_prompt(payload) + math.max(0, math.min(max_tokens, 2147483648))
 end
 
 -- Remove a request from its queue, and from the lists of leases, deadlines and delays.

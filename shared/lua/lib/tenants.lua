@@ -47,7 +47,7 @@ end)
 function tenants.note_prompt_tokens(id, prompt_tokens, tenant, priority)
   local key = keys.request(id)
   if redis.call('HSET', key, 'prompt_tokens', prompt_tokens) == 1 and tenant then
-    local estimate = requests.estimated_prompt(redis.call('HSTRLEN', key, 'payload'))
+    local estimate = requests.estimated_prompt(redis.call('HGET', key, 'payload') or '')
     local service = tenants.PROMPT_WEIGHT * (tonumber(prompt_tokens) - estimate)
     tenants.charge_later(tenant, numbers.whole(priority, 0), service)
   end

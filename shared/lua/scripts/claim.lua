@@ -163,7 +163,7 @@ local function is_newer(payload)
 end
 
 local function prompt_tokens_of(fields)
-  return numbers.whole(fields.prompt_tokens) or requests.estimated_prompt(#fields.payload)
+  return numbers.whole(fields.prompt_tokens) or requests.estimated_prompt(fields.payload)
 end
 
 local function cost_of(fields, output)

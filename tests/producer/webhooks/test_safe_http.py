@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from promptq.producer.webhooks import safe_http
-from promptq.producer.webhooks.safe_http import AddressRefusedError, is_public, post
+from promptq.producer.calls import safe_http
+from promptq.producer.calls.safe_http import AddressRefusedError, is_public, post
 from tests.producer.webhooks.receiving import Receiver
 
 

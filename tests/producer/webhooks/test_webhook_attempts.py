@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import redis
 
+from promptq.producer.calls.safe_http import tls_context
 from promptq.producer.jobs.earlier_webhooks import take_over
 from promptq.producer.jobs.rq_jobs import open_jobs_redis
 from promptq.producer.settings.jobs import JobsSettings
 from promptq.producer.webhooks.deliveries import DeadWebhook, Deliveries, Waiting, read_dead
-from promptq.producer.webhooks.safe_http import tls_context
 from promptq.producer.webhooks.webhook_attempts import BACKOFF_SECONDS
 from promptq.producer.webhooks.webhook_signature import (
     OVERLAP_SECONDS,

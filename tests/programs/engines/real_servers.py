@@ -32,8 +32,8 @@ _FOLDERS = {"vllm": "vllm", "llama.cpp": "llama"}
 
 
 def why_missing(name: str) -> str:
-    """Returns why a server cannot be started here; empty if it can."""
-    folder = PEERS / _FOLDERS[name]
+    """Returns why a server or library is not here; empty if it is."""
+    folder = PEERS / _FOLDERS.get(name, name)
     missing = folder.with_suffix(".missing")
     if missing.exists():
         return missing.read_text().strip()
@@ -125,6 +125,7 @@ class RealServer:
                 "VLLM_NO_USAGE_STATS": "1",
                 "DO_NOT_TRACK": "1",
                 "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": f"{server_environment()['PYTHONPATH']}:{PEERS / 'torchvision'}",
             }
             return command, environment
         file = gguf_file(self.model, peer / "gguf-py", "F32", folder=self.folder)

@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument(
         "--grammars", metavar="DIR", help="mask by grammars, with the tokenizer in this folder"
     )
+    parser.add_argument("--pictures", action="store_true", help="with vllm: have a vision model")
     parser.add_argument("--pooling", action="store_true", help="compute vectors, and no tokens")
     parser.add_argument(
         "--plugin", action="store_true", help="with --grammars: behave as vLLM with our plugin does"
@@ -78,7 +79,8 @@ def main() -> None:
 
     app = web.Application(middlewares=[check_key])
     more = [_vocabulary(Path(options.grammars)), options.plugin] if options.grammars else []
-    routes = ROUTES[options.dialect](batch, options.model, not options.without_ids, *more)
+    named = {"has_pictures": True} if options.pictures else {}
+    routes = ROUTES[options.dialect](batch, options.model, not options.without_ids, *more, **named)
     if options.pooling:
         routes = [*pooling_routes(batch, options.model), *routes]
     app.add_routes(routes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from base64 import b64encode
@@ -26,6 +27,8 @@ vllm:kv_cache_usage_perc{{engine="0",model_name="{model}"}} {kv_usage}
 vllm:cache_config_info{{block_size="16",cache_dtype="auto",kv_cache_size_tokens="{kv_tokens}"}} 1.0
 """
 
+PLACE = 257
+"""The token that stands for a picture in a prompt."""
 OF_ADAPTER = 1000
 """Adapters add this to the prompt's first token, so that their outputs are others."""
 
@@ -36,9 +39,10 @@ def vllm_routes(
     takes_ids: bool,
     vocabulary: LLTokenizer | None = None,
     has_plugin: bool = False,
+    has_pictures: bool = False,
 ) -> list[web.RouteDef]:
     """Returns the routes. Without a vocabulary, grammars are ignored. With our plugin, grammars
-    begin inside of an output."""
+    begin inside of an output. With pictures, a prompt's places become tokens of the pictures."""
     adapters: dict[str, str] = {}  # from names to folders
 
     def error(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
@@ -111,6 +115,20 @@ def vllm_routes(
             said = error("Too many requests", "TooManyRequests", 429)
             return web.json_response(said, status=429, headers={"Retry-After": "0"})
         params, prompt = body["sampling_params"], body["token_ids"]
+        has_usage = (body.get("stream_options") or {}).get("continuous_usage_stats", False)
+        if has_pictures and (parts := body.get("content_parts")):
+            if batch.fault == "refuse_pictures":
+                said = "Failed to load image: image file is truncated"
+                return web.json_response(error(said, "BadRequestError", 400), status=400)
+            if prompt.count(PLACE) < len(parts):
+                said = "Failed to apply prompt replacement for mm_items['image'][0]"
+                return web.json_response(error(said, "InternalServerError", 500), status=500)
+            if batch.fault == "break_pictures":
+                said = "Image size (400000000 pixels) exceeds limit"
+                return web.json_response(error(said, "InternalServerError", 500), status=500)
+            for part in parts:
+                at = prompt.index(PLACE)
+                prompt = [*prompt[:at], *tokens_of_picture(part["url"]), *prompt[at + 1 :]]
         if batch.fault == "break_reports" and params.get("prompt_logprobs") is not None:
             return web.json_response(error("broken", "InternalServerError", 500), status=500)
         if batch.fault == "forbid_masks" and "allowed_token_ids" in params:
@@ -160,7 +178,10 @@ def vllm_routes(
                     found.append(token_id)
                     if is_stream:
                         num_top = params.get("logprobs")
-                        await send(_event([token_id], reason, num_top, body.get("request_id")))
+                        event = _event([token_id], reason, num_top, body.get("request_id"))
+                        if has_usage:
+                            event["usage"] = {"prompt_tokens": len(prompt)}
+                        await send(event)
         except BrokenError as broken:
             said = "EngineCore encountered an issue. See stack trace for the root cause."
             if not is_stream:
@@ -187,7 +208,17 @@ def vllm_routes(
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def chat(request: web.Request) -> web.Response:
+        if not has_pictures:
+            return web.json_response(
+                error("not a vision model", "BadRequestError", 400), status=400
+            )
+        ((message,)) = (await request.json())["messages"]
+        num_pictures = sum(part["type"] == "image_url" for part in message["content"])
+        return web.json_response({"usage": {"prompt_tokens": 9 + 5 * num_pictures}})
+
     return [
+        web.post("/v1/chat/completions", chat),
         web.get("/version", version),
         web.get("/v1/models", models),
         web.get("/metrics", metrics),
@@ -197,6 +228,11 @@ def vllm_routes(
         web.post("/v1/unload_lora_adapter", unload),
         web.post("/inference/v1/generate", generate),
     ]
+
+
+def tokens_of_picture(url: str) -> list[int]:
+    """Returns the tokens that a picture becomes."""
+    return [*hashlib.sha256(url.encode()).digest()[:5]]
 
 
 def _of_prompt(prompt: list[int], num_top: int) -> list[Any]:

@@ -97,8 +97,8 @@ def test_arguments_that_are_no_object_are_named(arguments: str) -> None:
         ({"role": "user", "content": 5}, "messages[0].content: must be text or a list of parts"),
         ({"role": "user", "content": {}}, "messages[0].content: must be text or a list of parts"),
         (
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
-            "messages[0].content[1]: a part of type 'image_url' is not served, only text is",
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]},
+            "messages[0].content[1]: a part of type 'input_audio' is not served, only text and",
         ),
         (
             {"role": "user", "content": [{"type": "text"}]},

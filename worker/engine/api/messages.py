@@ -70,6 +70,16 @@ class EngineRequest:
     pooling: Pooling | None = None
     """How to pool the prompt's hidden states into a vector. If set, nothing is generated."""
 
+    pictures: tuple[str, ...] = ()
+    """Data URLs of the pictures, for each of which the prompt has one token as its place."""
+
+    picture_tokens: int = 0
+    """Number of further tokens that the pictures become; an estimate before the first attempt."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids) + self.picture_tokens
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the engine must report the prompt's log-probabilities with the first token. An
@@ -124,7 +134,8 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_refused: bool = False
-    """Whether there is an `error` because the request itself forbids every token."""
+    """Whether there is an `error` because of the request: it forbids every token, or the engine
+    cannot read its pictures."""
     timing: SequenceTiming | None = None
     """Set with the first token of an attempt, the first after a preemption, and the last output."""
     embedding: npt.NDArray[np.float32] | None = None
@@ -150,6 +161,8 @@ class SequenceTiming:
 
     scheduled_at: float | None = None
     first_token_at: float | None = None
+    prompt_tokens: int | None = None
+    """Number of prompt tokens, if the engine has turned pictures into tokens."""
     cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache when the sequence was first scheduled. Only
     tokens that the same tenant had sent before count."""
@@ -281,6 +294,8 @@ class EngineAbilities:
     """Whether the engine generates tokens. Otherwise it computes vectors, by one pooling alone."""
     grammars: bool = True
     """Whether the engine can make the output match a schema."""
+    pictures: bool = False
+    """Whether the engine reads pictures."""
     preemption: bool = True
     """Whether a more urgent sequence preempts a running one."""
     preempts_inexact: bool = True
@@ -312,7 +327,8 @@ class EngineAbilities:
         """The fields of a request that a worker refuses."""
         logprobs = set() if self.logprobs else {"logprobs"}
         grammars = set() if self.grammars else {"response_format", "tool_choice"}
-        return sorted(self.unheeded | logprobs | grammars)
+        pictures = set() if self.pictures else {"pictures"}
+        return sorted(self.unheeded | logprobs | grammars | pictures)
 
     def may_preempt(self, params: SamplingParams, output: Sequence[int]) -> bool:
         """Whether the engine may preempt a sequence with these parameters and `output`."""

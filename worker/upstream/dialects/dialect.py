@@ -60,6 +60,8 @@ class ServerDescription:
     """Whether it was seen to do so behind the beginning of an output."""
     reports_prompts: bool = False
     """Whether it was seen to report the log-probabilities of a prompt."""
+    takes_pictures: bool = False
+    """Whether it was seen to turn pictures into tokens."""
     keeps_seeds: bool = False
     """Whether its random numbers were seen to depend on seed and position alone."""
     is_invariant: bool = False
@@ -89,6 +91,8 @@ class Chunk:
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
+    num_prompt_tokens: int | None = None
+    """Length of the prompt with the tokens of its pictures, if there are any."""
 
     def cut(self, num_tokens: int) -> None:
         """Drop all tokens after the first `num_tokens`."""
@@ -205,6 +209,8 @@ def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbil
         known = replace(known, exact_resume=True)
     if description.keeps_seeds:
         known = replace(known, inexact_with=known.inexact_with - {"temperature"})
+    if description.takes_pictures:
+        known = replace(known, pictures=True)
     if description.reports_prompts:
         known = replace(known, unheeded=known.unheeded - {"prompt_logprobs"})
     if description.heeds_masks:

@@ -32,6 +32,10 @@ class ServerFaultError(Exception):
     """The server does not answer, or broke off: its work is computed again."""
 
 
+class AnsweredFaultError(ServerFaultError):
+    """The server answers a call with status 500 or more. The call itself may be the cause."""
+
+
 class SilentServerError(ServerFaultError):
     """No answer comes: the server is silent, or the connection failed."""
 
@@ -200,7 +204,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     if response.status in _OVERLOADED:
         raise OverloadedError(text, _seconds(response.headers.get("Retry-After")))
     if response.status >= 500 and response.status != 501:
-        raise ServerFaultError(f"status {response.status}: {text}")
+        raise AnsweredFaultError(f"status {response.status}: {text}")
     raise RefusedError(text, response.status)
 
 

@@ -39,9 +39,13 @@ from promptq.worker.upstream.dialects.transport import (
     message_of,
     read_json,
 )
+from promptq.worker.upstream.dialects.vllm_pictures import (
+    GENERATE,
+    picture_fields,
+    takes_pictures,
+)
 from promptq.worker.upstream.vllm_plugin.promptq_vllm_plugin import NUM_EMITTED
 
-_GENERATE = "/inference/v1/generate"
 _EMBEDDINGS = "/v1/embeddings"
 _MOST_LOGPROBS = 20
 """vLLM's default of `--max-logprobs`."""
@@ -148,7 +152,7 @@ class VllmDialect(Dialect):
             "sampling_params": {"temperature": 0.0, "max_tokens": 1, "detokenize": False},
         }
         try:
-            answer = await server.post(_GENERATE, body)
+            answer = await server.post(GENERATE, body)
         except RefusedError as error:
             if error.status not in (403, 404):
                 raise
@@ -162,7 +166,7 @@ class VllmDialect(Dialect):
             return replace(description, embedding_size=size)
         if not answer["choices"][0]["token_ids"]:
             raise ServerFaultError("generated nothing when it was tried")
-        return description
+        return replace(description, takes_pictures=await takes_pictures(server, body))
 
     async def embedding(
         self, server: Server, request: EngineRequest, model: str
@@ -203,7 +207,7 @@ class VllmDialect(Dialect):
             "logprobs": None,
             "prompt_logprobs": num_top,
         }
-        answer = await server.post(_GENERATE, body, server.idle_seconds)
+        answer = await server.post(GENERATE, body, server.idle_seconds)
         if (entries := answer.get("prompt_logprobs")) is None:
             return None
         return _of_prompt(request.prompt_token_ids, entries, num_top)
@@ -225,9 +229,11 @@ class VllmDialect(Dialect):
                 "structured_outputs": {"grammar": grammar},
                 "extra_args": {NUM_EMITTED: len(emitted)},
             }
-        async with server.stream(_GENERATE, body) as events:
+        async with server.stream(GENERATE, body) as events:
             async for data in events:
                 if (chunk := _read(data, request.params.logprobs or 0)) is not None:
+                    if chunk.num_prompt_tokens is not None:
+                        chunk.num_prompt_tokens -= len(emitted)
                     yield chunk
 
     def _body(self, request: EngineRequest, emitted: Sequence[int], model: str) -> dict[str, Any]:
@@ -258,7 +264,8 @@ class VllmDialect(Dialect):
             "sampling_params": sampling,
             "reasoning_ended": True,  # else a grammar might wait for the end of a thought
             "stream": True,
-            **self._salt_of(request),
+            **(salt := self._salt_of(request)),
+            **picture_fields(request, salt),
         }
 
     def _salt_of(self, request: EngineRequest) -> dict[str, str]:
@@ -301,6 +308,7 @@ def _read(data: bytes, num_top: int) -> Chunk | None:
         token_ids=token_ids,
         logprobs=[_logprob(entry, num_top) for entry in logprobs["content"]] if logprobs else None,
         finish_reason=_REASONS.get(reason),
+        num_prompt_tokens=(event.get("usage") or {}).get("prompt_tokens"),
     )
 
 

@@ -146,6 +146,7 @@ def test_the_choice_of_a_tool(
     assert payload["tool_choice"] == told
 
 
+FILE = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
 USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
 
@@ -164,15 +165,21 @@ def saying(role: str, *blocks: Any) -> dict[str, Any]:
         ({"messages": [{"role": "boss", "content": "x"}]}, "messages: message 0: role 'boss' is"),
         ({"messages": [{"role": [], "content": "x"}]}, "messages: message 0: role '[]' is not"),
         ({"messages": [{"role": "user"}]}, "messages: message 0: content must be text or a list"),
-        (saying("user", IMAGE), "messages: message 1: a block of type 'image' is not served"),
+        (saying("user", FILE), "messages: message 1: a block of type 'document' is not served"),
+        (
+            saying("user", {"type": "image", "source": {"type": "file", "file_id": 7}}),
+            "messages: message 1: the source of an image must be of type base64, url or file",
+        ),
+        (saying("user", IMAGE), "messages[0].content: picture 0: the picture is no base64"),
+        (saying("assistant", IMAGE), "messages: message 1: a block of type 'image' is not served"),
         (saying("user", {"type": "document"}), "messages: message 1: a block of type 'document'"),
         (saying("user", USE), "messages: message 1: a block of type 'tool_use' is not served"),
         (saying("user", 7), "messages: message 1: a block of type '7'"),
         (saying("user", {"type": "text"}), "messages: message 1: a block of type 'text' needs"),
         (saying("user", {"type": "tool_result"}), "messages: message 1: a tool_result needs tool"),
         (
-            saying("user", {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}),
-            "messages: message 1: tool_result: a block of type 'image' is not served",
+            saying("user", {"type": "tool_result", "tool_use_id": "t", "content": [FILE]}),
+            "messages: message 1: tool_result: a block of type 'document' is not served",
         ),
         (saying("assistant", USE), "messages: message 1: may contain only text"),
         (saying("assistant", {**USE, "input": "x"}), "messages: message 1: a tool_use needs"),

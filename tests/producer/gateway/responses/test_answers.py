@@ -351,7 +351,7 @@ def test_an_answer_by_schema(stories: OpenAI) -> None:
         ),
         ({"input": [7]}, "input", "item 0: is not an object"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": 7}]}]},
             "input",
             "'input_image' is not served",
         ),

@@ -9,8 +9,10 @@ import pytest
 
 from promptq.shared.errors import InvalidRequestError, QueueFullError, RequestExistsError
 from promptq.shared.protocol.claims import Held
+from promptq.shared.protocol.pictures import data_url, picture_part
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
 from promptq.shared.queue.request_queue import RequestQueue
+from tests.programs.engines.pngs import png
 from tests.support.requests import ROOM, ids, new, put, put_plainly, row
 
 
@@ -146,3 +148,23 @@ def test_an_id_whose_key_is_of_another_type_is_taken(client: Any, queue: Request
     client.set(queue.keys.request("a"), "text")
     with pytest.raises(RequestExistsError):
         put(queue, "a")
+
+
+def test_a_picture_counts_as_a_short_text_and_a_text_about_one_as_it_is(
+    queue: RequestQueue, client: Any
+) -> None:
+    url = data_url(png(1, 300, 300))
+
+    def tokens(request_id: str, *parts: Any) -> int:
+        messages = [{"role": "user", "content": [*parts]}]
+        put(queue, request_id, messages=messages, max_tokens=1)
+        return int(client.hget(queue.keys.request(request_id), "tokens"))
+
+    text = {"type": "text", "text": "What is this?"}
+    alone, one = tokens("text", text), tokens("one", picture_part(url), text)
+    assert 1024 < one - alone < 1064
+    assert 2 * 1024 < tokens("two", picture_part(url), picture_part(url), text) - alone < 2 * 1064
+    quoted = {"type": "text", "text": f'"{url}"'}
+    assert tokens("quoted", quoted) > len(url) // 4
+    claims = {claim.request_id: claim for claim in queue.take_batch(ROOM)}
+    assert claims["one"].cost < 1064 + 300 < claims["quoted"].cost

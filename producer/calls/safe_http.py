@@ -1,9 +1,9 @@
-"""Sends an HTTP POST to an untrusted URL, without giving access to the operator's network.
+"""Calls untrusted URLs by HTTP, without giving access to the operator's network.
 
 The host's name is resolved once, and all of its addresses are checked. The connection goes to a
 checked address, so an attacker gains nothing by changing the name's addresses later. Redirects are
-not followed, no proxy is used, and only the status of the answer is read. The whole call has a time
-limit, so a receiver cannot prolong it by sending single bytes.
+not followed, no proxy is used, and little or nothing of the answer's body is read. The whole call
+has a time limit, so a receiver cannot prolong it by sending single bytes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ class AddressRefusedError(PromptqError):
     """The URL may not be called, now or later."""
 
 
+class PrivateAddressError(AddressRefusedError):
+    """The host is in a private network."""
+
+
 def is_public(address: str) -> bool:
     """Returns whether an IP address, or the IPv4 address inside it, is on the public internet."""
     ip = ipaddress.ip_address(address.partition("%")[0])
@@ -56,7 +60,24 @@ def post(
     timeout: float,
     allow_private: bool = False,
 ) -> int:
-    """Sends the body, and returns the status of the answer.
+    """Sends the body, and returns the status of the answer. Raises the errors of `call`."""
+    try:
+        return call("POST", url, body, headers, timeout=timeout, allow_private=allow_private)[0]
+    except PrivateAddressError as error:
+        raise AddressRefusedError(f"{error}; PROMPTQ_WEBHOOK_ALLOW_PRIVATE=1 allows it") from None
+
+
+def call(
+    method: str,
+    url: str,
+    body: bytes | None,
+    headers: Mapping[str, str],
+    *,
+    timeout: float,
+    allow_private: bool = False,
+    most_bytes: int = 0,
+) -> tuple[int, bytes]:
+    """Returns the status of the answer, and up to `most_bytes` of its body.
 
     Each wait may take `timeout` seconds, and the whole call three times as long. This does not
     include resolving the host's name, whose time the system limits. Raises AddressRefusedError.
@@ -92,14 +113,15 @@ def post(
                     connection.sock, server_hostname=host, do_handshake_on_connect=False
                 )
                 connection.sock.do_handshake()
-            connection.request("POST", target, body, dict(headers))
-            status = connection.getresponse().status
+            connection.request(method, target, body, dict(headers))
+            response = connection.getresponse()
+            content = response.read(most_bytes) if most_bytes else b""
         finally:
             timer.cancel()
             connection.close()
         if is_late.is_set():
             raise TimeoutError("the call took too long")
-        return status
+        return response.status, content
     except OSError:  # an error of a certificate is also a ValueError
         raise
     except (ValueError, http.client.InvalidURL) as error:
@@ -113,9 +135,7 @@ def _connect(
     for address in addresses:
         if not (allow_private or is_public(str(address[0]))):
             at = "" if host == address[0] else f", at {address[0]}"
-            raise AddressRefusedError(
-                f"{host} is in a private network{at}; PROMPTQ_WEBHOOK_ALLOW_PRIVATE=1 allows it"
-            )
+            raise PrivateAddressError(f"{host} is in a private network{at}")
     last: OSError = OSError(f"{host!r} has no address")
     for address in addresses:
         left = until - time.monotonic()

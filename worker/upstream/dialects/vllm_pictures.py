@@ -1,0 +1,69 @@
+"""Pictures for vLLM's server. The prompt has one token for each; the server adds the others."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialects.transport import (
+    RefusedError,
+    Server,
+    ServerFaultError,
+    SilentServerError,
+)
+
+GENERATE = "/inference/v1/generate"
+_CHATS = "/v1/chat/completions"
+_PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3"
+    "+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"
+)
+"""A PNG of 64 times 64 pixels."""
+_NO_PLACE = "prompt replacement"
+"""In vLLM's message for a picture without a place."""
+
+
+def picture_fields(request: EngineRequest, salt: dict[str, str]) -> dict[str, Any]:
+    """Returns the fields of a call for a request's pictures.
+
+    The server's caches know a picture by its `uuid`: a hash of its content and of the `salt`, which
+    keeps the pictures of tenants apart.
+    """
+    if not request.pictures:
+        return {}
+    key = hashlib.sha256(salt.get("cache_salt", "").encode()).digest()
+    return {
+        "content_parts": [
+            {
+                "type": "image_url",
+                "url": url,
+                "uuid": hashlib.sha256(key + url.encode()).hexdigest(),
+            }
+            for url in request.pictures
+        ],
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+
+
+async def takes_pictures(server: Server, call: dict[str, Any]) -> bool:
+    """Returns whether a picture adds tokens to a chat, and `call`, whose prompt has no place for a
+    picture, fails with one. Raises SilentServerError."""
+    part = {"type": "image_url", "image_url": {"url": _PICTURE}}
+
+    async def num_tokens(*parts: dict[str, Any]) -> int:
+        chat = [{"role": "user", "content": [{"type": "text", "text": "a"}, *parts]}]
+        body = {"model": call["model"], "messages": chat, "max_tokens": 1}
+        answer = await server.post(_CHATS, body, server.idle_seconds)
+        number: int = answer["usage"]["prompt_tokens"]
+        return number
+
+    try:
+        if await num_tokens(part) <= await num_tokens():
+            return False
+        await server.post(GENERATE, {**call, "content_parts": [{**part, "url": _PICTURE}]})
+    except SilentServerError:
+        raise
+    except (RefusedError, ServerFaultError) as error:
+        return _NO_PLACE in str(error)
+    return False
