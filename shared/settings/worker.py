@@ -12,7 +12,7 @@ from promptq.shared.settings.common import ReaperSettings, flag_of, read_setting
 class WorkerSettings(ReaperSettings):
     """Settings of a worker. Each is also an option of `promptq worker`."""
 
-    engine: Literal["native", "vllm", "llama.cpp", "openai"] = Field(
+    engine: Literal["native", "vllm", "llama.cpp", "openai", "openai-remote"] = Field(
         "native",
         description="native: this process runs the model; otherwise the kind of inference server"
         " that runs it, at --upstream or started by --engine-command (extra `upstream`)",
