@@ -26,6 +26,11 @@ class WorkerSettings(ReaperSettings):
         None,
         description="API key of that server; safer in the environment, as PROMPTQ_UPSTREAM_KEY",
     )
+    overflow: bool = Field(
+        False,
+        description="claim only requests that the queue's other workers would finish after their"
+        " deadline, if the queue allows this (docs/engines.md, Overflow)",
+    )
     upstream_share: float = Field(
         1.0,
         gt=0,
