@@ -20,10 +20,10 @@ def resume(keys: Keys, /) -> Operation[None]:
 def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
     """Makes one worker, or all, finish running requests and exit. Returns the workers' ids."""
     now_ms = yield lookups.server_time_ms()
-    alive = yield lookups.live_worker_ids(keys, now_ms)
+    kinds = yield [lookups.live_worker_ids(keys, now_ms, overflow=each) for each in (False, True)]
     channels = (keys.drain, keys.control)  # workers of earlier releases listen to `control`
     yield [scripts.drain(channel, worker_id) for channel in channels]
-    return [each for each in alive if worker_id is None or each == worker_id]
+    return [each for alive in kinds for each in alive if worker_id is None or each == worker_id]
 
 
 def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[PriorityStatus]:

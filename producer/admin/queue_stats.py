@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from pydantic import BaseModel
 
 from promptq.shared.protocol.keys import Keys
@@ -24,6 +26,8 @@ class QueueStats(BaseModel):
     dead: int
     """Number of dead letters: requests that no worker tries again, because they crash workers."""
     workers: list[WorkerStats]
+    overflow_workers: list[WorkerStats] = []
+    """Workers that claim only requests that the others would finish too late."""
     has_standby: bool = False
     """Whether a worker that loads several models in turns also serves this queue."""
     now_ms: int = 0
@@ -43,8 +47,10 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
         maxmemory_warning(),
     ]
     waiting, delayed, active, dead, now_ms = numbers
-    worker_ids = yield lookups.live_worker_ids(keys, now_ms)
-    workers = yield [lookups.worker_stats(keys, worker_id) for worker_id in worker_ids]
+    kinds = yield [lookups.live_worker_ids(keys, now_ms, overflow=each) for each in (False, True)]
+    reports = yield [lookups.worker_stats(keys, worker_id) for worker_id in chain(*kinds)]
+    # None: the worker left between the two calls.
+    workers = [report for report in reports if report is not None]
     return QueueStats(
         queue=keys.queue,
         # Workers of earlier releases write the model into `config`.
@@ -54,8 +60,8 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
         delayed=delayed,
         active=active,
         dead=dead,
-        # None: the worker left between the two calls.
-        workers=[worker for worker in workers if worker is not None],
+        workers=[worker for worker in workers if not worker.overflow],
+        overflow_workers=[worker for worker in workers if worker.overflow],
         has_standby=lookups.is_later(standby_until, now_ms),
         now_ms=now_ms,
         server_warning=server_warning,

@@ -47,9 +47,9 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     console.print(queue_table(statistics))
     if statistics.server_warning:
         console.print(Text(f"warning: {statistics.server_warning}\n", style="bold yellow"))
-    if statistics.workers:
-        console.print(workers_table(statistics.workers))
-    else:
+    if workers := [*statistics.workers, *statistics.overflow_workers]:
+        console.print(workers_table(workers))
+    if not statistics.workers:
         console.print(Text(why_no_worker(statistics)))
 
 

@@ -104,6 +104,8 @@ class Claim:
     """The tenant's weight at the time of the claim."""
     is_suspect: bool = False
     """Whether the request must run alone, because workers crashed while they held this request."""
+    is_foreign: bool = False
+    """Whether an overflow worker with another model or engine has this request, or had it."""
     num_logged: int = 0
     """Number of output tokens in the request's log, according to the id of the last entry."""
     received_at: float = field(default_factory=time.monotonic, compare=False)

@@ -89,6 +89,7 @@ class Keys:
     model = _Name("model")
     """Hash with the name, fingerprint and output style of the queue's model."""
     workers = _Name("workers")
+    overflow_workers = _Name("workers:overflow")
     tenants_waiting = _Name("tenants:waiting")
     backlog = _Name("backlog")
     """Hash with the numbers of waiting requests and their tokens, for the limits of `enqueue`."""

@@ -120,6 +120,8 @@ class WorkerStats(_Observation):
     pid: int = 0
     state: str = "running"
     """`running`; `draining`: claims no more; `no_server`: its inference server is away."""
+    overflow: bool = False
+    """Whether it claims only requests that the queue's other workers would finish too late."""
     holds_back: str = ""
     """Why the worker claims less than its slots could run; empty if it does not."""
     started_at_ms: int = 0

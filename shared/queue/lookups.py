@@ -97,8 +97,9 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
     return Call("", ["ZRANGE", keys.dead, 0, limit - 1, "REV"], parse, list)
 
 
-def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
-    """Reads the ids of workers whose heartbeat is not overdue, without ids that are not UTF-8."""
+def live_worker_ids(keys: Keys, now_ms: int, *, overflow: bool = False) -> Call[list[str]]:
+    """Reads the ids of workers whose heartbeat is not overdue, without ids that are not UTF-8. With
+    `overflow`, only those of overflow workers, otherwise only those of the others."""
 
     def parse(ids: list[bytes]) -> list[str]:
         texts = []
@@ -107,7 +108,8 @@ def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
                 texts.append(worker_id.decode())
         return texts
 
-    return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], parse, list)
+    key = keys.overflow_workers if overflow else keys.workers
+    return Call("", ["ZRANGE", key, now_ms, "+inf", "BYSCORE"], parse, list)
 
 
 def is_later(time_ms: bytes | None, now_ms: int) -> bool:

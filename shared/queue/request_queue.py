@@ -80,6 +80,7 @@ class _Queue:
         max_crashes: int = 3,
         model: ModelIdentity | None = None,
         seed: int | None = None,
+        is_overflow: bool = False,
     ) -> None:
         pool = getattr(client, "connection_pool", None)  # redis-py's RedisCluster has none
         self.keys = Keys(queue, int(pool.connection_kwargs.get("db") or 0) if pool else 0)
@@ -89,6 +90,7 @@ class _Queue:
         self._idempotency_ms = idempotency_ms
         self._max_crashes = max_crashes
         self._seed = seed
+        self._is_overflow = is_overflow
         self._closed = False
         self._claim_history = ClaimHistory()
         self.redis = client_of(client, self.keys)
@@ -158,7 +160,14 @@ class _Queue:
     def _claim(self, room: Room, turn: ClaimTurn) -> Call[Claims]:
         seed_base = "" if self._seed is None else f"seed {self._seed} "
         return scripts.claim(
-            self.worker_id, self.lease_ms, room, turn.nonce, seed_base, self.model, turn.context
+            self.worker_id,
+            self.lease_ms,
+            room,
+            turn.nonce,
+            seed_base,
+            self.model,
+            turn.context,
+            is_overflow=self._is_overflow,
         )
 
     def _take_one(

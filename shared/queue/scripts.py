@@ -85,11 +85,15 @@ def claim(
     seed_base: str,
     model: ModelIdentity,
     context: ClaimContext,
+    *,
+    is_overflow: bool = False,
 ) -> Call[Claims]:
     """Claims requests in queue order; none while the queue is paused. Raises ModelMismatchError.
 
-    A request without a seed gets a seed made from `seed_base` and the request's id. If `seed_base`
-    is empty, the seed is made from the id and the nonce of the call that enqueued the request.
+    An overflow worker, which may have another model, gets only requests that the queue's other
+    workers would finish too late. A request without a seed gets a seed made from `seed_base` and
+    the request's id. If `seed_base` is empty, the seed is made from the id and the nonce of the
+    call that enqueued the request.
     """
     args = named(
         worker=worker_id,
@@ -112,6 +116,7 @@ def claim(
         num_sharing=room.num_sharing,
         held=" ".join(":".join(map(str, holding)) for holding in room.held),
         refused=" ".join(room.refused),
+        overflow="1" if is_overflow else "",
     )
 
     def parse(reply: list[Any]) -> Claims:
@@ -137,6 +142,7 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
     events: list[TokenEvent] = []
     with suppress(ValidationError):
         events.extend(TokenEvent.model_validate_json(event) for event in item[9])
+    turn, tenant, weight, foreign, *_ = [*item[12:], b"", b"", b"", b""]
     return Claim(
         request_id=text_of(item[0]),
         payload=item[1],
@@ -152,9 +158,10 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
         is_spoilt=len(events) < len(item[9]),
         is_suspect=item[10] == b"1",
         num_logged=int(item[11]),
-        turn=(float(item[12]), f"{claimed_at_ms:015} {nth:05}") if len(item) > 12 else None,
-        tenant=text_of(item[13]) if len(item) > 13 else "",
-        weight=float(item[14]) if len(item) > 14 else 1.0,
+        turn=(float(turn), f"{claimed_at_ms:015} {nth:05}") if turn else None,
+        tenant=text_of(tenant),
+        weight=float(weight or 1),
+        is_foreign=foreign == b"1",
     )
 
 

@@ -39,6 +39,8 @@ class Contribution:
     """Milliseconds from enqueueing to the first token, of each request that got its first token."""
     queue_ms: list[int] = field(default_factory=list)
     """Milliseconds from enqueueing to the first prefill, of the requests in `first_token_ms`."""
+    overflow_tokens: int = 0
+    """Tokens that an overflow worker generated. They do not count as the queue's speed."""
 
 
 def sample(part: Contribution) -> Call[int]:
@@ -49,6 +51,7 @@ def sample(part: Contribution) -> Call[int]:
         finished=part.finished,
         ttft=" ".join(map(str, part.first_token_ms)),
         queue=" ".join(map(str, part.queue_ms)),
+        overflow_tokens=part.overflow_tokens,
     )
     return Call("statistics", args, int)
 

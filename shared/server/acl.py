@@ -19,7 +19,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "leases": ("leases", "webhooks", "dead"),
     "outputs": ("outputs",),
     "claims": ("claimed:*", "alone", "orphans"),
-    "workers": ("workers", "worker:*", "slots:*"),
+    "workers": ("workers", "workers:*", "worker:*", "slots:*"),
     "statistics": ("statistics", "statistics:*"),
     "model": ("model",),
     "config": ("config",),
@@ -110,7 +110,7 @@ ROLES: dict[str, Role] = {
         writes=(*_ENQUEUEING, *("outputs", "claims", "workers", "statistics", "model", "rates")),
         reads=("config",),
         channels=("control", "drain", "events:*"),
-        commands=f"{_COMMON} {_LISTEN} scan",
+        commands=f"{_COMMON} {_LISTEN} scan zrank",
         others=(f"~{QUEUES}",),
     ),
     "gateway": Role(

@@ -12,7 +12,7 @@ from promptq.shared.settings.common import ReaperSettings, flag_of, read_setting
 class WorkerSettings(ReaperSettings):
     """Settings of a worker. Each is also an option of `promptq worker`."""
 
-    engine: Literal["native", "vllm", "llama.cpp", "openai"] = Field(
+    engine: Literal["native", "vllm", "llama.cpp", "openai", "openai-remote"] = Field(
         "native",
         description="native: this process runs the model; otherwise the kind of inference server"
         " that runs it, at --upstream or started by --engine-command (extra `upstream`)",
@@ -25,6 +25,11 @@ class WorkerSettings(ReaperSettings):
     upstream_key: SecretStr | None = Field(
         None,
         description="API key of that server; safer in the environment, as PROMPTQ_UPSTREAM_KEY",
+    )
+    overflow: bool = Field(
+        False,
+        description="claim only requests that the queue's other workers would finish after their"
+        " deadline, if the queue allows this (docs/engines.md, Overflow)",
     )
     upstream_share: float = Field(
         1.0,

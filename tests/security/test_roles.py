@@ -60,6 +60,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "zmscore": ("KEY", "1"),
     "zrange": ("KEY", "0", "1"),
     "zrangebyscore": ("KEY", "0", "1"),
+    "zrank": ("KEY", "1"),
     "zrem": ("KEY", "1"),
     "zremrangebyscore": ("KEY", "0", "1"),
     "zscore": ("KEY", "1"),

@@ -114,6 +114,8 @@ class Heartbeat:
         seconds = now - self._reported_at
         self._tokens_per_second = work.generated_tokens / seconds if seconds > 0 else 0.0
         self._reported, self._reported_at = stats, now
+        if self.about.overflow:
+            work.overflow_tokens, work.generated_tokens = work.generated_tokens, 0
         return work
 
 

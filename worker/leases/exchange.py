@@ -30,6 +30,9 @@ from promptq.worker.leases.lease import Lease
 
 _RETRY_SECONDS = 0.2
 _UNSERVED_DELAY_MS = 1000
+OVERFLOW = "overflow"
+"""The name of what overflow workers lack for a request that they cannot prepare. They claim it no
+more."""
 _MOST_ATTEMPTS = 300  # after which a stream ends that no live worker can continue
 
 
@@ -161,20 +164,23 @@ class Exchange:
         the name of a field that this worker's engine cannot serve.
 
         If no live worker can serve the field, this worker keeps the lease, so that the calling code
-        can end the request. There are two exceptions, in which the request goes back with a delay.
-        First: an earlier attempt has generated output, so a worker could serve the field, and one
-        may come back. Second: after a start or an outage, other workers may not have sent a
-        heartbeat yet. Raises RedisError, OSError.
+        can end the request. There are three exceptions, in which the request goes back with a
+        delay. First: the name is `OVERFLOW`, so another worker may yet come. Second: an earlier
+        attempt has generated output, so a worker could serve the field, and one may come back.
+        Third: after a start or an outage, other workers may not have sent a heartbeat yet. Raises
+        RedisError, OSError.
         """
         held = [lease.as_held() for lease, _ in unserved]
         needs = [field for _, field in unserved]
         statuses = await self._queue.run(scripts.release(held, needs=needs))
-        for (lease, _), status in zip(unserved, statuses, strict=True):
+        for (lease, need), status in zip(unserved, statuses, strict=True):
             if status != "unserved":
                 self._leases.returning(lease)
                 self._exit_log.note(lease, self._leases.released(lease, status))
-            elif not self._knows_others or (
-                lease.claim.events and lease.claim.attempt < _MOST_ATTEMPTS
+            elif (
+                need == OVERFLOW
+                or not self._knows_others
+                or (lease.claim.events and lease.claim.attempt < _MOST_ATTEMPTS)
             ):
                 self._leases.returning(lease, delay_ms=_UNSERVED_DELAY_MS)
 

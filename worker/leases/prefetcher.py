@@ -22,7 +22,7 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.metrics import CLAIM_TIME
 from promptq.shared.runtime.tasks import end
 from promptq.shared.server.retry import note_failure
-from promptq.worker.leases.exchange import Exchange
+from promptq.worker.leases.exchange import OVERFLOW, Exchange
 from promptq.worker.leases.held_and_lost_leases import Leases
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.meter import Meter
@@ -208,9 +208,9 @@ class Prefetcher:
         complete = [lease for lease in leases if lease.state is LeaseState.ENDING]
         try:
             if unserved := [
-                (lease, error.ability)
+                (lease, need)
                 for lease, error in failed
-                if lease.state is LeaseState.PREPARING and isinstance(error, UnservedFieldError)
+                if lease.state is LeaseState.PREPARING and (need := self._need(error)) is not None
             ]:
                 await self._exchange.leave_to_others(unserved)
             for lease, error in failed:
@@ -223,6 +223,12 @@ class Prefetcher:
         finally:
             for lease in [*complete, *(lease for lease, _ in failed)]:
                 self._leases.returning(lease)
+
+    def _need(self, error: InvalidRequestError) -> str | None:
+        """Returns the name under which the request is left to other workers; None if it is not."""
+        if self._policy.is_overflow:
+            return OVERFLOW
+        return error.ability if isinstance(error, UnservedFieldError) else None
 
     def _prepare_later(self, lease: Lease) -> None:
         if self._leases.set_aside(lease):

@@ -121,7 +121,9 @@ class Preparation:
         emitted = prefix  # published already if there are events
         if claim.events:
             emitted = [token_id for event in claim.events for token_id in event.token_ids]
-        is_inexact = bool(claim.events) and not self.abilities.resumes_exactly(request, emitted)
+        is_inexact = bool(claim.events) and (
+            claim.is_foreign or not self.abilities.resumes_exactly(request, emitted)
+        )
         if is_inexact and request.resume == "exact_only":
             raise self._cannot_resume(request, emitted)
         if not claim.events:

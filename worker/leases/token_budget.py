@@ -16,13 +16,22 @@ class ClaimPolicy:
     """Decides how many requests to claim.
 
     `depth` is the number of ready requests to keep beyond the free slots. If None, it is the number
-    of requests that the engine recently took in 100 ms.
+    of requests that the engine recently took in 100 ms. An overflow worker claims only for free
+    slots.
     """
 
-    def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
+    def __init__(
+        self,
+        leases: Leases,
+        engine: EnginePort,
+        depth: int | None = None,
+        *,
+        is_overflow: bool = False,
+    ) -> None:
         self._leases = leases
         self._engine = engine
-        self._fixed_depth = depth
+        self._fixed_depth = 0 if is_overflow else depth
+        self.is_overflow = is_overflow
 
     @property
     def depth(self) -> int:
@@ -43,7 +52,7 @@ class ClaimPolicy:
         leases, limits = self._leases, self._engine.limits
         if leases.has_suspect or not self._engine.is_accepting:
             return Room(max_count=0, token_budget=0, num_held=len(leases))
-        preemptible = leases.preemptible
+        preemptible = [] if self.is_overflow else leases.preemptible
         stats = self._engine.stats
         saved = stats.num_saved_blocks * limits.block_size
         places = leases.num_places + self.depth if stats.max_running is None else stats.max_running

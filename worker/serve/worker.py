@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import redis.asyncio
@@ -77,6 +78,7 @@ class Worker:
             max_crashes=settings.max_crashes,
             model=served.identity,
             seed=settings.seed,
+            is_overflow=settings.overflow,
         )
         engine = served.engine
         self.engine = engine if isinstance(engine, EnginePort) else EngineThread(engine)
@@ -105,12 +107,18 @@ class Worker:
             Preparation(
                 served.tokenizer,
                 self.engine,
-                served.identity,
+                # Requests name the queue's model, which an overflow worker may not have.
+                replace(served.identity, name="" if settings.overflow else served.identity.name),
                 served.end_token_ids,
                 served.grammars,
                 served.pooling,
             ),
-            ClaimPolicy(self.leases, self.engine, settings.prefetch_depth),
+            ClaimPolicy(
+                self.leases,
+                self.engine,
+                settings.prefetch_depth,
+                is_overflow=settings.overflow,
+            ),
             self._publisher,
             self._exchange,
             self.meter,
@@ -132,6 +140,7 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             state="running",
+            overflow=self._settings.overflow,
             started_at_ms=int(time.time() * 1000),
             device=served.device,
             dtype=served.dtype,

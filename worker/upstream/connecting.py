@@ -15,6 +15,7 @@ from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
+from promptq.worker.upstream.dialects.openai_remote import OpenAIRemoteDialect
 from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
     RefusedError,
@@ -30,9 +31,11 @@ DIALECTS: dict[str, Callable[..., Dialect]] = {
     "vllm": VllmDialect,
     "llama.cpp": LlamaCppDialect,
     "openai": OpenAIDialect,
+    "openai-remote": OpenAIRemoteDialect,
 }
 """Dialects by the engine's name. Parameters: `is_exact`, whether the server computes in fp32;
-`shares_prefixes`, whether tenants share cached prefixes; for vLLM, the `adapter` of all calls."""
+`shares_prefixes`, whether tenants share cached prefixes; for vLLM, the `adapter` of all calls; for
+openai-remote, `model` and `max_model_len`."""
 
 _PROBE = "Grüße, 世界! 12345\n\tdef f(x): return x # 🙂"
 """Tokenizers that differ at all are likely to differ here."""

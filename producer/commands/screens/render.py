@@ -232,7 +232,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
         return [fact(worker) for worker in workers]
 
     return {
-        "state": each(lambda w: w.state),
+        "state": each(lambda w: w.state + ", overflow" * w.overflow),
         "holds back because": each(lambda w: printable(w.holds_back)),
         "model": each(lambda w: w.model),
         "device": each(lambda w: f"{w.device} {w.dtype}".strip()),

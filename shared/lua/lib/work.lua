@@ -129,18 +129,39 @@ local function ms_of_request()
   return (finished[1][1] - finished[#finished][1]) / (#finished - 1)
 end
 
--- The time (ms) until `count` requests of a tenant, or of the whole queue if `tenant` is nil, have left the queue.
--- A tenant has a part of the workers by its weight among all waiting tenants.
-function work.ms_until_left(count, tenant)
-  local each, share = ms_of_request(), 1
-  if not each then return 1000 end
-  if tenant then
-    local all = tenants.weight_of(tenant)
+-- The sum of the weights of all waiting tenants, in parts of this tenant's weight. A tenant has a part of the
+-- workers by its weight, so this is the factor by which its requests take longer.
+local weights, waits
+local function share_of(tenant)
+  if not weights then
+    weights, waits = 0, {}
     for _, key in ipairs(pending.queues()) do
-      local other = string.sub(key, #keys.pending + 2)
-      if other ~= tenant and redis.call('EXISTS', key) == 1 then all = all + tenants.weight_of(other) end
+      local name = string.sub(key, #keys.pending + 2)
+      waits[name] = redis.call('EXISTS', key) == 1
+      if waits[name] then weights = weights + tenants.weight_of(name) end
     end
-    share = all / tenants.weight_of(tenant)
   end
+  local own = tenants.weight_of(tenant)
+  return (weights + (waits[tenant] and 0 or own)) / own
+end
+
+-- The time (ms) until `count` requests of a tenant, or of the whole queue if `tenant` is nil, have left the queue.
+function work.ms_until_left(count, tenant)
+  local each = ms_of_request()
+  if not each then return 1000 end
+  local share = tenant and share_of(tenant) or 1
   return math.max(1, math.min(MAX_WAIT_MS, math.ceil(count * share * each)))
+end
+
+local running, ms_each -- how many requests run, and the time (ms) between two ends at full speed; 0 if unknown
+
+-- The time (ms) until the request after `num_before` waiting ones of its tenant has ended, if no overflow worker
+-- takes any; 0 if the workers' speed is not measured yet. If no worker claims, one is expected.
+function work.ms_until_end(num_before, tenant)
+  if not ms_each then
+    local workers, speed = work.count_workers(), work.tokens_of_worker()
+    running, ms_each = workers.running, 0
+    if speed > 0 then ms_each = 1000 * work.tokens_of_answer() / (speed * math.max(1, workers.claiming)) end
+  end
+  return math.min(MAX_WAIT_MS, ((num_before + 1) * share_of(tenant) + running) * ms_each)
 end

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, requests, pending, ending, tenants, fair_share, running_limits, abilities
+-- uses: keys, numbers, server, arguments, requests, pending, ending, tenants, fair_share, running_limits, abilities, overflow
 -- Give a worker the requests for which it has room, in queue order.
 -- ARGV by name, or by position:
 --   1 worker: its id
@@ -28,24 +28,27 @@
 --     even from a full worker, if its share of what others run there suffices. Left out: it does not
 --  20 refused: fields that the worker's engine cannot serve. A request that is known to need one of them is left
 --     to a worker that serves it, if one lives
+--  21 overflow: '1' for an overflow worker, whatever its model
 -- Reply {'ok', now, still pending, [skip, if the call has one,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
 --        log, turn, tenant, weight}. Without tenants the last three are left out. `turn` is the lowest score
---        when this request was taken (its own if it is given once more), `tenant` the queue it was in
+--        when this request was taken (its own if it is given once more), `tenant` the queue it was in. If an
+--        overflow worker with another model has had the request, '1' follows (the three may then be empty)
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
 
 local args = arguments.read({
   'worker', 'lease_ms', 'max_count', 'token_budget', 'capacity', 'nonce', 'version', 'model', 'fingerprint',
   'preemptible', 'seed_base', 'num_held', 'session', 'answered', 'skip', 'number', 'output_style', 'num_sharing',
-  'held', 'refused',
+  'held', 'refused', 'overflow',
 }, 7)
 local lease_ms, max_count, budget = tonumber(args.lease_ms), tonumber(args.max_count), tonumber(args.token_budget)
 local capacity, nonce, version = tonumber(args.capacity), args.nonce, tonumber(args.version)
 local model, fingerprint, seed_base = args.model or '', args.fingerprint or '', args.seed_base or ''
 local num_held, session, answered = tonumber(args.num_held), args.session or '', args.answered or ''
 local refused, skip = args.refused or '', numbers.whole(args.skip, 0)
+local is_overflow, is_foreign = (args.overflow or '') ~= '', false
 
 local MAX_PAYLOAD = 8 * 1024 * 1024
 local MAX_PASSES = 8    -- how often an oversized request or a suspect is overtaken before room is kept
@@ -98,7 +101,9 @@ local function write_model(...)
     redis.call('HSET', config_key, ...)
   end
 end
-if fingerprint ~= '' then
+if is_overflow then
+  is_foreign = fingerprint == '' or redis.pcall('HGET', model_key, 'fingerprint') ~= fingerprint
+elseif fingerprint ~= '' then
   local stored = redis.pcall('HMGET', model_key, 'model', 'fingerprint', 'tool_call_style')
   local name, known, style = stored[1], stored[2], args.output_style or ''
   if not known then
@@ -198,11 +203,16 @@ local claimed_ids = {} -- a stranger may have put one id into the queues of two 
 local function reply_of(id, fields, cost, has_log, turn, tenant)
   new_leases[#new_leases + 1] = expiry
   new_leases[#new_leases + 1] = id
-  return {id, fields.payload, fields.fence, fields.attempt, fields.score, fields.seed,
+  local reply = {id, fields.payload, fields.fence, fields.attempt, fields.score, fields.seed,
     fields.enqueued_at, numbers.whole(fields.prompt_tokens, ''), numbers.exact(cost),
     has_log and requests.log_events(id) or {}, fields.suspect and '1' or '',
     has_log and numbers.exact((requests.log_top(id))) or '0', turn, turn and tenant,
     turn and numbers.precise(tenants.weight_of(tenant))}
+  if fields.foreign then
+    for at = 13, 15 do reply[at] = reply[at] or '' end
+    reply[16] = '1'
+  end
+  return reply
 end
 
 local function claim(queue, fields, cost, has_log, turn)
@@ -227,6 +237,10 @@ local function claim(queue, fields, cost, has_log, turn)
   end
   running_limits.count(fair_share.is_shared and queue.tenant or fields.tenant, id)
   is_held_here[queue.tenant] = true
+  if is_foreign then
+    redis.call('HSET', keys.request(id), 'foreign', 1)
+    fields.foreign = '1'
+  end
   if fields.suspect then
     redis.call('HSET', keys.request(id), 'alone', 1)
     redis.call('SET', alone_key, id, 'PX', ALONE_MS)
@@ -252,7 +266,8 @@ local function examine(queue, turn)
   local wrong = requests.wrong_id(id)
   if wrong then return refuse(id, wrong) end
   local fields = requests.read(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
-    'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect', 'needs')
+    'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect', 'needs',
+    'foreign')
   if not fields then
     return refuse(id, 'request: the key promptq:{queue}:request:ID is not a hash')
   end
@@ -298,6 +313,7 @@ local function examine(queue, turn)
     if passed >= MAX_PASSES and must_wait and not some_suspect_runs() then walking = false end
     return true
   end
+  if is_overflow and not overflow.take(fields.payload, cost, is_foreign) then return true end
   if fields.suspect then walking = false end -- it runs alone
   -- Passed requests count this only when a request behind them is taken.
   for _, overtaken in ipairs(passed_over) do
@@ -310,7 +326,7 @@ end
 
 for _, id in ipairs(last_claimed) do
   local fields = requests.read(id, 'payload', 'fence', 'attempt', 'score', 'seed', 'enqueued_at',
-    'prompt_tokens', 'suspect', 'tenant')
+    'prompt_tokens', 'suspect', 'tenant', 'foreign')
   local has_log = redis.call('TYPE', keys.tokens(id)).ok == 'stream'
   local tenant = keys.tenant_name(fields.tenant)
   local turn = tenant ~= '' and fields.score or nil
@@ -321,10 +337,20 @@ end
 fair_share.open_all(skip)
 -- Otherwise the first of several idle workers would take a whole burst, and the others nothing.
 local num_sharing = numbers.whole(args.num_sharing, 1)
-if num_sharing > 1 then
+if num_sharing > 1 and not is_overflow then
   local num_waiting = fair_share.num_waiting()
   local share = math.ceil((num_waiting + redis.call('ZCARD', keys.leases)) / num_sharing) - (num_held or 0)
   max_count = math.min(max_count, math.max(share, math.ceil(num_waiting / num_sharing / SMALL_PART)))
+end
+if is_overflow then
+  for queue in walking and overflow.walk() or function() end do
+    if #claims >= max_count then break end
+    passed_over = {} -- no room is kept here
+    if not running_limits.is_reached(queue.tenant) and not examine(queue, queue.score) then
+      redis.call('ZREM', queue.key, queue.id)
+    end
+  end
+  walking = false
 end
 while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible do
   local queue, turn = fair_share.next_queue()

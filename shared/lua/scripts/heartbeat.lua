@@ -1,8 +1,9 @@
 -- uses: keys, numbers, server
 -- Report that a worker lives, with its statistics. Remove workers that have not reported for long.
 -- ARGV  1 worker id   2 time until it counts as gone (ms); 0: it leaves now   then field, value, ...
---       the field `slots`, its batch as JSON, goes into the hash `slots:WID` instead of `worker:WID`
--- Reply how many workers live
+--       the field `slots`, its batch as JSON, goes into the hash `slots:WID` instead of `worker:WID`; if the
+--       field `overflow` is True, the worker is listed with the overflow workers, apart from the others
+-- Reply how many workers of its kind live
 
 local workers, worker, ttl = keys.prefix .. 'workers', ARGV[1], tonumber(ARGV[2])
 local key, slots_key = keys.prefix .. 'worker:' .. worker, keys.prefix .. 'slots:' .. worker
@@ -11,6 +12,7 @@ for at = 3, #ARGV, 2 do
   if ARGV[at] == 'slots' then
     slots = ARGV[at + 1]
   else
+    if ARGV[at] == 'overflow' and ARGV[at + 1] == 'True' then workers = keys.prefix .. 'workers:overflow' end
     fields[#fields + 1] = ARGV[at]
     fields[#fields + 1] = ARGV[at + 1]
   end

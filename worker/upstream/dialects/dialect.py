@@ -52,6 +52,8 @@ class ServerDescription:
     block_size: int = 1
     model_dir: str | None = None
     """Directory or hub name of the model's files, from the server's options."""
+    gives_token_ids: bool = True
+    """Whether it takes and returns token ids; otherwise text. Then it is not probed."""
     heeds_masks: bool = False
     """Whether it was seen to choose another token because of a mask."""
     takes_grammars: bool = False

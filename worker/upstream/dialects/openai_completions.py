@@ -27,7 +27,7 @@ from promptq.worker.upstream.dialects.transport import (
     read_json,
 )
 
-_COMPLETIONS = "/v1/completions"
+COMPLETIONS = "/v1/completions"
 _MOST_BIASES = 300
 """The most entries of `logit_bias` that OpenAI's API takes."""
 _MOST_BIAS = 100.0
@@ -41,22 +41,24 @@ class OpenAIDialect(Dialect):
     `is_exact`: the server computes in fp32, so greedy streams resume exactly.
     """
 
+    unheeded = frozenset(
+        {
+            "bad_words",
+            "cache_salt",
+            "ignore_eos",
+            "min_p",
+            "min_tokens",
+            "repetition_penalty",
+            "speculative_tokens",
+            "top_k",
+        }
+    )
+
     def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
         del shares_prefixes  # the API knows no tenants
         self.abilities = server_abilities(
             logprobs=False,
-            unheeded=frozenset(
-                {
-                    "bad_words",
-                    "cache_salt",
-                    "ignore_eos",
-                    "min_p",
-                    "min_tokens",
-                    "repetition_penalty",
-                    "speculative_tokens",
-                    "top_k",
-                }
-            ),
+            unheeded=self.unheeded,
             lowest_temperature=0.01,  # as vLLM has it
             exact_resume=is_exact,
             inexact_with=frozenset({"temperature"}),
@@ -65,8 +67,8 @@ class OpenAIDialect(Dialect):
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         raise ConfigurationError(
-            "--engine openai: give --upstream, the URL of a running server; only vllm and llama.cpp"
-            " can be started from here"
+            f"--engine {settings.engine}: give --upstream, the URL of a running server; only vllm"
+            " and llama.cpp can be started from here"
         )
 
     async def describe(self, server: Server) -> ServerDescription:
@@ -74,7 +76,7 @@ class OpenAIDialect(Dialect):
             (model, *_) = (await server.get("/v1/models"))["data"]
             name, longest = str(model["id"]), int(model.get("max_model_len") or 0)
             probe = _body([0], {"max_tokens": 1, "temperature": 0.0}, name)
-            (choice,) = (await server.post(_COMPLETIONS, probe))["choices"]
+            (choice,) = (await server.post(COMPLETIONS, probe))["choices"]
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"--upstream: {server.url} does not answer as an OpenAI server that takes token ids"
@@ -107,19 +109,10 @@ class OpenAIDialect(Dialect):
         grammar: str | None = None,
     ) -> AsyncGenerator[Chunk]:
         del grammar  # the API knows none
-        params = request.params
-        sampling = {
-            "max_tokens": request.max_tokens - len(emitted) if mask is None else 1,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "logit_bias": _bias(params.logit_bias, mask),
-            "seed": request.seed,
-            "stream": True,
-        }
+        sampling = sampling_of(request, request.max_tokens - len(emitted) if mask is None else 1)
+        sampling["logit_bias"] = _bias(request.params.logit_bias, mask)
         body = _body([*request.prompt_token_ids, *emitted], sampling, model)
-        async with server.stream(_COMPLETIONS, body) as events:
+        async with server.stream(COMPLETIONS, body) as events:
             async for data in events:
                 if (chunk := _read(data)) is not None:
                     yield chunk
@@ -147,17 +140,33 @@ def _body(prompt: list[int], sampling: dict[str, Any], model: str) -> dict[str, 
     return {"model": model, "prompt": prompt, "return_token_ids": True, **sampling}
 
 
-def _read(data: bytes) -> Chunk | None:
+def sampling_of(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
+    """Returns the fields of a streamed call, without those that contain token ids."""
+    names = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+    sampling = {name: getattr(request.params, name) for name in names}
+    return {**sampling, "max_tokens": max_tokens, "seed": request.seed, "stream": True}
+
+
+def choice_of(data: bytes) -> tuple[dict[str, Any], FinishReason | None]:
+    """Returns an event's choice, empty if it has none, and the reason for the end. Raises
+    ServerFaultError."""
     event = read_json(data)
     if message := message_of(event):
         raise ServerFaultError(message)
     if not event.get("choices"):
-        return None
+        return {}, None
     (choice,) = event["choices"]
     reason = choice["finish_reason"]
     if reason is not None and reason not in _REASONS:
         raise ServerFaultError(f"ended a stream with {reason!r:.40}")
+    return choice, _REASONS.get(reason)
+
+
+def _read(data: bytes) -> Chunk | None:
+    choice, reason = choice_of(data)
+    if not choice:
+        return None
     token_ids = choice.get("token_ids") or []
     if choice.get("text") and not token_ids:
         raise ServerFaultError("sent text without its token ids")
-    return Chunk(token_ids, finish_reason=_REASONS.get(reason))
+    return Chunk(token_ids, finish_reason=reason)

@@ -36,6 +36,7 @@ _OPTIONS = {
     ],
     Queue.UPSTREAM: [],
 }
+OVERFLOW = "--overflow"
 _WORKER = "tests.programs.chaos.processes.chaotic_worker"
 _LIBRARIES = (_WORKER, *WORKER)
 _THREADS = {"OMP_NUM_THREADS": "1"}  # read when torch is imported
@@ -69,6 +70,7 @@ class Place:
         """Whether the next process is of the earlier release."""
         self.is_earlier = False
         self._options = [*_OPTIONS[queue], *options]
+        self.is_overflow = OVERFLOW in options
         self._url = url
         self._folder = folder
         self._earlier = earlier
@@ -229,6 +231,7 @@ class Fleet:
         model: Path | None = None,
     ) -> None:
         further = {Queue.REAL: ["--model", str(model)]} if model else {}
+        overflows = {} if earlier else {(Queue.VOLUME, 0): [OVERFLOW]}
         shared = (url, folder, group)
         self._servers = [fork_server(_LIBRARIES, **_THREADS)]
         if earlier is not None:
@@ -236,7 +239,7 @@ class Fleet:
         self.places = [
             Place(
                 *(queue, number, *shared, self._servers[0], environment, earlier),
-                further.get(queue, ()),
+                overflows.get((queue, number)) or further.get(queue, ()),
             )
             for queue, count in counts.items()
             for number in range(count)
@@ -292,8 +295,13 @@ class Fleet:
 
     @property
     def telling(self) -> list[Place]:
-        """Returns the workers whose own process sends heartbeats, and not one for each model."""
-        return [place for place in self.places if place.queue is not Queue.FIRST]
+        """Returns the workers whose own process sends heartbeats, and not one for each model, and
+        which are no overflow workers."""
+        return [
+            place
+            for place in self.places
+            if place.queue is not Queue.FIRST and not place.is_overflow
+        ]
 
     def pids(self) -> dict[Queue, dict[str, int | None]]:
         """Returns the process id of each worker that sends heartbeats; None if none runs."""
