@@ -58,7 +58,6 @@ class LlamaCppDialect:
                     "cache_salt",
                     "frequency_penalty",  # these two would count the prompt too
                     "presence_penalty",
-                    "ignore_eos",  # the end token would be forbidden
                     "min_tokens",
                     "speculative_tokens",
                 }
