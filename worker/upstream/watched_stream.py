@@ -54,6 +54,7 @@ class WatchedStream:
         self._vocab_size = vocab_size
         self._rules = TokenRules(request, emitted, vocab_size)
         self._call = CallRequest(dialect.abilities, request, description.keeps_seeds)
+        self._num_before_call = len(emitted)
         self._rejected: list[int] = []
         """The token that broke a rule, until another one has its place."""
         self._breaks_rule = self._is_refused = self._is_over = self._needs_call = False
@@ -105,6 +106,7 @@ class WatchedStream:
     async def _free_chunks(self) -> AsyncGenerator[Chunk]:
         """Yields what the server generates freely, up to a token that breaks a rule."""
         self._breaks_rule = self._is_refused = self._needs_call = False
+        self._num_before_call = len(self._output)
         async with aclosing(self._without_refusal()) as chunks:
             async for chunk in chunks:
                 if self._is_over and chunk.token_ids:
@@ -164,7 +166,11 @@ class WatchedStream:
                 chunk.cut(number + 1)
                 break
         else:
-            if reason is FinishReason.STOP and not self._rules.may_end:
+            if reason is FinishReason.STOP and self._request.params.ignore_eos:
+                if len(self._output) == self._num_before_call:
+                    raise UnusableAnswerError("the server ended without its end token")
+                self._needs_call, reason = True, None
+            elif reason is FinishReason.STOP and not self._rules.may_end:
                 self._rejected = sorted(self._request.end_token_ids)
                 return False
         chunk.finish_reason = reason

@@ -1,4 +1,4 @@
-"""Keeps the results of all programs in results.json, and writes docs/compatibility.md from it."""
+"""Keeps the results of all programs by engine, and writes docs/compatibility.md from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tests.programs.compat.catalogue import PROGRAMS, Program
 from tests.programs.compat.recorder import Exchange
 from tests.support.paths import ROOT
 
-RESULTS = Path(__file__).with_name("results.json")
+RESULTS = Path(__file__).with_name("results")
+"""The folder of the results, one file for each engine."""
+NATIVE = "native"
+ENGINES = (NATIVE, "vllm", "llama.cpp")
 PAGE = ROOT / "docs" / "compatibility.md"
 _REASON = 400
 _HEAD = f"""# Other people's programs
@@ -23,12 +26,13 @@ gateway with the shipped model, and writes this page. Each program runs in a sep
 with an API key and the alias `gpt-4o` for the model, and reaches no other server.
 
 Each attempt of a program tests one feature: a call, a stream, a tool, a schema, or the error of a
-wrong call, which must say how to correct the call. The columns *passes* and *fails* count
-attempts with a right and with a wrong result. *APIs* lists the parts of the API that the
-program used. `{RESULTS.relative_to(ROOT)}` lists all attempts.
+wrong call, which must say how to correct the call. The column *passes* counts attempts with a right
+result through promptq's own engine, *vLLM* and *llama.cpp* through these servers (`--engine vllm`),
+which [refuse some fields](engines.md#refused-fields). *Fails* is about promptq's own engine. *APIs*
+lists the parts of the API that the program used. `{RESULTS.relative_to(ROOT)}` lists all attempts.
 
-| program | version | passes | APIs | fails |
-|---|---|---|---|---|
+| program | version | passes | vLLM | llama.cpp | APIs | fails |
+|---|---|---|---|---|---|---|
 """
 _CHANGING = (
     (re.compile(r"(?:https?://)?(?:127\.0\.0\.1|localhost):\d+"), "GATEWAY"),
@@ -71,29 +75,35 @@ def result_of(
     return Result(version, [*dict.fromkeys(passes)], fails, _sent(exchanges))
 
 
-def write(results: Mapping[str, Result]) -> None:
-    """Write these results and the page; results of other programs stay."""
-    kept = {**(read(RESULTS.read_text()) if RESULTS.exists() else {}), **results}
-    kept = {name: kept[name] for name in PROGRAMS if name in kept}
-    rows = {name: asdict(result) for name, result in kept.items()}
-    RESULTS.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
-    PAGE.write_text(text_of(kept))
+def write(results: Mapping[str, Result], engine: str = NATIVE) -> None:
+    """Write these results of an engine and the page; results of other programs stay."""
+    kept = {**read_all()[engine], **results}
+    rows = {name: asdict(kept[name]) for name in PROGRAMS if name in kept}
+    RESULTS.mkdir(exist_ok=True)
+    _file(engine).write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    PAGE.write_text(text_of(read_all()))
 
 
-def read(text: str) -> dict[str, Result]:
-    return {name: Result(**fields) for name, fields in json.loads(text).items()}
+def read_all() -> dict[str, dict[str, Result]]:
+    """Returns the results by engine and program."""
+    files = {engine: _file(engine) for engine in ENGINES}
+    return {
+        engine: _read(file.read_text()) if file.exists() else {} for engine, file in files.items()
+    }
 
 
-def text_of(results: Mapping[str, Result]) -> str:
-    """Returns the text of the page."""
+def text_of(results: Mapping[str, Mapping[str, Result]]) -> str:
+    """Returns the text of the page from the results by engine and program."""
     rows = []
-    for name, result in results.items():
+    for name, result in results[NATIVE].items():
+        others = (results[engine].get(name) for engine in ENGINES[1:])
         about, fails = PROGRAMS[name].about, result.fails
         reasons = dict.fromkeys(_in_words(PROGRAMS[name], *attempt) for attempt in fails.items())
         cells = (
             f"{name} ({about})" if about else name,
             result.version,
             str(len(result.passes)),
+            *("" if other is None else str(len(other.passes)) for other in others),
             ", ".join(_apis(result.sends)),
             _cell(f"{len(fails)}: {'; '.join(reasons)}" if fails else ""),
         )
@@ -101,12 +111,20 @@ def text_of(results: Mapping[str, Result]) -> str:
     return _HEAD + "\n".join(rows) + "\n"
 
 
-def committed() -> dict[str, set[str]]:
+def committed(engine: str = NATIVE) -> dict[str, set[str]]:
     """By program, what passes according to the committed results; empty if there are none."""
-    command = ["git", "-C", str(ROOT), "show", f"HEAD:{RESULTS.relative_to(ROOT)}"]
+    command = ["git", "-C", str(ROOT), "show", f"HEAD:{_file(engine).relative_to(ROOT)}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    results = read(done.stdout or "{}")
+    results = _read(done.stdout or "{}")
     return {name: set(result.passes) for name, result in results.items()}
+
+
+def _file(engine: str) -> Path:
+    return RESULTS / f"{engine}.json"
+
+
+def _read(text: str) -> dict[str, Result]:
+    return {name: Result(**fields) for name, fields in json.loads(text).items()}
 
 
 def _apis(paths: Mapping[str, Sequence[str]]) -> list[str]:

@@ -8,14 +8,15 @@ import shutil
 import subprocess
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from promptq.worker.shipped import MODEL_DIR
 from tests.programs.compat.catalogue import SCRIPTS, Program
 from tests.programs.compat.environments import CACHE
-from tests.programs.compat.page import Attempt
+from tests.programs.compat.page import NATIVE, Attempt
 from tests.programs.compat.recorder import Exchange, recorded
 from tests.programs.package.strangers import Stranger, running
 from tests.support.processes import kill_all, start
@@ -23,6 +24,8 @@ from tests.support.servers import free_port
 
 ALIAS = "gpt-4o"
 """A further name of the model, for programs that know a model by its name."""
+_LENGTH = 2048
+"""The most tokens of a sequence in other engines: as many as the shipped model takes."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,25 @@ class Served:
 
 
 @contextmanager
-def served(python: Path, folder: Path) -> Iterator[Served]:
-    """Runs a gateway with a worker, jobs, an API key and an alias, with all files in `folder`."""
+def served(python: Path, folder: Path, engine: str) -> Iterator[Served]:
+    """Runs a gateway with a worker, jobs, an API key and an alias, with all files in `folder`.
+
+    The worker computes itself if the engine is `native`, or forwards requests to a real server of
+    this engine, which has the shipped model.
+    """
     stranger = Stranger(python, folder, "promptq")
     stranger.environment["PROMPTQ_HTTP_CORS_ORIGINS"] = '["*"]'
-    with running(stranger) as url:
+    with ExitStack() as stack:
+        options = []
+        if engine != NATIVE:
+            # Starts threads, and a process with threads cannot leave the network.
+            from tests.programs.engines.real_servers import real_server, why_missing
+
+            if why := why_missing(engine):
+                raise SystemExit(f"{engine}: {why}")
+            server = stack.enter_context(real_server(engine, folder / "server", length=_LENGTH))
+            options = ["--engine", engine, "--upstream", server.url, "--model", str(MODEL_DIR)]
+        url = stack.enter_context(running(stranger, *options))
         key = json.loads(stranger.run("promptq", "keys", "create", "compat", "--json"))["key"]
         request = urllib.request.Request(
             f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}

@@ -170,10 +170,10 @@ def _tokens(prompt: str, num_tokens: int) -> tuple[int, ...]:
     return tuple(generate(model, tokenizer.encode(prompt), num_tokens))
 
 
-def undisturbed(prompt: str, num_tokens: int) -> list[int]:
-    """Returns the greedy tokens, with the end token if one comes."""
+def undisturbed(prompt: str, num_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+    """Returns the greedy tokens, with the end token if one comes and is not ignored."""
     with _LOCK:
-        ends = _loaded()[0].generation_config.eos_token_id
+        ends = [] if ignore_eos else _loaded()[0].generation_config.eos_token_id
         tokens = [*_tokens(prompt, num_tokens)]
     for number, token_id in enumerate(tokens, 1):
         if token_id in ends:

@@ -62,6 +62,17 @@ def test_greedy_tokens_are_those_of_transformers(
     assert server.num_running() == 0
 
 
+def test_end_tokens_that_a_request_ignores_are_in_its_output(
+    redis_url: str, tmp_path: Path, server: RealServer
+) -> None:
+    fields = {**GREEDY, "max_tokens": 400, "ignore_eos": True}
+    with Client(as_role("operator", redis_url)) as client, worker(server, tmp_path, redis_url):
+        request_id = client.enqueue(PROMPTS[0], **fields)
+        expected = undisturbed(PROMPTS[0], 400, ignore_eos=True)
+        assert len(undisturbed(PROMPTS[0], 400)) < len(expected) == 400
+        assert client.result(request_id).token_ids == expected
+
+
 def test_another_worker_goes_on_when_one_is_killed(
     redis_url: str, tmp_path: Path, server: RealServer
 ) -> None:

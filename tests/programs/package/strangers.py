@@ -144,10 +144,10 @@ def check_everything(python: Path, folder: Path) -> None:
 
 
 @contextmanager
-def running(stranger: Stranger) -> Iterator[str]:
-    """Runs `promptq up` with HTTP until Ctrl-C. Yields its address."""
+def running(stranger: Stranger, *options: str) -> Iterator[str]:
+    """Runs `promptq up` with HTTP and these options until Ctrl-C. Yields its address."""
     port = free_port()
-    command = ["promptq", "up", "--port", str(port)]
+    command = ["promptq", "up", "--port", str(port), *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with stranger.start(*command, **pipes) as process:
         assert process.stdout is not None

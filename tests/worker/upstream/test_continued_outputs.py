@@ -17,7 +17,7 @@ import pytest
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
-from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.dialect import Chunk, Mask, ServerDescription, abilities_of
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
@@ -118,6 +118,34 @@ async def output_of(model: Model, request: EngineRequest) -> list[int]:
 
 
 NOWHERE: Any = SimpleNamespace(idle_seconds=60.0, url="")
+
+
+class EndingModel(Model):
+    """Ends at each token below 4, as llama.cpp ends at the model's end token."""
+
+    def __init__(self, *, names_its_end: bool) -> None:
+        super().__init__()
+        self.names_its_end = names_its_end
+
+    async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[Chunk]:
+        async for chunk in super().generate(*args, **more):
+            if chunk.token_ids[0] >= 4 or self.names_its_end:
+                yield chunk
+            if chunk.token_ids[0] < 4:
+                yield Chunk([], finish_reason=FinishReason.STOP)
+                return
+
+
+async def test_an_output_that_ignores_end_tokens_goes_on_after_them() -> None:
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    request = EngineRequest(1, [7], params, seed=0, max_tokens=40)
+    whole = await output_of(Model(), request)
+    model = EndingModel(names_its_end=True)
+    assert await output_of(model, request) == whole
+    num_ends = sum(token < 4 for token in whole[:-1])
+    assert model.num_calls == 1 + num_ends > 1
+    with pytest.raises(UnusableAnswerError, match="without its end token"):
+        await output_of(EndingModel(names_its_end=False), request)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ class LlamaCppDialect(Dialect):
                     "cache_salt",
                     "frequency_penalty",  # these two would count the prompt too
                     "presence_penalty",
-                    "ignore_eos",  # the end token would be forbidden
                     "min_tokens",
                     "speculative_tokens",
                 }
