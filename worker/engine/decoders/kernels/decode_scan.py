@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from promptq.worker.engine.decoders.kernels.scan_tokens import inverse_lengths, rates_of
+from promptq.worker.engine.decoders.kernels.scan_tokens import inverse_lengths, key_decays, rates_of
 from promptq.worker.engine.decoders.kernels.sequences import sequence_at
 
 
@@ -37,10 +37,13 @@ def decode_scan_kernel(
     VALUE_TILE: tl.constexpr,
     IS_DELTA: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    HAS_KEY_DECAYS: tl.constexpr,
 ) -> None:
     """Each Triton program computes one sequence, for one value head and a tile of state columns."""
     NUM_TILES: tl.constexpr = (VALUE_SIZE + VALUE_TILE - 1) // VALUE_TILE
-    read, written, row, _, _ = sequence_at(table, tl.program_id(0), num_sequences)
+    read, written, row, count, _ = sequence_at(table, tl.program_id(0), num_sequences)
+    if count != 1:  # in a padded step
+        return
     head, tile = tl.program_id(1) // NUM_TILES, tl.program_id(1) % NUM_TILES
     one = tl.arange(0, 1)
     key = tl.arange(0, KEY_TILE)[None, :]
@@ -61,6 +64,20 @@ def decode_scan_kernel(
         NUM_HEADS,
         IS_DELTA,
     )
+    decay = decay[:, None]
+    if HAS_KEY_DECAYS:
+        decay = key_decays(
+            rates + row * rate_stride + one[:, None],
+            biases,
+            decays,
+            is_key,
+            head,
+            tl.arange(0, KEY_TILE),
+            least_time,
+            most_time,
+            NUM_HEADS,
+            KEY_SIZE,
+        )
     source = convolved + row * NUM_CHANNELS
     keys = source + (head // GROUP) * KEY_SIZE + key
     k = tl.load(keys + KEY_FIRST, mask=is_key, other=0.0).to(tl.float32)
@@ -71,7 +88,7 @@ def decode_scan_kernel(
     v = v.to(tl.float32)
     before = states + (read * NUM_HEADS + head) * KEY_SIZE * VALUE_SIZE
     after = states + (written * NUM_HEADS + head) * KEY_SIZE * VALUE_SIZE
-    state = tl.load(before + place, mask=mask, other=0.0) * tl.exp(decay)[:, None]
+    state = tl.load(before + place, mask=mask, other=0.0) * tl.exp(decay)
     change = v
     if IS_DELTA:
         change -= tl.sum(state * k, 1, keep_dims=True)

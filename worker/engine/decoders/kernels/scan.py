@@ -1,9 +1,11 @@
-"""Gated linear recurrences: Gated DeltaNet and Mamba 2 (see native/src/layers/scan.h).
+"""Gated linear recurrences: Gated DeltaNet, Kimi Delta Attention and Mamba 2 (see scan.h).
 
 A head has a state `S` [key size, value size]. A token with the query q, the key k, the value v, the
 decay a and the rate b reads `S''^T q` and changes the state:
 
     S' = a S    S'' = S' + k c^T    c = b (v - S'^T k) in the delta rule, otherwise c = b v
+
+In Kimi Delta Attention, each row of a state has its own decay.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from promptq.worker.engine.decoders.kernels.sequences import StepSequences
 from promptq.worker.engine.recurrent.parts import RecurrenceParts
 
 _VALUE_TILE = 32
-"""The most columns of a state in one Triton program. Columns are independent."""
+"""The most columns of a state in one Triton program. Columns are independent. In fp32 there are
+half as many, to spill no registers."""
 _PIECE = 16
 """The rows of a chunk that are computed at a time. More rows would spill registers."""
 
@@ -31,7 +34,9 @@ class Scan:
     def __init__(self, parts: RecurrenceParts) -> None:
         self._parts = parts
         key_tile = padded(parts.key_size)
-        self._value_tile = min(_VALUE_TILE, padded(parts.value_size))
+        self._is_wide = parts.convolution.weight.element_size() > 2
+        most = _VALUE_TILE // 2 if self._is_wide else _VALUE_TILE
+        self._value_tile = min(most, padded(parts.value_size))
         self._num_programs = parts.num_value_heads * triton.cdiv(parts.value_size, self._value_tile)
         self._constants: dict[str, Any] = {
             "QUERY_FIRST": parts.query_first,
@@ -46,6 +51,7 @@ class Scan:
             "VALUE_TILE": self._value_tile,
             "IS_DELTA": parts.is_delta,
             "HAS_SKIP": parts.skip is not None,
+            "HAS_KEY_DECAYS": parts.has_key_decays,
         }
 
     def __call__(
@@ -59,9 +65,10 @@ class Scan:
 
         `convolved` [T, channels] are queries, keys and values. `rates` are columns of a larger
         tensor: in the delta rule, an update rate for each value head; then always a time step for
-        each value head. `states` [entries, value heads, key size, value size] are in fp32.
+        each value head or for each number of its keys. `states` [entries, value heads, key size,
+        value size] are in fp32.
         """
-        parts, num_decodes = self._parts, sequences.num_decodes
+        parts = self._parts
         output = torch.empty(
             len(convolved),
             parts.num_value_heads * parts.value_size,
@@ -83,12 +90,16 @@ class Scan:
             parts.most_rate,
             parts.query_scale,
         )
-        if num_decodes:
-            decode_scan_kernel[(num_decodes, self._num_programs)](
+        if sequences.most_decodes:
+            decode_scan_kernel[(sequences.most_decodes, self._num_programs)](
                 *arguments, **self._constants, num_warps=4
             )
-        if num_chunks := len(sequences) - num_decodes:
-            chunked_scan_kernel[(num_chunks, self._num_programs)](
-                *arguments, **self._constants, PIECE=_PIECE, num_warps=8
+        if sequences.most_chunks:
+            chunked_scan_kernel[(sequences.most_chunks, self._num_programs)](
+                *arguments,
+                **self._constants,
+                PIECE=_PIECE,
+                BY_NUMBERS=parts.has_key_decays or self._is_wide,
+                num_warps=8,
             )
         return output

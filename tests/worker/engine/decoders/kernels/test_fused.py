@@ -56,6 +56,7 @@ from promptq.worker.engine.runner import load_runner
 from promptq.worker.engine.runner.load_runner import runner_of
 from tests.worker.engine.tiny_models import (
     FAMILIES,
+    FUSED_ALONE,
     LLAMA_SHAPED,
     NATIVE,
     VOCAB_SIZE,
@@ -67,19 +68,11 @@ BLOCK_SIZE = 4
 LENGTHS = (6, 2, 4)
 MAX_LENGTH = 16
 WITHOUT_KERNELS = {
-    "nemotron_h": "experts without gates",
     "gemma4_text": "norms of values",
     "apertus": "an activation with learned numbers",
 }
 """Parts of families that have no fused kernels."""
-FUSED = NATIVE - {*WITHOUT_KERNELS}
-WITHOUT_SOME_PARTS: dict[str, dict[str, Any]] = {
-    "nemotron_h": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
-    },
-}
-"""These families in models whose parts all have fused kernels."""
+FUSED = (NATIVE | FUSED_ALONE) - {*WITHOUT_KERNELS}
 TAKEN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 3, "num_key_value_heads": 1},
@@ -272,7 +265,7 @@ def test_no_weight_is_held_twice(seed: int) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NATIVE))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NATIVE - FUSED))
 def test_other_families_are_refused(family: str, seed: int) -> None:
     """With the reason."""
     model = make_model(family, seed)
@@ -335,10 +328,10 @@ def test_passes_the_check_at_load_in_bf16(seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.matrix(2)
-@pytest.mark.parametrize("family", sorted({*FUSED, *WITHOUT_SOME_PARTS}))
+@pytest.mark.parametrize("family", sorted(FUSED))
 def test_each_family_passes_the_check_at_load(family: str, seed: int) -> None:
     """With whatever parts its layers have."""
-    checked = check(make_model(family, seed, **WITHOUT_SOME_PARTS.get(family, {})))
+    checked = check(make_model(family, seed))
     assert (checked.decoder, checked.why_no_own_code) == (FusedDecoder, "")
 
 

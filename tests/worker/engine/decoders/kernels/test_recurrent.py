@@ -16,9 +16,11 @@ if find_spec("triton") is None:
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 
 from benchmarks.gpu.cases import poisoned_memory
+from benchmarks.gpu.models import PaddedModel
 from benchmarks.gpu.step_model import META, recorded
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import ScheduledSequence
@@ -38,7 +40,6 @@ from tests.worker.engine.core.test_recovery import serve
 from tests.worker.engine.recurrent.test_recurrent import ONE_OF_EACH_KIND, mixed, sequences_of
 from tests.worker.engine.tiny_models import RECURRENT_FAMILIES, VOCAB_SIZE, generate, make_model
 
-WITH_KERNELS = sorted(RECURRENT_FAMILIES.keys() - {"kimi_linear"})
 LENGTHS = (1, 2, 40, 16, 17, 7)
 _TWO_LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL = {
@@ -72,7 +73,7 @@ class FusedMixer(Mixer):
 
 
 @pytest.mark.matrix(2)
-@pytest.mark.parametrize("family", WITH_KERNELS)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 @torch.inference_mode()
 def test_any_cut_gives_the_librarys_output(family: str, seed: int) -> None:
     """Chunks have several pieces, and steps fail."""
@@ -193,11 +194,13 @@ def test_launches_of_a_layer(family: str) -> None:
 
 
 @pytest.mark.matrix(1)
+@pytest.mark.parametrize("is_padded", [False, True], ids=["as they are", "padded"])
 @pytest.mark.parametrize("family", SMALL)
 def test_a_runner_makes_the_librarys_tokens(
-    family: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    family: str, is_padded: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks, after a shared prefix, and with drafts. The CPU is in the place of a card."""
+    """In chunks, after a shared prefix, and with drafts. The CPU is in the place of a card. CUDA
+    graphs run padded steps."""
     monkeypatch.setattr(load_runner, "backends_on", lambda *_: [TritonPaged()])
     monkeypatch.setattr(load_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
     rng = random.Random(seed)
@@ -211,6 +214,16 @@ def test_a_runner_makes_the_librarys_tokens(
     )
     runner = runner_of(LoadedModel("tiny", model, frozenset()), options)
     assert runner.why_no_own_code == ""
+    if is_padded:
+        runner.model = PaddedModel(
+            runner.model,
+            [StepKind(2), StepKind(4), StepKind(16, is_mixed=True)],
+            max_num_seqs=3,
+            max_model_len=18,
+            block_size=4,
+            device=DEVICE,
+            states=runner.states,
+        )
     drafts = SamplingParams(temperature=0.0, speculative_tokens=3)
     engine = LLMEngine(
         runner, max_num_seqs=3, max_num_batched_tokens=12, prefill_chunk=7, speculative_tokens=3
