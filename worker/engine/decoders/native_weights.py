@@ -68,7 +68,8 @@ class NativeWeights(NativeTensors):
         elif isinstance(mixer.parts, ShortConvolutionParts):
             weights.convolution = pointer(self._convolution(mixer.parts, *next(states)))
         else:
-            require(not mixer.parts.has_key_decays, "decays for each number of a key")
+            unknown = f"recurrent layers of an unknown kind ({mixer.mixer.name})"
+            require(not mixer.parts.has_key_decays, unknown)
             weights.recurrence = pointer(self._recurrence(mixer, mixer.parts, *next(states)))
         if isinstance(layer.mlp, ExpertParts):
             weights.experts = pointer(self._experts(layer.mlp))

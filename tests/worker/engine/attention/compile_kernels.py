@@ -275,11 +275,7 @@ def recurrent_variants() -> list[list[Callable[[], Any]]]:
             [
                 *(partial(scan, size, is_delta, num_rows) for size, is_delta in sizes),
                 partial(kimi, num_rows),
-                *(
-                    partial(scan, size, is_delta, num_rows, dtype=torch.float32)
-                    for size, is_delta in sizes
-                ),
-                partial(kimi, num_rows, dtype=torch.float32),
+                *(partial(scan, *size, num_rows, dtype=torch.float32) for size in sizes),
             ]
             for num_rows in (1, 5)
         ),

@@ -86,13 +86,11 @@ def first_visible(position: tl.tensor, pattern_size: tl.tensor, PATTERN: tl.cons
 
 
 @triton.jit
-def dot(
-    left: tl.tensor, right: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr = "ieee"
-) -> tl.tensor:
+def dot(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
     """Returns `total + left @ right` in fp32. Operands in fp32 are not rounded to TF32."""
     if INTERPRETED:  # the interpreter multiplies bf16 as if the bits were integers
         left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, total, input_precision=PRECISION)
+    return tl.dot(left, right, total, input_precision="ieee")
 
 
 @triton.jit

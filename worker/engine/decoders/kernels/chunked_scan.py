@@ -13,10 +13,6 @@ from promptq.worker.engine.attention.triton_kernels.common import dot
 from promptq.worker.engine.decoders.kernels.scan_tokens import inverse_lengths, key_decays, rates_of
 from promptq.worker.engine.decoders.kernels.sequences import sequence_at
 
-_PRECISION = tl.constexpr("tf32x3")
-"""In fp32, three products in TF32 replace one, and are nearly as exact. Products in fp32 would keep
-whole operands in registers, and spill them."""
-
 
 @triton.jit
 def solved(system: tl.tensor, wanted: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
@@ -90,12 +86,8 @@ def chunked_scan_kernel(
     HAS_SKIP: tl.constexpr,
     HAS_KEY_DECAYS: tl.constexpr,
     PIECE: tl.constexpr,
-    BY_NUMBERS: tl.constexpr,
 ) -> None:
     """Each Triton program computes one chunk, for one value head and one tile of state columns.
-
-    BY_NUMBERS: each number of a key decays by itself. In fp32 this is always so, because products
-    of pieces would spill registers.
 
     In a piece (some successive rows), the state changes of all rows solve a triangular system.
     Drafted rows have separate pieces at the end, after which the state is not stored.
@@ -155,21 +147,19 @@ def chunked_scan_kernel(
         of_later = tl.where(is_later, decay[:, None], 0.0)
         from_begin, to_end = tl.exp(tl.cumsum(decay, 0)), tl.exp(tl.sum(of_later, 0))
         whole = tl.exp(tl.sum(decay, 0))
-        if BY_NUMBERS:
-            decay = decay[:, None] + tl.zeros((PIECE, KEY_TILE), tl.float32)
-            if HAS_KEY_DECAYS:
-                decay = key_decays(
-                    (rates + line * rate_stride)[:, None],
-                    biases,
-                    decays,
-                    is_row[:, None] & is_key[None, :],
-                    head,
-                    key,
-                    least_time,
-                    most_time,
-                    NUM_HEADS,
-                    KEY_SIZE,
-                )
+        if HAS_KEY_DECAYS:
+            decay = key_decays(
+                (rates + line * rate_stride)[:, None],
+                biases,
+                decays,
+                is_row[:, None] & is_key[None, :],
+                head,
+                key,
+                least_time,
+                most_time,
+                NUM_HEADS,
+                KEY_SIZE,
+            )
             system, scores, from_begin, to_end = decayed_products(q, k, decay)
             whole = tl.exp(tl.sum(decay, 0))[:, None]
             q, old_k = (q * from_begin).to(k.dtype), (k * from_begin).to(k.dtype)
@@ -178,28 +168,28 @@ def chunked_scan_kernel(
             to_end = from_begin
         else:
             between = tl.where(is_seen, tl.exp(tl.cumsum(of_later, 0)), 0.0)
-            scores, old_k = dot(q, tl.trans(k), no_scores, _PRECISION) * between, k
+            scores, old_k = dot(q, tl.trans(k), no_scores) * between, k
             system = scores
             if IS_DELTA:
-                system = dot(k, tl.trans(k), no_scores, _PRECISION) * tl.trans(between)
+                system = dot(k, tl.trans(k), no_scores) * tl.trans(between)
 
         change, rounded = v * rate[:, None], state.to(k.dtype)
         if IS_DELTA:
-            old = dot(old_k, rounded, no_values, _PRECISION)
+            old = dot(old_k, rounded, no_values)
             change -= (rate * key_scale * from_begin)[:, None] * old
             # Row j has what each later row i takes from the change of j.
             system *= (rate * key_scale)[None, :] * key_scale[:, None]
             system = tl.where(row[:, None] < row[None, :], system, 0.0)
             change = solved(system, change, end - begin)
         scores *= scale[:, None] * key_scale[None, :]
-        result = dot(q, rounded, no_values, _PRECISION) * (scale * from_begin)[:, None]
-        result = dot(scores.to(k.dtype), change.to(k.dtype), result, _PRECISION)
+        result = dot(q, rounded, no_values) * (scale * from_begin)[:, None]
+        result = dot(scores.to(k.dtype), change.to(k.dtype), result)
         if HAS_SKIP:
             result += tl.load(skips + head) * v
         target = output + (line * NUM_HEADS * VALUE_SIZE)[:, None] + head * VALUE_SIZE
         tl.store(target + value[None, :], result, mask=is_number)
         state *= whole
         change *= (key_scale * to_end)[:, None]
-        state = dot(tl.trans(k), change.to(k.dtype), state, _PRECISION)
+        state = dot(tl.trans(k), change.to(k.dtype), state)
         if piece == known_pieces - 1:
             tl.store(after + place, state, mask=mask)

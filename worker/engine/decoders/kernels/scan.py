@@ -22,8 +22,9 @@ from promptq.worker.engine.decoders.kernels.sequences import StepSequences
 from promptq.worker.engine.recurrent.parts import RecurrenceParts
 
 _VALUE_TILE = 32
-"""The most columns of a state in one Triton program. Columns are independent. In fp32 there are
-half as many, to spill no registers."""
+"""The most columns of a state in one Triton program. Columns are independent."""
+DTYPES_IN_PIECES = {torch.bfloat16, torch.float16}
+"""The dtypes in which chunks are computed in pieces. In fp32, products would spill registers."""
 _PIECE = 16
 """The rows of a chunk that are computed at a time. More rows would spill registers."""
 
@@ -34,10 +35,9 @@ class Scan:
     def __init__(self, parts: RecurrenceParts) -> None:
         self._parts = parts
         key_tile = padded(parts.key_size)
-        self._is_wide = parts.convolution.weight.element_size() > 2
-        most = _VALUE_TILE // 2 if self._is_wide else _VALUE_TILE
-        self._value_tile = min(most, padded(parts.value_size))
+        self._value_tile = min(_VALUE_TILE, padded(parts.value_size))
         self._num_programs = parts.num_value_heads * triton.cdiv(parts.value_size, self._value_tile)
+        self._num_warps = max(4, key_tile // 32)
         self._constants: dict[str, Any] = {
             "QUERY_FIRST": parts.query_first,
             "KEY_FIRST": parts.key_first,
@@ -90,16 +90,13 @@ class Scan:
             parts.most_rate,
             parts.query_scale,
         )
-        if sequences.most_decodes:
-            decode_scan_kernel[(sequences.most_decodes, self._num_programs)](
-                *arguments, **self._constants, num_warps=4
+        in_pieces = convolved.dtype in DTYPES_IN_PIECES
+        if most := sequences.most_decodes if in_pieces else len(sequences):
+            decode_scan_kernel[(most, self._num_programs)](
+                *arguments, **self._constants, IS_DECODE=in_pieces, num_warps=self._num_warps
             )
-        if sequences.most_chunks:
+        if sequences.most_chunks and in_pieces:
             chunked_scan_kernel[(sequences.most_chunks, self._num_programs)](
-                *arguments,
-                **self._constants,
-                PIECE=_PIECE,
-                BY_NUMBERS=parts.has_key_decays or self._is_wide,
-                num_warps=8,
+                *arguments, **self._constants, PIECE=_PIECE, num_warps=8
             )
         return output

@@ -51,6 +51,7 @@ from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.load_check.comparison import LOW_PRECISION_TOLERANCE, TOLERANCE, off_by
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.backend_choice import own_decoders
+from promptq.worker.engine.model.draft_heads import head_spec
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.runner import load_runner
 from promptq.worker.engine.runner.load_runner import runner_of
@@ -282,6 +283,14 @@ def test_families_with_other_parts_are_refused(family: str, seed: int) -> None:
     caches: Any = [None] * sum(isinstance(mixer, Attention) for mixer in mixers)
     with pytest.raises(NotOfThisKindError, match=WITHOUT_KERNELS[family]):
         FusedDecoder(model, Placement(caches, caches, TritonPaged(), MAX_LENGTH))
+
+
+def test_of_latent_attention_the_cache_has_latents_alone(seed: int) -> None:
+    """A head's modules still attend with the recorded K and V."""
+    recorded = LayerSpec(4, 4, 16, 12, torch.float32, torch.float32)
+    specs = FusedDecoder.cache_specs(make_model("deepseek_v3", seed), [recorded] * 2)
+    assert [spec.bytes_per_token for spec in specs] == [4 * (16 + 8)] * 2
+    assert head_spec(specs) == recorded
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {

@@ -24,7 +24,7 @@ from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import ScheduledSequence
-from promptq.worker.engine.decoders.kernels import linear
+from promptq.worker.engine.decoders.kernels import linear, scan
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 from promptq.worker.engine.decoders.kernels.recurrent import recurrent_layer
 from promptq.worker.engine.decoders.kernels.sequences import StepSequences
@@ -46,7 +46,15 @@ SMALL = {
     "qwen3_5_text": {**_TWO_LAYERS, "layer_types": ["linear_attention", "full_attention"]},
     "bamba": {**_TWO_LAYERS, "attn_layer_indices": [1]},
     "lfm2": {**_TWO_LAYERS, "layer_types": ["conv", "full_attention"]},
+    "kimi_linear": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
 }
+
+
+@pytest.fixture(autouse=True)
+def scans_in_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are computed in pieces also in fp32, in which they are easier to compare."""
+    if request.node.callspec.params.get("in_pieces", True):
+        monkeypatch.setattr(scan, "DTYPES_IN_PIECES", {torch.bfloat16, torch.float32})
 
 
 class FusedMixer(Mixer):
@@ -72,10 +80,11 @@ class FusedMixer(Mixer):
             return recurrent_layer(self._mixer.parts, pool)(hidden, StepSequences.of(rows))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "row by row"])
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 @torch.inference_mode()
-def test_any_cut_gives_the_librarys_output(family: str, seed: int) -> None:
+def test_any_cut_gives_the_librarys_output(family: str, in_pieces: bool, seed: int) -> None:
     """Chunks have several pieces, and steps fail."""
     torch.manual_seed(seed)
     mixer = mixers_of(make_model(family, seed).to(DEVICE))[-1]
@@ -110,10 +119,13 @@ def step(
 
 
 @pytest.mark.matrix(2)
+@pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "row by row"])
 @pytest.mark.parametrize("num_drafted", [1, 3, 20])
-@pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
+@pytest.mark.parametrize("family", [*ONE_OF_EACH_KIND, "kimi_linear"])
 @torch.inference_mode()
-def test_states_do_not_include_drafted_tokens(family: str, num_drafted: int, seed: int) -> None:
+def test_states_do_not_include_drafted_tokens(
+    family: str, num_drafted: int, in_pieces: bool, seed: int
+) -> None:
     """Outputs do, though there are more drafted rows than a piece has."""
     mixer = mixers_of(make_model(family, seed).to(DEVICE))[-1]
     first, rest = random_inputs(mixer, (5, 23), seed)
