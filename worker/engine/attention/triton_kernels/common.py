@@ -135,8 +135,8 @@ def scores_of(
     attention, values are the first part of keys, and `for_values` that of queries."""
     scores = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
     if IS_LATENT:
-        scores = dot(for_values, tl.trans(value), scores)
-    scores = dot(query, tl.trans(key), scores) * scale
+        scores = dot(for_values, tl.trans(widened(value, query)), scores)
+    scores = dot(query, tl.trans(widened(key, query)), scores) * scale
     if HAS_SOFTCAP:  # tanh(x) is 2 sigmoid(2 x) - 1
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
     return scores * LOG2_E

@@ -220,12 +220,13 @@ def _decode_kernel(
             value = rows_of(
                 value_cache, cached, value_column, is_seen[:, None] & is_value_column, VALUE_SIZE
             )
-            key, value = widened(key, queries), widened(value, queries)
             scores = scores_of(
                 queries, key, for_values, value, scale, softcap, HAS_SOFTCAP, IS_LATENT
             )
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
-            highest, weight, total = attend_tile(scores, value, highest, weight, total)
+            highest, weight, total = attend_tile(
+                scores, widened(value, queries), highest, weight, total
+            )
             if tile + TOKEN_TILE >= part_end:  # the part's last tile; parts have whole tiles
                 mean = total / weight[:, None]
                 if num_parts == 1:

@@ -190,11 +190,12 @@ def _prefill_kernel(
             block = block_ids(table, token + TOKEN_TILE, end, BLOCK_SIZE)
             key = rows_of(key_cache, place, key_column, is_key_column, KEY_SIZE)
             value = rows_of(value_cache, place, value_column, is_value_column, VALUE_SIZE)
-            key, value = widened(key, queries), widened(value, queries)
             scores = scores_of(
                 queries, key, for_values, value, scale, softcap, HAS_SOFTCAP, IS_LATENT
             )
-            highest, weight, total = attend_tile(scores, value, highest, weight, total)
+            highest, weight, total = attend_tile(
+                scores, widened(value, queries), highest, weight, total
+            )
     for first_token in range(middle, end, TOKEN_TILE):
         token = first_token + tl.arange(0, TOKEN_TILE)
         is_seen = token < end
@@ -212,10 +213,11 @@ def _prefill_kernel(
             visible = visible & (
                 token[None, :] // pattern_size == position[:, None] // pattern_size
             )
-        key, value = widened(key, queries), widened(value, queries)
         scores = scores_of(queries, key, for_values, value, scale, softcap, HAS_SOFTCAP, IS_LATENT)
         scores = tl.where(visible, scores, float("-inf"))
-        highest, weight, total = attend_tile(scores, value, highest, weight, total)
+        highest, weight, total = attend_tile(
+            scores, widened(value, queries), highest, weight, total
+        )
 
     total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
     place = ((first_row + offset) * num_kv_heads * GROUP + head) * VALUE_SIZE
