@@ -26,6 +26,12 @@ class Shape:
     key_size: int
     value_size: int
     block_size: int = 16
+    is_latent: bool = False
+    """Whether K continues the numbers of V, as in latent attention. Queries then have both."""
+
+    @property
+    def query_size(self) -> int:
+        return self.key_size + (self.value_size if self.is_latent else 0)
 
 
 class Case:
@@ -76,7 +82,7 @@ class Case:
         offsets = places % block_size
 
         self.step, self.shape = step, shape
-        self.query = random(num_rows, shape.num_heads, shape.key_size)
+        self.query = random(num_rows, shape.num_heads, shape.query_size)
         self.sinks = random(shape.num_heads)
         self._is_new = torch.tensor(is_new, device=device)
         kept = kept or dtype
@@ -144,6 +150,8 @@ class Case:
             first_key += context
             key = self._keys[span].double().repeat_interleave(group, dim=1)
             value = self._values[span].double().repeat_interleave(group, dim=1)
+            if self.shape.is_latent:
+                key = torch.cat([value, key], dim=-1)
             scores = torch.einsum("qhd,khd->hqk", query, key) * scoring.scale
             if scoring.softcap is not None:
                 scores = scoring.softcap * torch.tanh(scores / scoring.softcap)

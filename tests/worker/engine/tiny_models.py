@@ -88,6 +88,12 @@ LATENT: dict[str, Any] = {  # keys and values of different sizes
     "topk_group": 1,
     "n_shared_experts": 1,
 }
+LATENT_FAMILIES: dict[str, dict[str, Any]] = {  # with a rotation of each kind
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": {**LATENT, "q_lora_rank": None, "rope_interleave": False},
+    "minicpm3": LATENT,
+}
 RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**LLAMA_SHAPED, **GATED_DELTA_NET, **EXPERTS},
     "qwen3_5_text": {**LLAMA_SHAPED, **GATED_DELTA_NET},
@@ -294,7 +300,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "use_double_wide_mlp": True,
     },
-    "deepseek_v3": LATENT,
+    **LATENT_FAMILIES,
     "gpt_bigcode": GPT_SHAPED,
     "opt": {
         "vocab_size": VOCAB_SIZE,
@@ -322,6 +328,8 @@ NATIVE = {
     *MIXTURES,
 }
 """Families of which all parts have native code."""
+FUSED_ALONE = {*LATENT_FAMILIES, "kimi_linear"}
+"""Families of which all parts have fused kernels, but some parts have no native code."""
 
 
 def check_on_torch(loaded: LoadedModel, backend: AttentionBackend, max_length: int) -> CheckedModel:

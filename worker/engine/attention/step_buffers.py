@@ -53,6 +53,7 @@ class StepBuffers:
         self._block_tables = zeros(max_num_seqs, num_blocks_for(max_model_len, block_size))
         self._sampled = zeros(most_rows)
         self._draws = zeros(num_draws, most_rows).double()
+        self._entries = {kind: zeros(5, self.max_sequences(kind)) for kind in kinds}
         contexts = [max_model_len] * min(max_num_seqs, most_rows)
         self._decodes = DecodeWork([*contexts, *[0] * (most_rows - len(contexts))], device)
         self._chunks = {
@@ -91,8 +92,15 @@ class StepBuffers:
         of_chunks = [-1] * (num_rows - len(decodes))
         return [*decodes, *of_chunks, *[0] * (kind.num_rows - num_rows)]
 
-    def fill(self, step: PackedStep, sampled: torch.Tensor, kind: StepKind) -> None:
-        """Copy a step's inputs and its `sampled` rows into the buffers, padded to `kind`."""
+    def fill(
+        self,
+        step: PackedStep,
+        sampled: torch.Tensor,
+        kind: StepKind,
+        entries: torch.Tensor | None = None,
+    ) -> None:
+        """Copy a step's inputs and its `sampled` rows into the buffers, padded to `kind`. For
+        `entries` see PackedStep."""
         layout = step.layout
         for buffer, values, nothing in (
             (self._input_ids, step.input_ids[0], 0),
@@ -106,6 +114,10 @@ class StepBuffers:
         num_draws, num_drawn = step.draws.shape
         self._draws[:num_draws, :num_drawn] = step.draws
         self._draws[:, num_drawn : kind.num_rows] = 0.0
+        if entries is not None:
+            padded, num_entries = self._entries[kind].zero_(), entries.shape[1]
+            padded[:, :num_entries] = entries
+            padded[2, num_entries:] = layout.query_starts[-1]
         num_sequences, width = layout.block_tables.shape
         self._block_tables[:num_sequences, :width] = layout.block_tables
         lists: dict[Hashable, torch.Tensor] = {
@@ -133,6 +145,7 @@ class StepBuffers:
             sampled=self._sampled[sampled],
             draws=self._draws[:, sampled],
             unknown=self._sampled.new_empty(2, 0),
+            entries=self._entries[kind],
         )
 
     def _layout(self, kind: StepKind) -> StepLayout:

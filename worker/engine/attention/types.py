@@ -73,6 +73,8 @@ class LayerSpec:
     """The index of an earlier layer whose K and V this layer uses; None if it has its own."""
     scoring: frozenset[str] = frozenset()
     """Further features of the scores: `softcap`, `sinks`."""
+    recorded: LayerSpec | None = None
+    """The layer as recorded, if the cache has latents in place of its K and V."""
 
     @property
     def features(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.attention.types import LayerCache, Pattern
+from promptq.worker.engine.attention.types import LayerCache, LayerSpec, Pattern
 from promptq.worker.engine.quantization.modules import FewBits
 from promptq.worker.engine.recurrent.state_pool import StatePool
 
@@ -66,6 +66,11 @@ class Decoder(ABC):
     @abstractmethod
     def takes(cls, weight: FewBits) -> bool:
         """Whether the decoder can multiply by this weight without a whole dequantized copy."""
+
+    @classmethod
+    def cache_specs(cls, model: PreTrainedModel, specs: list[LayerSpec]) -> list[LayerSpec]:
+        """Returns the specs of the decoder's KV cache, for attention layers recorded as `specs`."""
+        return specs
 
     @classmethod  # noqa: B027  # a decoder need not change them
     def arrange(cls, model: PreTrainedModel) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.experts_beside import PARTS_BESIDE, ExpertsBeside
+from promptq.worker.engine.decoders.latent_parts import LatentAttention
 from promptq.worker.engine.decoders.layer_inputs import (
     PARTS_OF_LAYER,
     PARTS_OF_MODEL,
@@ -71,6 +72,8 @@ _LONE = {"norm", "mixer"}
 
 _BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
+Attending = Attention | LatentAttention
+"""The kinds of attention that a layer may have."""
 MLP = DenseMLP | ExpertParts
 """The kinds of MLP that a layer may have."""
 
@@ -95,7 +98,7 @@ class Layer:
     """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP. Any
     norm may be missing, and so may the mixer or the MLP. At the end, `hidden *= output_scale`."""
 
-    mixer: Attention | Recurrent | None = None
+    mixer: Attending | Recurrent | None = None
     """The part that mixes positions; None if the layer has none."""
     recurrent_beside: Recurrent | None = None
     """A recurrent part with the same input as the attention. The results of both are added."""
@@ -162,7 +165,7 @@ class ModelParts:
         require(is_linear(head), "an output layer of another kind")
         found: Found = {}
         layers = [layer_of(layer, parts.get("rotary_emb"), found) for layer in parts["layers"]]
-        num_attentions = sum(isinstance(layer.mixer, Attention) for layer in layers)
+        num_attentions = sum(isinstance(layer.mixer, Attending) for layer in layers)
         require(num_attending in (None, num_attentions), "layers without attention")
         has_inputs = names != parts.keys()
         is_whole = all((layer.input is not None) == has_inputs for layer in layers)
@@ -212,8 +215,8 @@ def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
         _mixer(parts[name], rotary, found, input_scale) if name else None
         for name in (*mixing, None)[:2]
     )
-    assert not isinstance(recurrent_beside, Attention), "Mamba 2 is recurrent"
-    scale = getattr(layer, "residual_multiplier", 1.0)
+    assert not isinstance(recurrent_beside, Attending), "Mamba 2 is recurrent"
+    scale = getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))
     output_scale = getattr(layer, "layer_scalar", None)
     return Layer(
         mixer=mixer,
@@ -241,7 +244,7 @@ def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) ->
 
 def _mixer(
     mixer: Any, rotary: nn.Module | None, found: Found, input_scale: float = 1.0
-) -> Attention | Recurrent:
+) -> Attending | Recurrent:
     """Returns the parts of a mixer whose inputs are multiplied by `input_scale`.
 
     For attention, the scale of scores includes `input_scale` twice: for queries and for keys.
@@ -250,6 +253,8 @@ def _mixer(
     recurrent = mixer_of(mixer)
     if recurrent is not None:
         return _recurrent(recurrent)
+    if LatentAttention.knows(mixer):
+        return LatentAttention.of(mixer, rotary, found)
     attention = Attention.of(mixer, rotary, found)
     if input_scale == 1.0:
         return attention

@@ -12,11 +12,12 @@ from promptq.worker.engine.attention.types import SCALE_BYTES, LayerCache, Patte
 from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.expert_parts import SCORES, Expert, ExpertParts
 from promptq.worker.engine.decoders.experts_beside import ExpertsBeside
+from promptq.worker.engine.decoders.latent_parts import LatentAttention
 from promptq.worker.engine.decoders.layer_inputs import LayerInput, LayerInputs
 from promptq.worker.engine.decoders.layer_parts import Layer, Recurrent
 from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
 from promptq.worker.engine.decoders.native_tensors import NativeTensors
-from promptq.worker.engine.decoders.norm_parts import Norm
+from promptq.worker.engine.decoders.norm_parts import Norm, require
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
 from promptq.worker.engine.native import library
 from promptq.worker.engine.recurrent.parts import (
@@ -59,6 +60,7 @@ class NativeWeights(NativeTensors):
             mlp_scale=layer.mlp_scale,
             output_scale=layer.output_scale,
         )
+        require(not isinstance(layer.mixer, LatentAttention), "latent attention")
         if isinstance(layer.mixer, Attention):
             weights.attention = pointer(self._attention(layer.mixer, *next(attended)))
         if (mixer := layer.recurrent) is None:
@@ -66,6 +68,8 @@ class NativeWeights(NativeTensors):
         elif isinstance(mixer.parts, ShortConvolutionParts):
             weights.convolution = pointer(self._convolution(mixer.parts, *next(states)))
         else:
+            unknown = f"recurrent layers of an unknown kind ({mixer.mixer.name})"
+            require(not mixer.parts.has_key_decays, unknown)
             weights.recurrence = pointer(self._recurrence(mixer, mixer.parts, *next(states)))
         if isinstance(layer.mlp, ExpertParts):
             weights.experts = pointer(self._experts(layer.mlp))

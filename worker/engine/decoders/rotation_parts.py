@@ -90,7 +90,10 @@ class Rotation:
         """Returns the module's cosines and sines [1, max_length, ...]."""
         positions = torch.arange(max_length, device=like.device).unsqueeze(0)
         further = () if self.layer_type is None else (self.layer_type,)
-        cosine, sine = self.module(like, positions, *further)
+        tables = self.module(like, positions, *further)
+        if isinstance(tables, torch.Tensor):  # complex numbers, one for each pair
+            tables = [torch.cat([each, each], -1) for each in (tables.real, tables.imag)]
+        cosine, sine = tables
         return cosine, sine
 
     def _is_by(self, tables: RotationTables, cosine: torch.Tensor, sine: torch.Tensor) -> bool:

@@ -48,9 +48,9 @@ class CheckedModel:
 
     @property
     def takes_padding(self) -> bool:
-        """Whether steps may be padded to the size of a CUDA graph. Recurrent layers rule this out,
-        because padding rows have no states."""
-        return self.backend.takes_padding and not self.mixers
+        """Whether steps may be padded to the size of a CUDA graph. Padding rows have no states, so
+        transformers' modules cannot pad steps of recurrent layers."""
+        return self.backend.takes_padding and (self.decoder is not None or not self.mixers)
 
     @property
     def verdict(self) -> Verdict | None:

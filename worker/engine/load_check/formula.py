@@ -166,6 +166,8 @@ def _check(
             f"off by {plain.median:.2g} of their spread in half of the rows, by {plain.worst:.2g} "
             "in one)"
         )
+    if checked.decoder is not None:
+        specs = checked.decoder.cache_specs(model, specs)
     true_specs = [replace(spec, pattern=true_patterns[spec.pattern]) for spec in specs]
     return replace(checked, specs=true_specs)
 
@@ -183,9 +185,10 @@ def _with_decoder(
     probes = decoder_probes(loaded, max_length)
     reasons = []
     for decoder in decoders:
-        passed = replace(checked, decoder=decoder, why_no_own_code="")
-        tried = replace(passed, decoder=decoder.unpacked) if by_parts else passed
         try:
+            specs = decoder.cache_specs(loaded.model, checked.specs)
+            passed = replace(checked, decoder=decoder, specs=specs, why_no_own_code="")
+            tried = replace(passed, decoder=decoder.unpacked) if by_parts else passed
             difference = compare(loaded, tried, probes, tolerance)
         except torch.OutOfMemoryError:
             raise

@@ -87,7 +87,7 @@ def head_spec(specs: list[LayerSpec]) -> LayerSpec:
     Raises NoHeadError if all layers have windows."""
     for spec in reversed(specs):
         if spec.pattern == FULL:
-            return replace(spec, shares_kv_of=None)
+            return replace(spec.recorded or spec, shares_kv_of=None)
     raise NoHeadError("all of the model's layers have windows")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,12 @@ from transformers.activations import ACT2FN
 from promptq.worker.engine.recurrent.convolution import convolve, window_spec
 from promptq.worker.engine.recurrent.gated_delta_net import DeltaTokens, unit
 from promptq.worker.engine.recurrent.mixer import Mixer, StateSpec, is_depthwise, parts_of
+from promptq.worker.engine.recurrent.parts import (
+    GatedNorm,
+    RecurrenceParts,
+    RecurrentParts,
+    RowsOfLinear,
+)
 from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"}
@@ -33,6 +40,41 @@ class KimiDeltaAttention(Mixer):
         module = self.module
         shape = (module.num_heads, module.head_dim, module.head_dim)
         return window_spec(module.conv1d), StateSpec(shape, torch.float32)
+
+    @property
+    def parts(self) -> RecurrentParts:
+        module, gate = self.module, self.module.forget_gate
+        size: int = module.num_heads * module.head_dim
+        gates_up = getattr(module, "g_b_proj", None)
+        gates = module.g_proj if gates_up is None else module.g_a_proj
+        linears = module.q_proj, module.k_proj, module.v_proj, gates, module.b_proj, gate.f_a_proj
+        return RecurrenceParts(
+            inputs=tuple(RowsOfLinear.all_of(linear) for linear in linears),
+            input_scale=None,
+            convolution=module.conv1d,
+            activation=ACT2FN[module.activation],
+            is_delta=True,
+            num_key_heads=module.num_heads,
+            num_value_heads=module.num_heads,
+            key_size=module.head_dim,
+            value_size=module.head_dim,
+            query_first=0,
+            key_first=size,
+            value_first=2 * size,
+            query_scale=module.head_dim**-0.5,
+            decay=-gate.A_log.float().exp().flatten(),
+            time_bias=gate.dt_bias.float(),
+            time_limits=(0.0, math.inf),
+            most_rate=1.0,
+            skip=None,
+            norm=GatedNorm(
+                *(module.o_norm.weight, module.o_norm.variance_epsilon, module.head_dim, False),
+                is_sigmoid=True,
+            ),
+            output=module.o_proj,
+            gates_up=gates_up,
+            times_up=gate.f_b_proj,
+        )
 
     def mix(
         self, hidden: torch.Tensor, rows: RecurrentRows, pool: Sequence[torch.Tensor]

@@ -66,7 +66,7 @@ class ShortConvolutionParts:
 
 @dataclass(frozen=True, slots=True)
 class GatedNorm:
-    """An RMS norm of a recurrence's outputs, times SiLU of the gate."""
+    """An RMS norm of a recurrence's outputs, times SiLU or the sigmoid of the gate."""
 
     weight: torch.Tensor  # [values], or of one head
     epsilon: float
@@ -74,6 +74,7 @@ class GatedNorm:
     """Number of values that are normalised together."""
     gates_first: bool
     """Whether the values are multiplied by the gate before the norm."""
+    is_sigmoid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class RecurrenceParts:
 
     inputs: tuple[RowsOfLinear, ...]
     """Outputs of linear layers: the channels of the convolution; a gate for each value; in the
-    delta rule, an update rate for each value head; a time step for each value head."""
+    delta rule, an update rate for each value head; a time step for each value head, or with
+    `has_key_decays` for each number of its keys."""
     input_scale: torch.Tensor | None  # of these outputs
     convolution: nn.Conv1d
     activation: Any
@@ -98,7 +100,7 @@ class RecurrenceParts:
     value_first: int
     query_scale: float
     decay: torch.Tensor  # [value heads]; a token decays the state by exp(decay * time)
-    time_bias: torch.Tensor  # [value heads], added to the time step before softplus
+    time_bias: torch.Tensor  # a number for each time step, added to the time step before softplus
     time_limits: tuple[float, float]
     most_rate: float
     """The factor of the sigmoid that gives the delta rule's update rate."""
@@ -106,6 +108,15 @@ class RecurrenceParts:
     norm: GatedNorm | None
     """The norm of the outputs. None: the outputs are only multiplied by SiLU of the gate."""
     output: nn.Linear
+    gates_up: nn.Linear | None = None
+    """If not None, it computes the gates from the numbers in `inputs`."""
+    times_up: nn.Linear | None = None
+    """If not None, it computes the time steps from the numbers in `inputs`."""
+
+    @property
+    def has_key_decays(self) -> bool:
+        """Whether each number of a head's keys has a time step and so a decay."""
+        return len(self.time_bias) > self.num_value_heads
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
@@ -114,7 +125,8 @@ class RecurrenceParts:
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
-        return *self.projections, self.output
+        further = (self.gates_up, self.times_up)
+        return *self.projections, self.output, *(each for each in further if each is not None)
 
 
 RecurrentParts = ShortConvolutionParts | RecurrenceParts

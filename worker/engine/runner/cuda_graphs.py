@@ -23,6 +23,7 @@ from promptq.worker.engine.attention.packed_step import Lists, PackedStep
 from promptq.worker.engine.attention.step_buffers import StepBuffers, StepKind
 from promptq.worker.engine.attention.types import StepLayout
 from promptq.worker.engine.device.memory import bytes_held
+from promptq.worker.engine.recurrent.state_pool import StatePool
 from promptq.worker.engine.sampling.temperature_and_choice import DRAWS, Chosen
 
 MAX_GRAPH_SIZE = 256
@@ -99,8 +100,11 @@ class GraphedModel:
         device: torch.device,
         choose: Choose | None = None,
         stream: torch.cuda.Stream | None = None,
+        states: StatePool | None = None,
     ) -> None:
+        """`states` are those of the model's recurrent layers."""
         self.plain = model
+        self._states = states
         self._choose = choose
         self._stream = stream
         self._buffers = StepBuffers(
@@ -128,8 +132,11 @@ class GraphedModel:
         kind = self._kind(step.layout, len(rows))
         if kind is None:
             return self.plain.logits(step, rows), None
-        self._buffers.fill(step, rows, kind)
+        entries = None if self._states is None else self._states.begin(step.items).table
+        self._buffers.fill(step, rows, kind, entries)
         logits, chosen = self._runs[kind]()
+        if self._states is not None:
+            self._states.finish(step.items)
         if chosen is not None:
             token_ids, is_sound = chosen
             chosen = token_ids[: len(rows)], is_sound[: len(rows)]

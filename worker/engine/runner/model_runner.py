@@ -174,6 +174,7 @@ class ModelRunner:
             device=self.device,
             choose=choose_tokens,
             stream=new_stream(),
+            states=self.states,
         )
 
     def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:

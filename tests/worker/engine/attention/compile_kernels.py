@@ -39,10 +39,12 @@ from promptq.worker.engine.decoders.kernels.fp8_product import rounded
 from promptq.worker.engine.decoders.kernels.gated_norm import gated_norm
 from promptq.worker.engine.decoders.kernels.grouped_product import GroupedProduct, Groups
 from promptq.worker.engine.decoders.kernels.heads import HeadNorms, place_heads
+from promptq.worker.engine.decoders.kernels.latent import FusedLatentAttention
 from promptq.worker.engine.decoders.kernels.norm import add_norm, norm_columns
 from promptq.worker.engine.decoders.kernels.quantized_product import FEW_ROWS, QuantizedProduct
 from promptq.worker.engine.decoders.kernels.scan import Scan
 from promptq.worker.engine.decoders.kernels.sequences import StepSequences
+from promptq.worker.engine.decoders.latent_parts import LatentAttention
 from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS
 from promptq.worker.engine.decoders.norm_parts import RMS_NORM, Norm, NormFormula
 from promptq.worker.engine.decoders.rotation_parts import RotationTables
@@ -77,9 +79,9 @@ class NoDriver:
 
 
 def described(name: str, compiled: Any) -> dict[str, Any]:
-    """`kernel`, `shared` bytes, `registers` a thread, `stack` bytes of spilled registers, `loop`:
-    the instructions of the product's longest loop, `waits`: how many reads may be under way at each
-    wait for reads, and `buffers`: how many tiles each buffer in shared memory holds."""
+    """`kernel`, `shared` bytes, `registers` a thread, `stack` bytes of spilled registers, `warps`,
+    `loop`: the instructions of the product's longest loop, `waits`: how many reads may be under way
+    at each wait for reads, and `buffers`: how many tiles each buffer in shared memory holds."""
     code = compiled.asm["cubin"]
     registers, stack = re.findall(r"\b(?:REG|STACK):(\d+)", _dump(code, "--dump-resource-usage"))
     text = compiled.asm["ttgir"]
@@ -88,6 +90,7 @@ def described(name: str, compiled: Any) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "registers": int(registers),
         "stack": int(stack),
+        "warps": compiled.metadata.num_warps,
         # To print the instructions takes as long as to compile a kernel.
         "loop": _longest_loop(_dump(code, "--dump-sass")) if name == "_product_kernel" else None,
         "waits": [int(num) for num in re.findall(r"async_wait.*\{num = (\d+)", text)],
@@ -142,6 +145,9 @@ def main() -> None:
         case = Case(step, shape, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
         sinks = None if softcap is None else case.sinks
         case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
+    latent = Shape(64, 1, 64, 512, is_latent=True)  # of DeepSeek-V3 on two cards
+    case = Case(step, latent, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
+    case.attend(TritonPaged(), Scoring(0.1, Pattern("full")))
     if architecture >= 90:
         in_fp8, cpu = torch.float8_e4m3fn, torch.device("cpu")
         case = Case(step, plain[0], dtype=torch.bfloat16, kept=in_fp8, device=cpu, seed=1)
@@ -210,6 +216,7 @@ def fused_variants() -> list[list[Callable[[], Any]]]:
             partial(place, 0, False, None, False),
             partial(place, 32, False, GEMMAS_NORM, False, is_gated=True),
         ],
+        [partial(place_latent, is_interleaved) for is_interleaved in (True, False)],
         [
             partial(Activation(name, is_gated, is_interleaved, limits), empty(2, 6 * HIDDEN))
             for name, is_gated, is_interleaved, limits in (
@@ -260,11 +267,16 @@ def recurrent_variants() -> list[list[Callable[[], Any]]]:
     """Of each kernel for recurrent layers, with the sizes of Qwen3-Next first."""
     qwen, granite = RecurrentSize(16, 32, 128, 128), RecurrentSize(1, 48, 128, 64)
     sizes = (qwen, True), (granite, False), (RecurrentSize(1, 32, 256, 64), False)  # Falcon-H1
+    kimi = partial(scan, RecurrentSize(32, 32, 128, 128), True, has_key_decays=True)
     of_head, of_row = (GatedNorm(empty(size), 1e-6, size, False) for size in (SIZE, HIDDEN))
     return [
         [partial(convolve_rows, False, 4, False), partial(convolve_rows, True, 3, True)],
         *(
-            [partial(scan, size, is_delta, num_rows) for size, is_delta in sizes]
+            [
+                *(partial(scan, size, is_delta, num_rows) for size, is_delta in sizes),
+                partial(kimi, num_rows),
+                *(partial(scan, *size, num_rows, dtype=torch.float32) for size in sizes),
+            ]
             for num_rows in (1, 5)
         ),
         [
@@ -284,7 +296,7 @@ class RecurrentSize(NamedTuple):
 def sequences(num_rows: int) -> StepSequences:
     """A sequence that decodes, or has a chunk."""
     table, owner = torch.zeros(5, 1, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int64)
-    return StepSequences(table, owner, int(num_rows == 1))
+    return StepSequences(table, owner, int(num_rows == 1), int(num_rows > 1))
 
 
 def convolution(channels: int, size: int, has_bias: bool) -> torch.nn.Conv1d:
@@ -303,14 +315,21 @@ def convolve_rows(is_gated: bool, size: int, has_bias: bool) -> None:
     )
 
 
-def scan(size: RecurrentSize, is_delta: bool, num_rows: int) -> None:
+def scan(
+    size: RecurrentSize,
+    is_delta: bool,
+    num_rows: int,
+    has_key_decays: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     of_keys = size.num_key_heads * size.key_size
     num_channels = 2 * of_keys + size.num_value_heads * size.value_size
     per_head = torch.zeros(size.num_value_heads)
+    num_times = size.num_value_heads * (size.key_size if has_key_decays else 1)
     parts = RecurrenceParts(
         inputs=(),
         input_scale=None,
-        convolution=convolution(num_channels, 4, False),
+        convolution=convolution(num_channels, 4, False).to(dtype),
         activation=None,
         is_delta=is_delta,
         **size._asdict(),
@@ -319,7 +338,7 @@ def scan(size: RecurrentSize, is_delta: bool, num_rows: int) -> None:
         value_first=2 * of_keys,
         query_scale=0.1,
         decay=per_head,
-        time_bias=per_head,
+        time_bias=torch.zeros(num_times),
         time_limits=(0.0, math.inf),
         most_rate=1.0,
         skip=None if is_delta else per_head,
@@ -327,8 +346,9 @@ def scan(size: RecurrentSize, is_delta: bool, num_rows: int) -> None:
         output=torch.nn.Linear(1, 1),
     )
     states = torch.zeros(3, size.num_value_heads, size.key_size, size.value_size)
-    convolved = empty(num_rows, num_channels)
-    Scan(parts)(convolved, convolved[:, -2 * size.num_value_heads :], states, sequences(num_rows))
+    convolved = empty(num_rows, num_channels).to(dtype)
+    rates = convolved[:, -size.num_value_heads - num_times :]
+    Scan(parts)(convolved, rates, states, sequences(num_rows))
 
 
 def place(
@@ -348,6 +368,25 @@ def place(
     of_gates = NUM_HEADS * SIZE if is_gated else 0
     qkv = empty(2, QKV_SIZE + of_gates)
     place_heads(qkv, places, tables, norms, cache, layout, is_gated=is_gated)
+
+
+def place_latent(is_interleaved: bool) -> None:
+    """With the sizes of DeepSeek-V3."""
+    num_heads, key_size, size, rank = 128, 128, 64, 512
+    inputs = torch.nn.Linear(HIDDEN, num_heads * (key_size + size)), torch.nn.Linear(HIDDEN, 576)
+    parts = LatentAttention(
+        *(inputs, None, None, norm(rank), torch.nn.Linear(rank, num_heads * 256), inputs[0]),
+        *(num_heads, key_size, size, 0.1, None, is_interleaved),
+    )
+    places = torch.zeros(2, dtype=torch.int64)
+    step: Any = SimpleNamespace(
+        positions=places[None],
+        layout=StepLayout(0, [], [], places.unsqueeze(1), places, places, 16),
+    )
+    cache = LayerCache(empty(4, 1, 16, size), empty(4, 1, 16, rank))
+    tables = RotationTables(empty(9, size // 2), empty(9, size // 2), is_interleaved)
+    layer = FusedLatentAttention(parts, tables, cache, Pattern("full"), TritonPaged())
+    layer.place(empty(2, num_heads, key_size + size), empty(2, rank + size), step)
 
 
 def add(width: int, before: NormFormula | None, after: NormFormula | None) -> None:

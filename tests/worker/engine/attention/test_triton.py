@@ -47,6 +47,7 @@ SHAPES = [
     Shape(4, 1, 16, 12, block_size=16),
     Shape(3, 3, 24, 40, block_size=5),
 ]
+LATENT_SHAPES = [Shape(4, 1, 8, 16, 4, is_latent=True), Shape(20, 1, 12, 40, 5, is_latent=True)]
 STEPS = {
     "decodes": [(70, 1), (24, 1), (17, 1), (8, 1), (1, 1)],
     "long decodes": [(600, 1), (130, 1), (5, 1)],
@@ -99,6 +100,15 @@ def test_keys_and_values_in_fp8(step: str, seed: int) -> None:
         expected = case.expected(Scoring(0.3, Pattern("sliding", 40)))
         assert off_by(output, expected) < TOLERANCE[torch.bfloat16], shape
         assert case.untouched()
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("step", STEPS)
+def test_latents(step: str, dtype: torch.dtype, seed: int) -> None:
+    """All heads read one latent, in several programs if the heads are many."""
+    for shape in LATENT_SHAPES:
+        assert_is_attention(step, shape, FULL, dtype, seed)
 
 
 def test_heads_without_groups(seed: int) -> None:
@@ -348,6 +358,7 @@ def test_kernels_compile(architecture: int, seed: int, pytestconfig: pytest.Conf
         "_draw_kernel",
         "_add_norm_kernel",
         "_place_heads_kernel",
+        "_place_latent_kernel",
         "_activation_kernel",
         "_choice_kernel",
         "_sort_kernel",
@@ -368,7 +379,8 @@ def test_kernels_compile(architecture: int, seed: int, pytestconfig: pytest.Conf
             assert min(launch["buffers"]) >= 2, launch
             assert max(launch["waits"]) >= 2, launch  # one tile's K and V
         if launch["kernel"] == "_decode_kernel":
-            assert PROGRAMS_PER_PROCESSOR * launch["shared"] <= SHARED_MEMORY[architecture], launch
+            at_once = PROGRAMS_PER_PROCESSOR * NUM_WARPS // launch["warps"]
+            assert at_once * launch["shared"] <= SHARED_MEMORY[architecture], launch
             assert min(launch["buffers"]) >= 1, launch
             threads = PROGRAMS_PER_PROCESSOR * NUM_WARPS * 32
             assert registers_of(launch, threads) <= 65_536, launch

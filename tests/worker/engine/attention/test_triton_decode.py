@@ -65,7 +65,7 @@ def test_bits_do_not_depend_on_other_rows(seed: int) -> None:
     layout = case.layout
     for row in (0, 1, 2, 63):
         roomy = DecodeWork([5000] * 3, DEVICE)
-        roomy.spans(span_list(FULL, shape.num_kv_heads, DEVICE))
+        roomy.spans(span_list(FULL, case.query, case.cache))
         roomy.fill([contexts[row]])
         for plans in ({}, {DECODE_WORK: roomy}):
             alone = replace(

@@ -16,7 +16,7 @@ from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.layer_parts import Layer, ModelParts, has_known_parts
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
-from tests.worker.engine.tiny_models import FAMILIES, NATIVE, make_model
+from tests.worker.engine.tiny_models import FAMILIES, FUSED_ALONE, NATIVE, make_model
 
 
 class OtherLinear(nn.Linear):
@@ -106,7 +106,7 @@ def test_an_unknown_part_is_named(reason: str, seed: int) -> None:
 def test_parts_are_known_before_weights_are_loaded(family: str) -> None:
     """Whether a saved format is kept is decided for a model without values."""
     model: Any = make_model(family)
-    assert has_known_parts(model.to("meta")) == (family in NATIVE)
+    assert has_known_parts(model.to("meta")) == (family in NATIVE | FUSED_ALONE)
 
 
 @pytest.mark.parametrize(

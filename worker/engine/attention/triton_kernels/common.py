@@ -24,6 +24,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
 
 MAX_KEYS_PER_TILE = 64
+MAX_LATENT_HEADS = 16
+"""The most heads of latent attention in a program: their sums are large."""
 _A_CARD = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 2}
 """The GPU's properties in the interpreter. With few processors, a program gets several parts."""
 
@@ -43,6 +45,32 @@ def rows_of(
 ) -> tl.tensor:
     """Returns the rows `place` of K or V [rows, SIZE], and zeros outside of `mask`."""
     return tl.load(cache + place[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def queries_of(
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    key_column: tl.tensor,
+    value_column: tl.tensor,
+    cache: tl.tensor,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    IS_LATENT: tl.constexpr,
+) -> tl.tuple:
+    """Returns the numbers of queries for K and, in latent attention, for V, in the dtype of the
+    cache if that has more than 8 bits. `rows` [rows, 1] are pointers."""
+    mask = is_row[:, None] & (key_column < KEY_SIZE)[None, :]
+    FIRST: tl.constexpr = VALUE_SIZE if IS_LATENT else 0
+    queries = tl.load(rows + FIRST + key_column[None, :], mask=mask, other=0.0)
+    for_values = queries
+    if IS_LATENT:
+        mask = is_row[:, None] & (value_column < VALUE_SIZE)[None, :]
+        for_values = tl.load(rows + value_column[None, :], mask=mask, other=0.0)
+    if cache.dtype.element_ty.primitive_bitwidth > 8:
+        dtype = cache.dtype.element_ty
+        queries, for_values = queries.to(dtype), for_values.to(dtype)
+    return queries, for_values
 
 
 @triton.jit
@@ -95,13 +123,19 @@ def as_kept(tile: tl.tensor, cache: tl.tensor) -> tl.tensor:
 def scores_of(
     query: tl.tensor,
     key: tl.tensor,
+    for_values: tl.tensor,
+    value: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
     HAS_SOFTCAP: tl.constexpr,
+    IS_LATENT: tl.constexpr,
 ) -> tl.tensor:
-    """Returns [queries, keys]: attention scores times log2(e), for a softmax with exp2."""
-    none = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
-    scores = dot(query, tl.trans(key), none) * scale
+    """Returns [queries, keys]: attention scores times log2(e), for a softmax with exp2. In latent
+    attention, values are the first part of keys, and `for_values` that of queries."""
+    scores = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
+    if IS_LATENT:
+        scores = dot(for_values, tl.trans(widened(value, query)), scores)
+    scores = dot(query, tl.trans(widened(key, query)), scores) * scale
     if HAS_SOFTCAP:  # tanh(x) is 2 sigmoid(2 x) - 1
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
     return scores * LOG2_E
@@ -131,6 +165,17 @@ def attend_tile(
 def padded(size: int) -> int:
     """Returns the tile size for `size`: a power of two, at least 16 as matrix products require."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def head_groups(num_heads: int, query_size: int, cache: LayerCache) -> tuple[int, bool]:
+    """Returns the number of query heads that a program computes together, and whether the cache
+    has latents: then queries have numbers for both K and V, and all heads read one KV head."""
+    _, num_kv_heads, _, key_size = cache.key.shape
+    is_latent = query_size > key_size
+    group = num_heads // num_kv_heads
+    if is_latent:
+        group = max(size for size in range(1, MAX_LATENT_HEADS + 1) if num_heads % size == 0)
+    return group, is_latent
 
 
 def pattern_arguments(pattern: Pattern) -> dict[str, int]:

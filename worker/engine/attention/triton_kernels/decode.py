@@ -20,9 +20,11 @@ from promptq.worker.engine.attention.triton_kernels.common import (
     MAX_KEYS_PER_TILE,
     attend_tile,
     block_ids,
+    head_groups,
     keys_per_tile,
     num_processors,
     padded,
+    queries_of,
     rows_of,
     scores_of,
     shared_memory_bytes,
@@ -63,13 +65,16 @@ def decode(
     scoring: Scoring,
 ) -> None:
     """Compute attention of `query` [num_sequences, num_heads, key_size], and write it to `output`.
+    For latents, see `head_groups`.
 
     `spans` is the key of the list to use in `work`. The contexts in this list include the query's
     token. A row with a context of 0 is padding, and its output is zero.
     """
-    _, num_heads, key_size = query.shape
-    _, num_kv_heads, block_size, value_size = cache.value.shape
-    group = num_heads // num_kv_heads
+    _, num_heads, query_size = query.shape
+    _, _, block_size, value_size = cache.value.shape
+    key_size = cache.key.shape[3]
+    group, is_latent = head_groups(num_heads, query_size, cache)
+    num_kv_heads = num_heads // group
     results = work.results(num_heads, num_kv_heads, value_size)
     head_tile, value_tile = triton.next_power_of_2(group), padded(value_size)
     # More keys would spill registers.
@@ -78,7 +83,9 @@ def decode(
         most //= 4
     elif itemsize < 2:  # 8-bit keys are converted in registers
         most //= 2
-    _decode_kernel[(num_programs(work.max_parts * num_kv_heads, query.device),)](
+    at_once = programs_per_processor(is_latent)
+    num_items = work.max_parts * num_kv_heads
+    _decode_kernel[(min(num_items, at_once * num_processors(query.device)),)](
         query,
         cache.key,
         cache.value,
@@ -97,6 +104,7 @@ def decode(
         num_kv_heads,
         HAS_SOFTCAP=scoring.softcap is not None,
         HAS_SINKS=scoring.sinks is not None,
+        IS_LATENT=is_latent,
         GROUP=group,
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
@@ -106,26 +114,30 @@ def decode(
         VALUE_TILE=value_tile,
         TOKEN_TILE=keys_per_tile(
             cache,
-            shared_memory_bytes(query.device) // PROGRAMS_PER_PROCESSOR - _BESIDE_TILES,
+            shared_memory_bytes(query.device) // at_once - _BESIDE_TILES,
             NUM_STAGES - 1,
             most,
         ),
         COMBINED_HEADS=head_tile,
         COMBINED_PARTS=min(MAX_PARTS, max(1, MAX_COMBINED // (head_tile * value_tile))),
-        num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS * PROGRAMS_PER_PROCESSOR // at_once,
         maxnreg=_MAX_REGISTERS,
         num_stages=NUM_STAGES,
     )
 
 
-def num_programs(num_items: int, device: torch.device) -> int:
-    """Returns the number of programs to launch: `num_items`, or fewer if fewer run in parallel."""
-    return min(num_items, PROGRAMS_PER_PROCESSOR * num_processors(device))
+def programs_per_processor(is_latent: bool) -> int:
+    """Returns the number of programs on a multiprocessor. Latents are larger than other values, so
+    half as many programs have twice the threads."""
+    return PROGRAMS_PER_PROCESSOR // 2 if is_latent else PROGRAMS_PER_PROCESSOR
 
 
-def span_list(pattern: Pattern, num_kv_heads: int, device: torch.device) -> SpanList:
+def span_list(pattern: Pattern, query: torch.Tensor, cache: LayerCache) -> SpanList:
     """Returns the key (for DecodeWork) of the work list for layers with this pattern."""
-    at_once = PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads
+    _, num_heads, size = query.shape
+    group, is_latent = head_groups(num_heads, size, cache)
+    programs = programs_per_processor(is_latent) * num_processors(query.device)
+    at_once = programs * group // num_heads
     return SpanList(pattern, max(1, at_once))
 
 
@@ -149,6 +161,7 @@ def _decode_kernel(
     num_kv_heads: tl.tensor,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -183,11 +196,9 @@ def _decode_kernel(
         head = kv_head * GROUP + in_group
 
         rows = query + sequence * query_row_stride + head[:, None] * query_head_stride
-        queries = tl.load(
-            rows + key_column[None, :], mask=is_head[:, None] & is_key_column, other=0.0
+        queries, for_values = queries_of(
+            rows, is_head, key_column, value_column, key_cache, KEY_SIZE, VALUE_SIZE, IS_LATENT
         )
-        if key_cache.dtype.element_ty.primitive_bitwidth > 8:
-            queries = queries.to(key_cache.dtype.element_ty)
         answer = output + (sequence * num_heads + head[:, None]) * VALUE_SIZE + value_column
         highest = tl.full((HEAD_TILE,), float("-inf"), dtype=tl.float32)
         weight = tl.zeros((HEAD_TILE,), dtype=tl.float32)
@@ -202,13 +213,16 @@ def _decode_kernel(
         for tile in range(first_token, last_token, TOKEN_TILE):
             token = tile + tl.arange(0, TOKEN_TILE)
             is_seen = token < last_token
-            cached = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+            line = block if IS_LATENT else block * num_kv_heads + kv_head
+            cached = line * BLOCK_SIZE + token % BLOCK_SIZE
             block = block_ids(table, token + TOKEN_TILE, last_token, BLOCK_SIZE)
             key = rows_of(key_cache, cached, key_column, is_seen[:, None] & is_key_column, KEY_SIZE)
             value = rows_of(
                 value_cache, cached, value_column, is_seen[:, None] & is_value_column, VALUE_SIZE
             )
-            scores = scores_of(queries, widened(key, queries), scale, softcap, HAS_SOFTCAP)
+            scores = scores_of(
+                queries, key, for_values, value, scale, softcap, HAS_SOFTCAP, IS_LATENT
+            )
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
             highest, weight, total = attend_tile(
                 scores, widened(value, queries), highest, weight, total

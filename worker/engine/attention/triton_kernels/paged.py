@@ -53,7 +53,7 @@ class TritonPaged(AttentionBackend):
         tables, num_decodes = layout.block_tables, layout.num_decodes
         if num_decodes:
             decodes = query[:num_decodes], output[:num_decodes]
-            spans = self._span_list(scoring.pattern, cache.value.shape[1], query.device)
+            spans = self._span_list(scoring.pattern, query, cache)
             layout.requested.spans.add(spans)
             self._decode(*decodes, cache, tables, _decode_work(layout), spans, scoring)
         if (chunks := _prefill_work(layout)) is not None:

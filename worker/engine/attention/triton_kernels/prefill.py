@@ -22,9 +22,11 @@ from promptq.worker.engine.attention.triton_kernels.common import (
     attend_tile,
     block_ids,
     first_visible,
+    head_groups,
     keys_per_tile,
     padded,
     pattern_arguments,
+    queries_of,
     rows_of,
     scores_of,
     shared_memory_bytes,
@@ -54,10 +56,12 @@ def prefill(
     scoring: Scoring,
 ) -> None:
     """Compute attention of the chunks in `query` [T, num_heads, key_size], into `output`. The cache
-    already has the K and V of the chunks."""
-    _, num_heads, key_size = query.shape
-    _, num_kv_heads, block_size, value_size = cache.value.shape
-    group = num_heads // num_kv_heads
+    already has the K and V of the chunks. For latents, see `head_groups`."""
+    _, num_heads, query_size = query.shape
+    _, _, block_size, value_size = cache.value.shape
+    key_size = cache.key.shape[3]
+    group, is_latent = head_groups(num_heads, query_size, cache)
+    num_kv_heads = num_heads // group
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     most_queries, most_keys = MAX_QUERY_TILE, MAX_KEYS_PER_TILE
     if max(key_size, value_size) > 128:
@@ -68,6 +72,8 @@ def prefill(
     is_widened = cache.key.element_size() == 1
     if max(key_size, value_size) > 128 or is_widened or architecture(query.device) < 90:
         most_keys //= 2
+    if is_latent:
+        most_keys = 16
     query_tile = max(padded(group), min(most_queries, padded(work.longest_chunk * group)))
     tiles = work.tiles(query_tile // group)
     _prefill_kernel[(tiles.shape[0], num_kv_heads)](
@@ -87,6 +93,7 @@ def prefill(
         **pattern_arguments(scoring.pattern),
         HAS_SOFTCAP=scoring.softcap is not None,
         HAS_SINKS=scoring.sinks is not None,
+        IS_LATENT=is_latent,
         GROUP=group,
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
@@ -100,7 +107,7 @@ def prefill(
             NUM_STAGES,
             most_keys,
         ),
-        num_warps=8 if query_tile >= 128 else 4,
+        num_warps=8 if query_tile >= 128 or is_latent else 4,
         num_stages=NUM_STAGES,
     )
 
@@ -124,6 +131,7 @@ def _prefill_kernel(
     PATTERN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -150,11 +158,16 @@ def _prefill_kernel(
     is_key_column = key_column[None, :] < KEY_SIZE
     is_value_column = value_column[None, :] < VALUE_SIZE
     rows = query + (first_row + offset) * query_row_stride + head * query_head_stride
-    queries = tl.load(
-        rows[:, None] + key_column[None, :], mask=is_query[:, None] & is_key_column, other=0.0
+    queries, for_values = queries_of(
+        rows[:, None],
+        is_query,
+        key_column,
+        value_column,
+        key_cache,
+        KEY_SIZE,
+        VALUE_SIZE,
+        IS_LATENT,
     )
-    if key_cache.dtype.element_ty.primitive_bitwidth > 8:
-        queries = queries.to(key_cache.dtype.element_ty)
 
     highest = tl.full((QUERY_TILE,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((QUERY_TILE,), dtype=tl.float32)
@@ -172,18 +185,22 @@ def _prefill_kernel(
         middle = (first_position + 1) // TOKEN_TILE * TOKEN_TILE
         for first_token in range(start, middle, TOKEN_TILE):
             token = first_token + tl.arange(0, TOKEN_TILE)
-            place = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+            line = block if IS_LATENT else block * num_kv_heads + kv_head
+            place = line * BLOCK_SIZE + token % BLOCK_SIZE
             block = block_ids(table, token + TOKEN_TILE, end, BLOCK_SIZE)
             key = rows_of(key_cache, place, key_column, is_key_column, KEY_SIZE)
             value = rows_of(value_cache, place, value_column, is_value_column, VALUE_SIZE)
-            scores = scores_of(queries, widened(key, queries), scale, softcap, HAS_SOFTCAP)
+            scores = scores_of(
+                queries, key, for_values, value, scale, softcap, HAS_SOFTCAP, IS_LATENT
+            )
             highest, weight, total = attend_tile(
                 scores, widened(value, queries), highest, weight, total
             )
     for first_token in range(middle, end, TOKEN_TILE):
         token = first_token + tl.arange(0, TOKEN_TILE)
         is_seen = token < end
-        place = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+        line = block if IS_LATENT else block * num_kv_heads + kv_head
+        place = line * BLOCK_SIZE + token % BLOCK_SIZE
         block = block_ids(table, token + TOKEN_TILE, end, BLOCK_SIZE)
         key = rows_of(key_cache, place, key_column, is_seen[:, None] & is_key_column, KEY_SIZE)
         value = rows_of(
@@ -196,7 +213,7 @@ def _prefill_kernel(
             visible = visible & (
                 token[None, :] // pattern_size == position[:, None] // pattern_size
             )
-        scores = scores_of(queries, widened(key, queries), scale, softcap, HAS_SOFTCAP)
+        scores = scores_of(queries, key, for_values, value, scale, softcap, HAS_SOFTCAP, IS_LATENT)
         scores = tl.where(visible, scores, float("-inf"))
         highest, weight, total = attend_tile(
             scores, widened(value, queries), highest, weight, total

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from promptq.worker.engine.attention.triton_kernels.common import dot
-from promptq.worker.engine.decoders.kernels.scan_tokens import inverse_lengths, rates_of
+from promptq.worker.engine.decoders.kernels.scan_tokens import inverse_lengths, key_decays, rates_of
 from promptq.worker.engine.decoders.kernels.sequences import sequence_at
 
 
@@ -24,6 +24,36 @@ def solved(system: tl.tensor, wanted: tl.tensor, num_rows: tl.tensor) -> tl.tens
         taken = tl.sum(factors[:, None] * wanted, 0)
         wanted -= tl.where((row == index)[:, None], taken[None, :], 0.0)
     return wanted
+
+
+@triton.jit
+def decayed_products(q: tl.tensor, k: tl.tensor, decay: tl.tensor) -> tl.tuple:
+    """Returns the products of keys, and of queries with keys, if each number of the keys has a
+    decay: the logarithms [rows, keys].
+
+    All four results: for each row j, the products with the keys of rows i; for each row i, the
+    products of its query with the keys of rows j; the decays up to each row, and after each row
+    [rows, keys]. Between rows j and i, each number decays. Only pairs with j <= i are not 0.
+    """
+    SIZE: tl.constexpr = q.shape[0]
+    row = tl.arange(0, SIZE)
+    q, k = q.to(tl.float32), k.to(tl.float32)
+    system, scores = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
+    between, to_end = tl.zeros(decay.shape, tl.float32), tl.zeros(decay.shape, tl.float32)
+    for index in range(SIZE):
+        # Sums of decays after the row up to each later one. They grow from one row to the one
+        # before, because differences would lose too many bits.
+        is_its = row == SIZE - 1 - index
+        is_later = (row >= SIZE - 1 - index)[:, None]
+        its_key = tl.sum(tl.where(is_its[:, None], k, 0.0), 0)
+        its_decay = tl.sum(tl.where(is_its[:, None], decay, 0.0), 0)
+        decayed = tl.where(is_later, tl.exp(between), 0.0) * its_key[None, :]
+        system = tl.where(is_its[:, None], tl.sum(decayed * k, 1)[None, :], system)
+        scores = tl.where(is_its[None, :], tl.sum(decayed * q, 1)[:, None], scores)
+        last = tl.sum(tl.where((row == SIZE - 1)[:, None], between, 0.0), 0)
+        to_end = tl.where(is_its[:, None], last[None, :], to_end)
+        between += tl.where(is_later, its_decay[None, :], 0.0)
+    return system, scores, tl.exp(between), tl.exp(to_end)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])  # it differs from step to step
@@ -54,6 +84,7 @@ def chunked_scan_kernel(
     VALUE_TILE: tl.constexpr,
     IS_DELTA: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    HAS_KEY_DECAYS: tl.constexpr,
     PIECE: tl.constexpr,
 ) -> None:
     """Each Triton program computes one chunk, for one value head and one tile of state columns.
@@ -64,6 +95,8 @@ def chunked_scan_kernel(
     NUM_TILES: tl.constexpr = (VALUE_SIZE + VALUE_TILE - 1) // VALUE_TILE
     index = num_sequences - 1 - tl.program_id(0)  # the last chunks are the longest
     read, written, first, count, known = sequence_at(table, index, num_sequences)
+    if count < 2:  # in a padded step
+        return
     head, tile = tl.program_id(1) // NUM_TILES, tl.program_id(1) % NUM_TILES
     row, key = tl.arange(0, PIECE), tl.arange(0, KEY_TILE)
     value = tile * VALUE_TILE + tl.arange(0, VALUE_TILE)
@@ -112,20 +145,42 @@ def chunked_scan_kernel(
         )
         # Sums of decays after a row (column) up to this one. Differences would lose too many bits.
         of_later = tl.where(is_later, decay[:, None], 0.0)
-        between = tl.where(is_seen, tl.exp(tl.cumsum(of_later, 0)), 0.0)
-        from_begin = tl.exp(tl.cumsum(decay, 0))
-        to_end = tl.exp(tl.sum(of_later, 0))
+        from_begin, to_end = tl.exp(tl.cumsum(decay, 0)), tl.exp(tl.sum(of_later, 0))
+        whole = tl.exp(tl.sum(decay, 0))
+        if HAS_KEY_DECAYS:
+            decay = key_decays(
+                (rates + line * rate_stride)[:, None],
+                biases,
+                decays,
+                is_row[:, None] & is_key[None, :],
+                head,
+                key,
+                least_time,
+                most_time,
+                NUM_HEADS,
+                KEY_SIZE,
+            )
+            system, scores, from_begin, to_end = decayed_products(q, k, decay)
+            whole = tl.exp(tl.sum(decay, 0))[:, None]
+            q, old_k = (q * from_begin).to(k.dtype), (k * from_begin).to(k.dtype)
+            k = (k * to_end).to(k.dtype)
+            from_begin = tl.full((PIECE,), 1.0, tl.float32)
+            to_end = from_begin
+        else:
+            between = tl.where(is_seen, tl.exp(tl.cumsum(of_later, 0)), 0.0)
+            scores, old_k = dot(q, tl.trans(k), no_scores) * between, k
+            system = scores
+            if IS_DELTA:
+                system = dot(k, tl.trans(k), no_scores) * tl.trans(between)
 
         change, rounded = v * rate[:, None], state.to(k.dtype)
         if IS_DELTA:
-            old = dot(k, rounded, no_values)
+            old = dot(old_k, rounded, no_values)
             change -= (rate * key_scale * from_begin)[:, None] * old
             # Row j has what each later row i takes from the change of j.
-            system = dot(k, tl.trans(k), no_scores) * tl.trans(between)
             system *= (rate * key_scale)[None, :] * key_scale[:, None]
             system = tl.where(row[:, None] < row[None, :], system, 0.0)
             change = solved(system, change, end - begin)
-        scores = dot(q, tl.trans(k), no_scores) * between
         scores *= scale[:, None] * key_scale[None, :]
         result = dot(q, rounded, no_values) * (scale * from_begin)[:, None]
         result = dot(scores.to(k.dtype), change.to(k.dtype), result)
@@ -133,7 +188,7 @@ def chunked_scan_kernel(
             result += tl.load(skips + head) * v
         target = output + (line * NUM_HEADS * VALUE_SIZE)[:, None] + head * VALUE_SIZE
         tl.store(target + value[None, :], result, mask=is_number)
-        state *= tl.exp(tl.sum(decay, 0))
+        state *= whole
         change *= (key_scale * to_end)[:, None]
         state = dot(tl.trans(k), change.to(k.dtype), state)
         if piece == known_pieces - 1:

@@ -14,6 +14,7 @@ from promptq.worker.engine.decoders.kernels.activation import TILE, Activation
 from promptq.worker.engine.decoders.kernels.grouped_product import GroupedProduct, Groups
 from promptq.worker.engine.decoders.kernels.linear import Product, joined_weights
 from promptq.worker.engine.decoders.norm_parts import require
+from promptq.worker.engine.device.expert_weights import input_weights
 from promptq.worker.engine.quantization.modules import QuantizedExperts
 from promptq.worker.engine.quantization.weight import QuantizedWeight
 
@@ -31,23 +32,24 @@ class Experts:
         fused: Any = parts.fused
         plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
         biases = (plain.gate_up_proj_bias, plain.down_proj_bias) if plain.has_bias else (None, None)
-        is_interleaved = not plain.is_concatenated
+        is_interleaved = plain.has_gate and not plain.is_concatenated
         weights: tuple[torch.Tensor | QuantizedWeight, torch.Tensor | QuantizedWeight]
         if isinstance(fused, QuantizedExperts):
             weights = joined_experts(fused)
             if is_interleaved and biases[0] is not None:
                 biases = torch.cat([biases[0][:, ::2], biases[0][:, 1::2]], 1), biases[1]
             is_interleaved = False
-        elif plain.is_transposed:
-            weights = plain.gate_up_proj.transpose(1, 2), plain.down_proj.transpose(1, 2)
         else:
-            weights = plain.gate_up_proj, plain.down_proj
+            inputs, down = input_weights(plain), plain.down_proj
+            if plain.is_transposed:
+                inputs, down = inputs.transpose(1, 2), down.transpose(1, 2)
+            weights = inputs, down
         self._inputs, self._down = (
             GroupedProduct(weight, self._routing.num_experts, bias)
             for weight, bias in zip(weights, biases, strict=True)
         )
         self._activation = Activation(
-            parts.activation, is_interleaved=is_interleaved, limits=parts.limits
+            parts.activation, parts.is_gated, is_interleaved, parts.limits
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,13 @@ from transformers import PreTrainedModel
 
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring
+from promptq.worker.engine.attention.types import (
+    PREFILL_WORK,
+    LayerCache,
+    LayerSpec,
+    Pattern,
+    Scoring,
+)
 from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.base import Decoder, Placement
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
@@ -29,12 +35,20 @@ from promptq.worker.engine.decoders.kernels.activation import Activation
 from promptq.worker.engine.decoders.kernels.experts import Experts, joined_experts
 from promptq.worker.engine.decoders.kernels.fp8_product import FP8Product
 from promptq.worker.engine.decoders.kernels.heads import HeadNorms, place_heads
+from promptq.worker.engine.decoders.kernels.latent import FusedLatentAttention
 from promptq.worker.engine.decoders.kernels.linear import Product, fused
 from promptq.worker.engine.decoders.kernels.norm import add_norm, norm_columns
 from promptq.worker.engine.decoders.kernels.quantized_product import QuantizedProduct
 from promptq.worker.engine.decoders.kernels.recurrent import recurrent_layer
 from promptq.worker.engine.decoders.kernels.sequences import StepSequences
-from promptq.worker.engine.decoders.layer_parts import MLP, Layer, ModelParts, Recurrent
+from promptq.worker.engine.decoders.latent_parts import LatentAttention
+from promptq.worker.engine.decoders.layer_parts import (
+    MLP,
+    Attending,
+    Layer,
+    ModelParts,
+    Recurrent,
+)
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
@@ -155,13 +169,16 @@ class FusedDecoder(Decoder):
         attended = zip(placement.caches, placement.patterns, strict=True)
         states = iter(self.states.tensors if self.states else ())
 
-        def kernels_of(part: Attention | Recurrent) -> _Mixer:
+        def kernels_of(part: Attending | Recurrent) -> _Mixer:
             if isinstance(part, Recurrent):
                 return _Recurrent(part, next(states))
             rotation = part.rotation
             if rotation is not None and rotation not in tables:
                 tables[rotation] = rotation.tables(placement.max_length, parts.norm.weight)
-            return _Attention(part, tables[rotation], *next(attended), backend)
+            if isinstance(part, Attention):
+                return _Attention(part, tables[rotation], *next(attended), backend)
+            latent = FusedLatentAttention(part, tables[rotation], *next(attended), backend)
+            return lambda x, rows: latent(x, rows.step)
 
         self._layers = [
             _Layer(
@@ -204,8 +221,7 @@ class FusedDecoder(Decoder):
 
     def _last_sum(self, step: PackedStep) -> _Sum:
         """Returns the sum after the last layer, whose two terms are not added yet."""
-        sequences = StepSequences.of(self.states.begin(step.items)) if self.states else None
-        rows = _Rows(step, sequences)
+        rows = _Rows(step, self._sequences(step))
         hidden = self._parts.embedding(step.input_ids[0])
         if self._embedding_scale != 1.0:
             hidden.mul_(self._embedding_scale)
@@ -225,15 +241,32 @@ class FusedDecoder(Decoder):
                 update = layer.mlp(normed if parts.is_parallel else inner)
                 after, scale = parts.after_mlp, parts.mlp_scale
         assert update is not None  # there is a layer
-        if self.states is not None:
+        if self.states is not None and step.entries is None:
             self.states.finish(step.items)
         return _Sum(hidden, update, after, scale)
+
+    def _sequences(self, step: PackedStep) -> StepSequences | None:
+        if self.states is None:
+            return None
+        if step.entries is None:
+            return StepSequences.of(self.states.begin(step.items))
+        num_rows, has_chunks = step.input_ids.shape[1], PREFILL_WORK in step.layout.plans
+        return StepSequences.padded(step.entries, num_rows, has_chunks=has_chunks)
 
     @classmethod
     def takes(cls, weight: FewBits) -> bool:
         if isinstance(weight, FP8Weight):
             return FP8Product.takes(weight)
         return QuantizedProduct.takes(weight)
+
+    @classmethod
+    def cache_specs(cls, model: PreTrainedModel, specs: list[LayerSpec]) -> list[LayerSpec]:
+        mixers = [layer.mixer for layer in ModelParts.of(model, len(specs)).layers]
+        attending = [mixer for mixer in mixers if isinstance(mixer, Attending)]
+        return [
+            part.spec(spec) if isinstance(part, LatentAttention) else spec
+            for part, spec in zip(attending, specs, strict=True)
+        ]
 
     @classmethod
     def arrange(cls, model: PreTrainedModel) -> None:
@@ -262,7 +295,11 @@ def _dense(mlp: MLP | None) -> DenseMLP | None:
 def _joined_linears(layer: Layer) -> list[tuple[nn.Linear, ...]]:
     """Returns groups of linear layers. Each group is joined to one linear layer."""
     dense, recurrent = _dense(layer.mlp), layer.recurrent
-    joined = [layer.mixer.qkv] if isinstance(layer.mixer, Attention) else []
+    joined: list[tuple[nn.Linear, ...]] = []
+    if isinstance(layer.mixer, Attention):
+        joined.append(layer.mixer.qkv)
+    elif isinstance(layer.mixer, LatentAttention):
+        joined.append(layer.mixer.inputs)
     joined += [] if recurrent is None else [recurrent.parts.projections]
     return joined + ([] if dense is None else [dense.inputs])
 
@@ -270,8 +307,7 @@ def _joined_linears(layer: Layer) -> list[tuple[nn.Linear, ...]]:
 def _require_kernels(layer: Layer) -> None:
     if isinstance(layer.mixer, Attention):
         _require_kernels_of_attention(layer.mixer)
-    mlp, dense = layer.mlp, _dense(layer.mlp)
-    require(not isinstance(mlp, ExpertParts) or mlp.is_gated, "experts without gates")
+    dense = _dense(layer.mlp)
     require(layer.experts_beside is None, "experts beside an MLP")
     require(layer.input is None, "inputs of layers beside the hidden states")
     require(layer.output_scale == 1.0, "layers that scale the hidden states")

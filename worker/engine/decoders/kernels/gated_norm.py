@@ -1,4 +1,4 @@
-"""Computes the RMS norm of a recurrent layer's result, times SiLU of its gate, in one kernel."""
+"""Computes the RMS norm of a recurrent layer's result, with its gate, in one kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from promptq.worker.engine.recurrent.parts import GatedNorm
 
 
 def gated_norm(read: torch.Tensor, gates: torch.Tensor, norm: GatedNorm | None) -> torch.Tensor:
-    """Returns [T, values]: the norm of `read`, times SiLU of `gates`, rounded once to the dtype of
-    `gates`. `read` [T, values] is in fp32. `gates` [T, values] may be strided."""
+    """Returns [T, values]: the norm of `read`, times SiLU or the sigmoid of `gates`, rounded once to
+    the dtype of `gates`. `read` [T, values] is in fp32. `gates` [T, values] may be strided."""
     num_rows, num_values = read.shape
     group = num_values if norm is None else norm.group
     output = gates.new_empty(num_rows, num_values)
@@ -25,6 +25,7 @@ def gated_norm(read: torch.Tensor, gates: torch.Tensor, norm: GatedNorm | None) 
         gates.stride(0),
         HAS_NORM=norm is not None,
         GATES_FIRST=norm is not None and norm.gates_first,
+        IS_SIGMOID=norm is not None and norm.is_sigmoid,
         NUM_VALUES=num_values,
         NUM_WEIGHTS=group if norm is None else len(norm.weight),
         GROUP=group,
@@ -44,6 +45,7 @@ def _gated_norm_kernel(
     stride: tl.tensor,
     HAS_NORM: tl.constexpr,
     GATES_FIRST: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
     NUM_VALUES: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -56,7 +58,7 @@ def _gated_norm_kernel(
     place = row * NUM_VALUES + first + column
     x = tl.load(read + place, mask=within, other=0.0)
     gate = tl.load(gates + row * stride + first + column, mask=within, other=0.0).to(tl.float32)
-    gate *= tl.sigmoid(gate)
+    gate = tl.sigmoid(gate) if IS_SIGMOID else gate * tl.sigmoid(gate)
     if GATES_FIRST:
         x *= gate
     if HAS_NORM:

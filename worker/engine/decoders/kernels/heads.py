@@ -92,6 +92,38 @@ def place_heads(
 
 
 @triton.jit
+def partner_of(column: tl.tensor, PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr) -> tl.tuple:
+    """Returns whether a rotated column is the first of its pair, the pair, and the other column."""
+    if IS_INTERLEAVED:
+        is_first, pair = column % 2 == 0, column // 2
+        partner = tl.where(is_first, column + 1, column - 1)
+    else:
+        is_first = column < PAIRS
+        partner = tl.where(is_first, column + PAIRS, column - PAIRS)
+        pair = tl.minimum(column, partner)
+    return is_first, pair, partner
+
+
+@triton.jit
+def turned(
+    own: tl.tensor,
+    other: tl.tensor,
+    is_first: tl.tensor,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    turns: tl.tensor,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """Returns the columns `own` in fp32, rotated where `turns`. `other` are their partners, and
+    `cosines` and `sines` are pointers."""
+    cosine = tl.load(cosines, mask=turns, other=1.0).to(tl.float32)
+    sine = tl.load(sines, mask=turns, other=0.0).to(tl.float32)
+    straight = (own * cosine).to(DTYPE).to(tl.float32)
+    across = (tl.where(is_first, -other, other) * sine).to(DTYPE).to(tl.float32)
+    return (straight + across).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def _place_heads_kernel(
     qkv: tl.tensor,
     positions: tl.tensor,
@@ -139,14 +171,7 @@ def _place_heads_kernel(
         mean, rate = moments(own, within, epsilon, BEFORE, SIZE)
         own = normed(own, mean, rate, weights + column, biases + column, is_head, BEFORE, dtype)
     if PAIRS > 0:
-        # Each rotated column has a partner.
-        if IS_INTERLEAVED:
-            is_first, pair = column % 2 == 0, column // 2
-            partner = tl.where(is_first, column + 1, column - 1)
-        else:
-            is_first = column < PAIRS
-            partner = tl.where(is_first, column + PAIRS, column - PAIRS)
-            pair = tl.minimum(column, partner)
+        is_first, pair, partner = partner_of(column, PAIRS, IS_INTERLEAVED)
         turns = column < 2 * PAIRS
         is_turned = is_head & turns
         other = tl.load(source + partner, mask=is_turned, other=0.0).to(tl.float32)
@@ -155,21 +180,17 @@ def _place_heads_kernel(
                 other, mean, rate, weights + partner, biases + partner, is_turned, BEFORE, dtype
             )
         angle = tl.load(positions + row) * PAIRS + pair
-        cosine = tl.load(cosines + angle, mask=turns, other=1.0).to(tl.float32)
-        sine = tl.load(sines + angle, mask=turns, other=0.0).to(tl.float32)
-        straight = (own * cosine).to(dtype).to(tl.float32)
-        across = (tl.where(is_first, -other, other) * sine).to(dtype).to(tl.float32)
-        own = (straight + across).to(dtype).to(tl.float32)
+        own = turned(own, other, is_first, cosines + angle, sines + angle, turns, dtype)
     if AFTER:
         mean, rate = moments(own, within, epsilon, AFTER, SIZE)
         own = normed(own, mean, rate, weights + column, biases + column, is_head, AFTER, dtype)
-    turned = own.to(dtype)
+    placed = own.to(dtype)
 
     place = (row * (GROUP * NUM_KV_HEADS) + query_head) * SIZE + column
-    tl.store(query + place, turned, mask=is_query & within)
+    tl.store(query + place, placed, mask=is_query & within)
     block = tl.load(write_blocks + row)
     if block >= 0:
         line = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + tl.load(write_offsets + row)
         place = tl.broadcast_to(line * SIZE + column, (HEAD_TILE, TILE))
-        tl.store(key_cache + place, as_kept(turned, key_cache), mask=is_key & within)
+        tl.store(key_cache + place, as_kept(placed, key_cache), mask=is_key & within)
         tl.store(value_cache + place, as_kept(value, value_cache), mask=is_value & within)

@@ -36,7 +36,8 @@ def add_norm(
     scale: float = 1.0,
 ) -> torch.Tensor:
     """Compute `hidden += scale * after(update)` in place, for tensors [T, hidden size]. Returns
-    `before(hidden)`. If `before` is None, returns `hidden` itself."""
+    `before(hidden)`. If `before` is None, returns `hidden` itself. Without an update, `hidden` may
+    be some columns of a larger tensor."""
     if update is None and before is None:
         return hidden
     output = hidden if before is None else torch.empty_like(hidden)
@@ -67,6 +68,7 @@ def _add_norm(
         scale,
         output,
         hidden.stride(0),
+        output.stride(0),
         HAS_UPDATE=update is not None,
         HAS_SCALE=scale != 1.0,
         AFTER=code_of(after),
@@ -137,6 +139,7 @@ def _add_norm_kernel(
     scale: tl.tensor,
     output: tl.tensor,
     stride: tl.tensor,
+    output_stride: tl.tensor,
     HAS_UPDATE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     AFTER: tl.constexpr,
@@ -164,4 +167,4 @@ def _add_norm_kernel(
         mean, rate = moments(row, within, before_epsilon, BEFORE, SIZE)
         weights, biases = before_weight + column, before_bias + column
         row = normed(row, mean, rate, weights, biases, within, BEFORE, dtype)
-        tl.store(output + place, row, mask=within)
+        tl.store(output + index * output_stride + column, row, mask=within)

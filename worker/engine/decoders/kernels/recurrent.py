@@ -42,8 +42,14 @@ class Recurrence:
         self._scan, self._norm = Scan(parts), parts.norm
         places, device = places_of(parts), states.device
         num_channels = parts.convolution.weight.shape[0]
-        num_values = parts.num_value_heads * parts.value_size
-        sizes = [num_channels, num_values, len(places) - num_channels - num_values]
+        self._gates_up, self._times_up = (
+            None if linear is None else fused(linear) for linear in (parts.gates_up, parts.times_up)
+        )
+        self._num_rates = parts.num_value_heads
+        num_gates = parts.num_value_heads * parts.value_size
+        if parts.gates_up is not None:
+            num_gates = parts.gates_up.in_features
+        sizes = [num_channels, num_gates, len(places) - num_channels - num_gates]
         self._order: torch.Tensor | None = None
         """Indices that bring the projections' columns into the parts' order; None: they have that
         order."""
@@ -65,6 +71,11 @@ class Recurrence:
         if self._scale is not None:
             projected.mul_(self._scale)
         inputs, gates, rates = (projected[:, columns] for columns in self._columns)
+        if self._gates_up is not None:
+            gates = self._gates_up(gates.contiguous())
+        if self._times_up is not None:
+            rates, times = rates[:, : self._num_rates], rates[:, self._num_rates :]
+            rates = torch.cat([rates, self._times_up(times.contiguous())], dim=1)
         convolved = convolve(inputs, self._convolution, sequences, self._windows, is_gated=False)
         read = self._scan(convolved, rates, self._states, sequences)
         return self._output(gated_norm(read, gates, self._norm))

@@ -1,9 +1,11 @@
-"""Gated linear recurrences: Gated DeltaNet and Mamba 2 (see native/src/layers/scan.h).
+"""Gated linear recurrences: Gated DeltaNet, Kimi Delta Attention and Mamba 2 (see scan.h).
 
 A head has a state `S` [key size, value size]. A token with the query q, the key k, the value v, the
 decay a and the rate b reads `S''^T q` and changes the state:
 
     S' = a S    S'' = S' + k c^T    c = b (v - S'^T k) in the delta rule, otherwise c = b v
+
+In Kimi Delta Attention, each row of a state has its own decay.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from promptq.worker.engine.recurrent.parts import RecurrenceParts
 
 _VALUE_TILE = 32
 """The most columns of a state in one Triton program. Columns are independent."""
+DTYPES_IN_PIECES = {torch.bfloat16, torch.float16}
+"""The dtypes in which chunks are computed in pieces. In fp32, products would spill registers."""
 _PIECE = 16
 """The rows of a chunk that are computed at a time. More rows would spill registers."""
 
@@ -33,6 +37,7 @@ class Scan:
         key_tile = padded(parts.key_size)
         self._value_tile = min(_VALUE_TILE, padded(parts.value_size))
         self._num_programs = parts.num_value_heads * triton.cdiv(parts.value_size, self._value_tile)
+        self._num_warps = max(4, key_tile // 32)
         self._constants: dict[str, Any] = {
             "QUERY_FIRST": parts.query_first,
             "KEY_FIRST": parts.key_first,
@@ -46,6 +51,7 @@ class Scan:
             "VALUE_TILE": self._value_tile,
             "IS_DELTA": parts.is_delta,
             "HAS_SKIP": parts.skip is not None,
+            "HAS_KEY_DECAYS": parts.has_key_decays,
         }
 
     def __call__(
@@ -59,9 +65,10 @@ class Scan:
 
         `convolved` [T, channels] are queries, keys and values. `rates` are columns of a larger
         tensor: in the delta rule, an update rate for each value head; then always a time step for
-        each value head. `states` [entries, value heads, key size, value size] are in fp32.
+        each value head or for each number of its keys. `states` [entries, value heads, key size,
+        value size] are in fp32.
         """
-        parts, num_decodes = self._parts, sequences.num_decodes
+        parts = self._parts
         output = torch.empty(
             len(convolved),
             parts.num_value_heads * parts.value_size,
@@ -83,12 +90,13 @@ class Scan:
             parts.most_rate,
             parts.query_scale,
         )
-        if num_decodes:
-            decode_scan_kernel[(num_decodes, self._num_programs)](
-                *arguments, **self._constants, num_warps=4
+        in_pieces = convolved.dtype in DTYPES_IN_PIECES
+        if most := sequences.most_decodes if in_pieces else len(sequences):
+            decode_scan_kernel[(most, self._num_programs)](
+                *arguments, **self._constants, IS_DECODE=in_pieces, num_warps=self._num_warps
             )
-        if num_chunks := len(sequences) - num_decodes:
-            chunked_scan_kernel[(num_chunks, self._num_programs)](
+        if sequences.most_chunks and in_pieces:
+            chunked_scan_kernel[(sequences.most_chunks, self._num_programs)](
                 *arguments, **self._constants, PIECE=_PIECE, num_warps=8
             )
         return output

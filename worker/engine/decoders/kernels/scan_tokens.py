@@ -36,14 +36,45 @@ def rates_of(
     head's time step is also its update rate.
     """
     column = head + NUM_HEADS if IS_DELTA else head
-    time = tl.load(rates + column, mask=is_row, other=0.0).to(tl.float32)
-    time = softplus(time + tl.load(biases + head))
-    time = tl.where(is_row, tl.minimum(tl.maximum(time, least_time), most_time), 0.0)
+    time = times_of(rates + column, biases + head, is_row, least_time, most_time)
     rate = time
     if IS_DELTA:
         rate = tl.load(rates + head, mask=is_row, other=0.0).to(tl.float32)
         rate = tl.where(is_row, most_rate * tl.sigmoid(rate), 0.0)
     return time * tl.load(decays + head), rate
+
+
+@triton.jit
+def times_of(
+    numbers: tl.tensor,
+    biases: tl.tensor,
+    mask: tl.tensor,
+    least_time: tl.tensor,
+    most_time: tl.tensor,
+) -> tl.tensor:
+    """Returns the time steps for pointers to the model's numbers; 0 outside of `mask`."""
+    time = softplus(tl.load(numbers, mask=mask, other=0.0).to(tl.float32) + tl.load(biases))
+    return tl.where(mask, tl.minimum(tl.maximum(time, least_time), most_time), 0.0)
+
+
+@triton.jit
+def key_decays(
+    rates: tl.tensor,
+    biases: tl.tensor,
+    decays: tl.tensor,
+    mask: tl.tensor,
+    head: tl.tensor,
+    key: tl.tensor,
+    least_time: tl.tensor,
+    most_time: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Returns the logarithms of the decays of each number of a head's keys: [rows, keys], 0 outside
+    of `mask`. `rates` [rows, 1] points to each row's update rates, which the time steps follow."""
+    column = head * KEY_SIZE + tl.where(key < KEY_SIZE, key, 0)[None, :]
+    times = times_of(rates + NUM_HEADS + column, biases + column, mask, least_time, most_time)
+    return times * tl.load(decays + head)
 
 
 @triton.jit

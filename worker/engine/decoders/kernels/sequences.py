@@ -16,19 +16,34 @@ class StepSequences:
     """The sequences of a step, for all recurrent layers. Built without waiting for the device."""
 
     table: torch.Tensor
-    """See `RecurrentRows.table`."""
+    """See `RecurrentRows.table`. Columns without rows pad the step."""
     owner: torch.Tensor
-    """[T], int64: the sequence of each row."""
-    num_decodes: int
+    """[T], int64: the sequence of each row; any sequence for a row that pads the step."""
+    most_decodes: int
+    """An upper bound of the number of sequences with one row. They come first in the table."""
+    most_chunks: int
+    """An upper bound of the number of other sequences. They come last."""
 
     @classmethod
     def of(cls, rows: RecurrentRows) -> StepSequences:
-        numbers = torch.arange(rows.table.shape[1], device=rows.table.device)
-        owner = torch.repeat_interleave(numbers, rows.table[3], output_size=rows.starts[-1])
-        return cls(rows.table, owner, rows.num_decodes)
+        num_chunks = rows.table.shape[1] - rows.num_decodes
+        return cls(rows.table, _owners(rows.table, rows.starts[-1]), rows.num_decodes, num_chunks)
+
+    @classmethod
+    def padded(cls, table: torch.Tensor, num_rows: int, *, has_chunks: bool) -> StepSequences:
+        """Returns the sequences of a padded step. Any of them may be a decode, or a chunk."""
+        most = table.shape[1]
+        return cls(table, _owners(table, num_rows), most, most if has_chunks else 0)
 
     def __len__(self) -> int:
         return self.table.shape[1]
+
+
+def _owners(table: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Returns `StepSequences.owner`. In the table, sequences are in the order of their rows."""
+    rows = torch.arange(num_rows, device=table.device)
+    owners = torch.searchsorted(table[2] + table[3], rows, right=True)
+    return owners.clamp_(max=table.shape[1] - 1)
 
 
 @triton.jit

@@ -128,7 +128,7 @@ def test_each_pair_is_multiplied_with_its_experts_weight(
 
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [*MIXTURES, "nemotron_h"])
 @torch.inference_mode()
 def test_each_familys_experts(family: str, bits: int | None, seed: int) -> None:
     """Whatever its router and its activation, and however its weights lie."""
@@ -138,7 +138,8 @@ def test_each_familys_experts(family: str, bits: int | None, seed: int) -> None:
         quantize_model(model, bits, 32)
     model.requires_grad_(False).to(DEVICE)
     layer = model.model.layers[-1]
-    mlp = layer.block_sparse_moe if family == "granitemoe" else layer.mlp
+    names = {"granitemoe": "block_sparse_moe", "nemotron_h": "mixer"}
+    mlp = getattr(layer, names.get(family, "mlp"))
     x = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     wanted = mlp(x)
     wanted = (wanted[0] if isinstance(wanted, tuple) else wanted)[0]

@@ -51,11 +51,13 @@ from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.load_check.comparison import LOW_PRECISION_TOLERANCE, TOLERANCE, off_by
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.backend_choice import own_decoders
+from promptq.worker.engine.model.draft_heads import head_spec
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.runner import load_runner
 from promptq.worker.engine.runner.load_runner import runner_of
 from tests.worker.engine.tiny_models import (
     FAMILIES,
+    FUSED_ALONE,
     LLAMA_SHAPED,
     NATIVE,
     VOCAB_SIZE,
@@ -67,19 +69,11 @@ BLOCK_SIZE = 4
 LENGTHS = (6, 2, 4)
 MAX_LENGTH = 16
 WITHOUT_KERNELS = {
-    "nemotron_h": "experts without gates",
     "gemma4_text": "norms of values",
     "apertus": "an activation with learned numbers",
 }
 """Parts of families that have no fused kernels."""
-FUSED = NATIVE - {*WITHOUT_KERNELS}
-WITHOUT_SOME_PARTS: dict[str, dict[str, Any]] = {
-    "nemotron_h": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
-    },
-}
-"""These families in models whose parts all have fused kernels."""
+FUSED = (NATIVE | FUSED_ALONE) - {*WITHOUT_KERNELS}
 TAKEN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 3, "num_key_value_heads": 1},
@@ -272,7 +266,7 @@ def test_no_weight_is_held_twice(seed: int) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NATIVE))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NATIVE - FUSED))
 def test_other_families_are_refused(family: str, seed: int) -> None:
     """With the reason."""
     model = make_model(family, seed)
@@ -289,6 +283,14 @@ def test_families_with_other_parts_are_refused(family: str, seed: int) -> None:
     caches: Any = [None] * sum(isinstance(mixer, Attention) for mixer in mixers)
     with pytest.raises(NotOfThisKindError, match=WITHOUT_KERNELS[family]):
         FusedDecoder(model, Placement(caches, caches, TritonPaged(), MAX_LENGTH))
+
+
+def test_of_latent_attention_the_cache_has_latents_alone(seed: int) -> None:
+    """A head's modules still attend with the recorded K and V."""
+    recorded = LayerSpec(4, 4, 16, 12, torch.float32, torch.float32)
+    specs = FusedDecoder.cache_specs(make_model("deepseek_v3", seed), [recorded] * 2)
+    assert [spec.bytes_per_token for spec in specs] == [4 * (16 + 8)] * 2
+    assert head_spec(specs) == recorded
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -335,10 +337,10 @@ def test_passes_the_check_at_load_in_bf16(seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.matrix(2)
-@pytest.mark.parametrize("family", sorted({*FUSED, *WITHOUT_SOME_PARTS}))
+@pytest.mark.parametrize("family", sorted(FUSED))
 def test_each_family_passes_the_check_at_load(family: str, seed: int) -> None:
     """With whatever parts its layers have."""
-    checked = check(make_model(family, seed, **WITHOUT_SOME_PARTS.get(family, {})))
+    checked = check(make_model(family, seed))
     assert (checked.decoder, checked.why_no_own_code) == (FusedDecoder, "")
 
 

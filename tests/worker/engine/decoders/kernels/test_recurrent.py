@@ -16,13 +16,15 @@ if find_spec("triton") is None:
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 
 from benchmarks.gpu.cases import poisoned_memory
+from benchmarks.gpu.models import PaddedModel
 from benchmarks.gpu.step_model import META, recorded
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import ScheduledSequence
-from promptq.worker.engine.decoders.kernels import linear
+from promptq.worker.engine.decoders.kernels import linear, scan
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder
 from promptq.worker.engine.decoders.kernels.recurrent import recurrent_layer
 from promptq.worker.engine.decoders.kernels.sequences import StepSequences
@@ -38,14 +40,21 @@ from tests.worker.engine.core.test_recovery import serve
 from tests.worker.engine.recurrent.test_recurrent import ONE_OF_EACH_KIND, mixed, sequences_of
 from tests.worker.engine.tiny_models import RECURRENT_FAMILIES, VOCAB_SIZE, generate, make_model
 
-WITH_KERNELS = sorted(RECURRENT_FAMILIES.keys() - {"kimi_linear"})
 LENGTHS = (1, 2, 40, 16, 17, 7)
 _TWO_LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL = {
     "qwen3_5_text": {**_TWO_LAYERS, "layer_types": ["linear_attention", "full_attention"]},
     "bamba": {**_TWO_LAYERS, "attn_layer_indices": [1]},
     "lfm2": {**_TWO_LAYERS, "layer_types": ["conv", "full_attention"]},
+    "kimi_linear": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
 }
+
+
+@pytest.fixture(autouse=True)
+def scans_in_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are computed in pieces also in fp32, in which they are easier to compare."""
+    if request.node.callspec.params.get("in_pieces", True):
+        monkeypatch.setattr(scan, "DTYPES_IN_PIECES", {torch.bfloat16, torch.float32})
 
 
 class FusedMixer(Mixer):
@@ -71,10 +80,11 @@ class FusedMixer(Mixer):
             return recurrent_layer(self._mixer.parts, pool)(hidden, StepSequences.of(rows))
 
 
-@pytest.mark.matrix(2)
-@pytest.mark.parametrize("family", WITH_KERNELS)
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "row by row"])
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 @torch.inference_mode()
-def test_any_cut_gives_the_librarys_output(family: str, seed: int) -> None:
+def test_any_cut_gives_the_librarys_output(family: str, in_pieces: bool, seed: int) -> None:
     """Chunks have several pieces, and steps fail."""
     torch.manual_seed(seed)
     mixer = mixers_of(make_model(family, seed).to(DEVICE))[-1]
@@ -109,10 +119,13 @@ def step(
 
 
 @pytest.mark.matrix(2)
+@pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "row by row"])
 @pytest.mark.parametrize("num_drafted", [1, 3, 20])
-@pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
+@pytest.mark.parametrize("family", [*ONE_OF_EACH_KIND, "kimi_linear"])
 @torch.inference_mode()
-def test_states_do_not_include_drafted_tokens(family: str, num_drafted: int, seed: int) -> None:
+def test_states_do_not_include_drafted_tokens(
+    family: str, num_drafted: int, in_pieces: bool, seed: int
+) -> None:
     """Outputs do, though there are more drafted rows than a piece has."""
     mixer = mixers_of(make_model(family, seed).to(DEVICE))[-1]
     first, rest = random_inputs(mixer, (5, 23), seed)
@@ -193,11 +206,13 @@ def test_launches_of_a_layer(family: str) -> None:
 
 
 @pytest.mark.matrix(1)
+@pytest.mark.parametrize("is_padded", [False, True], ids=["as they are", "padded"])
 @pytest.mark.parametrize("family", SMALL)
 def test_a_runner_makes_the_librarys_tokens(
-    family: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    family: str, is_padded: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks, after a shared prefix, and with drafts. The CPU is in the place of a card."""
+    """In chunks, after a shared prefix, and with drafts. The CPU is in the place of a card. CUDA
+    graphs run padded steps."""
     monkeypatch.setattr(load_runner, "backends_on", lambda *_: [TritonPaged()])
     monkeypatch.setattr(load_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
     rng = random.Random(seed)
@@ -211,6 +226,16 @@ def test_a_runner_makes_the_librarys_tokens(
     )
     runner = runner_of(LoadedModel("tiny", model, frozenset()), options)
     assert runner.why_no_own_code == ""
+    if is_padded:
+        runner.model = PaddedModel(
+            runner.model,
+            [StepKind(2), StepKind(4), StepKind(16, is_mixed=True)],
+            max_num_seqs=3,
+            max_model_len=18,
+            block_size=4,
+            device=DEVICE,
+            states=runner.states,
+        )
     drafts = SamplingParams(temperature=0.0, speculative_tokens=3)
     engine = LLMEngine(
         runner, max_num_seqs=3, max_num_batched_tokens=12, prefill_chunk=7, speculative_tokens=3
