@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from promptq.producer.admin.queue_stats import stats
 from promptq.producer.admin.request_fields import (
     EndedAttempt,
     ended_attempts,
@@ -75,6 +76,8 @@ class Timeline(BaseModel):
 
     request_id: str
     state: RequestState
+    waits_because: str = ""
+    """Why no worker claims the waiting request, with advice; empty if a worker may claim it."""
     payload: str
     tenant: str | None = None
     priority: int = 0
@@ -106,11 +109,13 @@ def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
     if state is RequestState.ACTIVE and worker:
         _, slots = yield statistics.slots(keys, worker)
         slot = next((each for each in slots if each.request_id == request_id), None)
+    because = (yield from stats(keys)).why_waiting() if state is RequestState.WAITING else ""
     last = yield from sliced(object_in_parts(record.get("last_event")), PAUSE)
     forked_at, _, forked_from = record.get("forked_from", "").partition(" ")
     result = Timeline(
         request_id=request_id,
         state=state,
+        waits_because=because,
         payload=record.get("payload", ""),
         tenant=record.get("tenant") or None,
         priority=_priority(record),

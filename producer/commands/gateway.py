@@ -10,6 +10,12 @@ from promptq.producer.commands.options import Redis
 from promptq.producer.gateway.server import run_gateway
 
 
+def _port(port: int | None) -> int | None:
+    if port is not None and not 0 <= port <= 65535:
+        raise typer.BadParameter(f"{port} is not a port from 0 to 65535")
+    return port
+
+
 def gateway(
     host: Annotated[
         str | None,
@@ -17,7 +23,12 @@ def gateway(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(metavar="PORT", help="Default: 8000; 0: any free one.", show_default=False),
+        typer.Option(
+            metavar="PORT",
+            callback=_port,  # `min` and `max` would make the help wider than a terminal
+            help="Default: 8000; 0: any free one.",
+            show_default=False,
+        ),
     ] = None,
     share_port: Annotated[
         bool | None,

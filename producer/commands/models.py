@@ -44,15 +44,25 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     from promptq.producer.commands.screens.render import num_workers_of, number, plain_table
     from promptq.producer.commands.screens.terminal import console_for_list
 
-    numbered = ("workers", "waiting", "active", "longest")
+    rows = [
+        {
+            "model": model.name,
+            "queue": view.queue,
+            "workers": num_workers_of(view),
+            "waiting": number(view.num_waiting),
+            "active": number(view.num_active),
+            "longest": number(view.max_model_len),
+            "also called": ", ".join(model.aliases),
+            "refuses": ", ".join(view.refused),
+        }
+        for model in listed
+        for view in model.queues
+    ]
     texts = ("model", "queue", "also called", "refuses")
-    table = plain_table(*texts[:2], *numbered, *texts[2:], left=texts)
-    for model in listed:
-        for view in model.queues:
-            counts = map(number, (view.num_waiting, view.num_active, view.max_model_len))
-            lists = (", ".join(model.aliases), ", ".join(view.refused))
-            cells = (model.name, view.queue, num_workers_of(view), *counts, *lists)
-            table.add_row(*(Text(printable(cell)) for cell in cells))
+    kept = [name for name in rows[0] if name not in texts[2:] or any(row[name] for row in rows)]
+    table = plain_table(*kept, left=texts)
+    for row in rows:
+        table.add_row(*(Text(printable(row[name])) for name in kept))
     console = console_for_list()
     console.print(table)
     for model in listed:

@@ -38,7 +38,9 @@ Target = Annotated[
     float,
     typer.Option("--target", min=0.001, help="How many seconds a request should wait at most."),
 ]
-Priority = Annotated[int | None, typer.Option(help="-1000 to 1000, lower runs sooner; default 0.")]
+Priority = Annotated[
+    int | None, typer.Option(min=-1000, max=1000, help="Lower runs sooner; default 0.")
+]
 Param = Annotated[
     list[str] | None, typer.Option(metavar="FIELD=JSON", help="Any other field of a request.")
 ]
