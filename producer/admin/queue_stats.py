@@ -64,8 +64,7 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
     waiting, delayed, active, dead, now_ms = numbers
     worker_ids = yield lookups.live_worker_ids(keys, now_ms)
     found = yield [lookups.worker_stats(keys, worker_id) for worker_id in worker_ids]
-    # None: the worker left between the two calls.
-    workers = [worker for worker in found if worker is not None]
+    workers = [worker for worker in found if worker is not None]  # None: it left meanwhile
     has_standby = lookups.is_later(standby_until, now_ms)
     return QueueStats(
         queue=keys.queue,

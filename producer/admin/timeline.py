@@ -109,13 +109,12 @@ def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
     if state is RequestState.ACTIVE and worker:
         _, slots = yield statistics.slots(keys, worker)
         slot = next((each for each in slots if each.request_id == request_id), None)
-    because = (yield from stats(keys)).why_waiting() if state is RequestState.WAITING else ""
     last = yield from sliced(object_in_parts(record.get("last_event")), PAUSE)
     forked_at, _, forked_from = record.get("forked_from", "").partition(" ")
     result = Timeline(
         request_id=request_id,
         state=state,
-        waits_because=because,
+        waits_because=(yield from stats(keys)).why_waiting() if state == "waiting" else "",
         payload=record.get("payload", ""),
         tenant=record.get("tenant") or None,
         priority=_priority(record),

@@ -38,8 +38,7 @@ def create(
         ),
     ] = None,
     weight: Annotated[
-        float | None,
-        typer.Option(min=0.000001, max=1e6, help="The tenant's weight in the queue."),
+        float | None, typer.Option(min=0.000001, max=1e6, help="The tenant's weight in the queue.")
     ] = None,
     highest_priority: Annotated[
         int,

@@ -44,25 +44,21 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     from promptq.producer.commands.screens.render import num_workers_of, number, plain_table
     from promptq.producer.commands.screens.terminal import console_for_list
 
-    rows = [
-        {
-            "model": model.name,
-            "queue": view.queue,
-            "workers": num_workers_of(view),
-            "waiting": number(view.num_waiting),
-            "active": number(view.num_active),
-            "longest": number(view.max_model_len),
-            "also called": ", ".join(model.aliases),
-            "refuses": ", ".join(view.refused),
-        }
-        for model in listed
-        for view in model.queues
-    ]
-    texts = ("model", "queue", "also called", "refuses")
-    kept = [name for name in rows[0] if name not in texts[2:] or any(row[name] for row in rows)]
-    table = plain_table(*kept, left=texts)
-    for row in rows:
-        table.add_row(*(Text(printable(row[name])) for name in kept))
+    rows = [(model, view) for model in listed for view in model.queues]
+    columns = {
+        "model": [model.name for model, _ in rows],
+        "queue": [view.queue for _, view in rows],
+        "workers": [num_workers_of(view) for _, view in rows],
+        "waiting": [number(view.num_waiting) for _, view in rows],
+        "active": [number(view.num_active) for _, view in rows],
+        "longest": [number(view.max_model_len) for _, view in rows],
+        "also called": [", ".join(model.aliases) for model, _ in rows],
+        "refuses": [", ".join(view.refused) for _, view in rows],
+    }
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    table = plain_table(*kept, left=("model", "queue", "also called", "refuses"))
+    for row in zip(*kept.values(), strict=True):
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console = console_for_list()
     console.print(table)
     for model in listed:

@@ -13,17 +13,11 @@ Redis = Annotated[
         "--redis",
         metavar="URL",
         help="Server to talk to; default: PROMPTQ_REDIS_URL, or the running `promptq up`.",
-        show_default=False,
     ),
 ]
 Queue = Annotated[
     str | None,
-    typer.Option(
-        "--queue",
-        metavar="NAME",
-        help="Queue; default: PROMPTQ_QUEUE, or `default`.",
-        show_default=False,
-    ),
+    typer.Option("--queue", metavar="NAME", help="Queue; default: PROMPTQ_QUEUE, or `default`."),
 ]
 DataDir = Annotated[
     Path | None,
@@ -31,7 +25,6 @@ DataDir = Annotated[
         "--data",
         metavar="DIR",
         help="Keep the embedded server's data here; default: nothing is kept.",
-        show_default=False,
     ),
 ]
 Target = Annotated[

@@ -130,15 +130,13 @@ def drain(
     with open_client(redis, queue) as client:
         draining = client.drain(worker)
         if worker is not None and not draining:
-            alive = ", ".join(one.worker_id for one in client.stats().workers)
-            others = f"; these are: {alive}" if alive else ", and no other"
-            raise RequestNotFoundError(f"no worker {worker!r} is alive{others}")
+            alive = ", ".join(one.worker_id for one in client.stats().workers) or "none"
+            raise RequestNotFoundError(f"no worker {worker!r} is alive; these are: {alive}")
     if as_json:
         write(json.dumps({"workers": draining}))
-    elif draining:
-        write("\n".join(f"{worker_id} finishes its requests and exits" for worker_id in draining))
-    else:
-        write("no worker is alive")
+        return
+    lines = [f"{worker_id} finishes its requests and exits" for worker_id in draining]
+    write("\n".join(lines) or "no worker is alive")
 
 
 def reprioritise(

@@ -25,18 +25,16 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.queue.request_queue import new_request_id
 from promptq.shared.runtime.printable import write
 
-_SET_BY_EMBED = (
+_SET_BY_EMBED = [
     *("prompt", "messages", "texts", "embed", "pooling", "normalize", "dimensions"),
     *("request_id", "timeout"),
-)
+]
 
 
 def submit(
     prompt: Annotated[
         str | None,
-        typer.Argument(
-            metavar="PROMPT", help="The prompt; default or -: standard input.", show_default=False
-        ),
+        typer.Argument(metavar="PROMPT", help="The prompt; default or -: standard input."),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of output tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
@@ -92,9 +90,8 @@ def submit(
         "priority": priority,
         "deadline_ms": deadline_ms,
     }
-    is_prompted = prompt is not None or chat or system is not None
-    prompts = ("prompt", "messages") if is_prompted else ()
-    fields = _fields(options, param, ("request_id", *prompts))
+    taken = ["prompt", "messages"] if prompt is not None or chat or system is not None else []
+    fields = _fields(options, param, ["request_id", *taken])
     if "prompt" not in fields and "messages" not in fields:
         fields |= _prompt_fields(prompt, chat, system)
     with open_client(redis, queue, model) as client:
@@ -125,12 +122,10 @@ def fork(
         int | None, typer.Option(min=-1000, max=1000, help="Default: the request's.")
     ] = None,
     param: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIELD=JSON", help="Any other field to change."),
+        list[str] | None, typer.Option(metavar="FIELD=JSON", help="Any other field to change.")
     ] = None,
     fork_id: Annotated[
-        str | None,
-        typer.Option("--id", metavar="ID", help="Id of the fork; default: a new one."),
+        str | None, typer.Option("--id", metavar="ID", help="Id of the fork; default: a new one.")
     ] = None,
     detach: Detach = False,
     as_json: EventsAsJson = False,
@@ -153,7 +148,7 @@ def fork(
         "seed": seed,
         "priority": priority,
     }
-    changes = _fields(options, param, ("request_id", "fork_id", "at", "append"))
+    changes = _fields(options, param, ["request_id", "fork_id", "at", "append"])
     fork_id = new_request_id() if fork_id is None else fork_id
     with open_client_of(redis, queue, request_id) as client:
         try:
@@ -168,9 +163,7 @@ def embed(
     texts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TEXT",
-            help="The texts; if they are left out or are -, standard input.",
-            show_default=False,
+            metavar="TEXT", help="The texts; if they are left out or are -, standard input."
         ),
     ] = None,
     pooling: Annotated[
@@ -271,9 +264,7 @@ def _prompt_fields(prompt: str | None, chat: bool, system: str | None) -> dict[s
     return {"messages": [*messages, {"role": "user", "content": prompt}]}
 
 
-def _fields(
-    options: dict[str, Any], params: list[str] | None, taken: tuple[str, ...]
-) -> dict[str, Any]:
+def _fields(options: dict[str, Any], params: Param, taken: list[str]) -> dict[str, Any]:
     """Returns a request's fields: those of `options` that are not None, and those of `--param`.
 
     Raises InvalidRequestError if a parameter is wrong, sets a field again, or is in `taken`.

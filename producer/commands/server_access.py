@@ -28,7 +28,6 @@ def url(
             max=65535,
             help="Print the address of the embedded server on this port, even if"
             " PROMPTQ_REDIS_URL is set.",
-            show_default=False,
         ),
     ] = None,
     wait: Annotated[

@@ -18,16 +18,14 @@ _UNKNOWN = "unknown"
 """Label for unknown paths and methods. With real names, any client could create time series."""
 POLLED = frozenset({"/healthz", "/health", "/readyz", "/metrics", "/scaling"})
 """Paths that monitoring systems poll."""
-_FILES = frozenset({"/", "/favicon.ico"})
-_FOLDER = "/dashboard/files/"
-"""Folder of the other files of the dashboard. A page loads about twenty."""
+_FILES = ("/favicon.ico", "/dashboard/files/")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 
 def _is_call(path: str) -> bool:
-    """Returns whether a path is neither polled nor a file of the dashboard."""
-    return path not in POLLED and path not in _FILES and not path.startswith(_FOLDER)
+    """Returns whether a path is neither polled nor a file of the dashboard. A page loads twenty."""
+    return path not in POLLED and path != "/" and not path.startswith(_FILES)
 
 
 class HttpMeter:

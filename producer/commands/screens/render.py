@@ -75,11 +75,7 @@ def byte_size(value: float) -> str:
 def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
     """Returns a table without a frame. The columns in `left` are aligned left, the others right."""
     table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        title=title,
-        title_justify="left",
-        title_style="bold",
+        box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold"
     )
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
@@ -164,8 +160,8 @@ def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
         "most urgent priority": [str(key.highest_priority) for key in keys],
         "may call": [_calls(key) for key in keys],
         "models": [", ".join(key.models) if key.models is not None else "all" for key in keys],
-        "expires": [_expiry(key, now) for key in keys],
-        "last used": [_minute(key.last_used_at) if key.last_used_at else "never" for key in keys],
+        "expires": ["expired" if key.is_over(now) else _minute(key.expires_at) for key in keys],
+        "last used": [_minute(key.last_used_at) for key in keys],
         "made": [_minute(key.created_at) for key in keys],
     }
     rows = zip(*columns.values(), strict=True)
@@ -192,14 +188,8 @@ def _calls(key: ApiKey) -> str:
     return f"{calls}, admin" if key.is_admin else calls
 
 
-def _expiry(key: ApiKey, now_ms: float) -> str:
-    if not key.expires_at:
-        return "never"
-    return "expired" if key.is_over(now_ms) else _minute(key.expires_at)
-
-
 def _minute(at_ms: int) -> str:
-    return clock_time(at_ms)[:16]
+    return clock_time(at_ms)[:16] if at_ms else "never"
 
 
 def clock_time(unix_ms: float) -> str:
@@ -223,17 +213,14 @@ def workers_tables(workers: Sequence[WorkerStats], width: int) -> Group:
             tables[-1] |= column
         else:
             tables.append({"": [*facts], **column})
-    return Group(Text("workers", style="bold"), *map(_facts_table, tables))
-
-
-def _facts_table(columns: Mapping[str, Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(no_wrap=True)
-    for worker_id in [*columns][1:]:
-        table.add_column(Text(worker_id), justify="right", overflow="fold")
-    for cells in zip(*columns.values(), strict=True):
-        table.add_row(*map(Text, cells))
-    return table
+    shown = []
+    for columns in tables:
+        names = [Column(Text(name), justify="right", overflow="fold") for name in columns]
+        names[0] = Column(no_wrap=True)
+        shown.append(Table(*names, box=box.SIMPLE_HEAD))
+        for cells in zip(*columns.values(), strict=True):
+            shown[-1].add_row(*map(Text, cells))
+    return Group(Text("workers", style="bold"), *shown)
 
 
 def _facts(w: WorkerStats) -> dict[str, str]:

@@ -143,11 +143,7 @@ async def live_dead(page: OpenPage) -> StreamingResponse:
 
 @router.get("/requests")
 async def requests(
-    served: ThisQueue,
-    state: str = "",
-    tenant: str = "",
-    prefix: str = "",
-    cursor: str = "",
+    served: ThisQueue, state: str = "", tenant: str = "", prefix: str = "", cursor: str = ""
 ) -> FoundRequests:
     """Returns a page of the requests that match `state`, `tenant` and `prefix` (the beginning of
     the id)."""

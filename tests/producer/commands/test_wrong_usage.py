@@ -52,7 +52,7 @@ def test_stats(run: Run) -> None:
         (["fork", "one", "--seed", "1", "--param", "seed=2"], "--param seed: another option or"),
         (["embed", "Hi", "--param", 'prompt="Ho"'], "--param prompt: another option or argument"),
         (["embed", "Hi", "--param", 'pooling="last"'], "--param pooling: another option or arg"),
-        (["drain", "--worker", "nobody"], "no worker 'nobody' is alive, and no other"),
+        (["drain", "--worker", "nobody"], "no worker 'nobody' is alive; these are: none"),
         (["submit", "Hi", "--id", "two words"], "id: 'two words' is not"),
         (["submit", "Hi", "--id", ""], "id: '' is not 1 to 200 printable"),
         (["url", "--redis", "redis://localhost/prod"], "the database 'prod' is not a number"),

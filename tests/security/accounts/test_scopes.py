@@ -140,7 +140,10 @@ def test_the_commands(redis_url: str) -> None:
             "scope: 'admin' is not one of completions, files, batches, models",
         ),
         (["x", "--expires-in", "0d"], "expires-in: '0d' is not more than 0"),
-        (["x", "--expires-in", "999999w"], "expires-in: '999999w' is not more than 0, or is more"),
+        (
+            ["x", "--expires-in", "999999w"],
+            "expires-in: '999999w' is not more than 0, or is more",
+        ),
         (["x", "--expires-in", "soon"], "expires-in: 'soon' is not a number of"),
         (["x", "--expires-at", "2001-02-03"], "expires-at: '2001-02-03' is in the past"),
         (["x", "--tenant", "nightly"], "tenant: 'nightly' belongs to the key 'nightly' alone"),

@@ -45,8 +45,7 @@ export function chart(title, series, format) {
   /** How much time the axis shows: whole minutes, so that the oldest end of a full hour has its label. */
   function span() {
     const { samples, now } = state;
-    const minutes = Math.ceil((now - (samples[0]?.at ?? now)) / MINUTE_MS);
-    return Math.min(HOUR_MS, Math.max(LEAST_MS, minutes * MINUTE_MS));
+    return Math.min(HOUR_MS, Math.max(LEAST_MS, Math.ceil((now - (samples[0]?.at ?? now)) / MINUTE_MS) * MINUTE_MS));
   }
 
   function place() {

@@ -12,9 +12,7 @@ export function count(value) {
 }
 
 /** A number of things, such as `1 token` or `2 tokens`. */
-export function counted(value, noun) {
-  return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
-}
+export const counted = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 
 /** A rate. Rates below 10 have one decimal. */
 export function rate(value) {

@@ -9,9 +9,7 @@ export function tile(label, value, note = null, href = null) {
 }
 
 /** Why a request waits, as a sentence; empty if there is no reason. */
-export function waiting(because) {
-  return because ? ["The request waits: ", ...withCode(because), ". "] : [];
-}
+export const waiting = (because) => withCode(because && `The request waits: ${because}. `);
 
 /** Text whose parts between backticks become code. */
 export function withCode(text) {
