@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from itertools import chain
 
 from pydantic import BaseModel
@@ -11,6 +12,7 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, Operation
 from promptq.shared.queue.maxmemory_policy import maxmemory_warning
+from promptq.shared.runtime.printable import printable
 
 
 class QueueStats(BaseModel):
@@ -30,10 +32,26 @@ class QueueStats(BaseModel):
     """Workers that claim only requests that the others would finish too late."""
     has_standby: bool = False
     """Whether a worker that loads several models in turns also serves this queue."""
+    why_no_worker: str = ""
+    """Why the queue has no worker, with advice; empty if it has one."""
     now_ms: int = 0
     """The server's time in Unix milliseconds. Heartbeats use the same clock."""
     server_warning: str = ""
     """A warning if the server may delete requests; otherwise empty."""
+
+    def why_waiting(self) -> str:
+        """Returns why no worker claims waiting requests, with advice; empty if a worker does."""
+        if self.paused:
+            return f"the queue is paused; `promptq resume{queue_option(self.queue)}` ends the pause"
+        states = sorted({worker.state for worker in self.workers})
+        if states and "running" not in states:
+            return f"no worker claims requests; their states: {', '.join(map(printable, states))}"
+        return self.why_no_worker
+
+
+def queue_option(queue: str) -> str:
+    """Returns the option ` --queue NAME` for a command line; empty for the queue `default`."""
+    return "" if queue == "default" else f" --queue {shlex.quote(printable(queue))}"
 
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:
@@ -51,6 +69,8 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
     reports = yield [lookups.worker_stats(keys, worker_id) for worker_id in chain(*kinds)]
     # None: the worker left between the two calls.
     workers = [report for report in reports if report is not None]
+    has_standby = lookups.is_later(standby_until, now_ms)
+    claiming = [worker for worker in workers if not worker.overflow]
     return QueueStats(
         queue=keys.queue,
         # Workers of earlier releases write the model into `config`.
@@ -60,9 +80,17 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
         delayed=delayed,
         active=active,
         dead=dead,
-        workers=[worker for worker in workers if not worker.overflow],
+        workers=claiming,
         overflow_workers=[worker for worker in workers if worker.overflow],
-        has_standby=lookups.is_later(standby_until, now_ms),
+        has_standby=has_standby,
+        why_no_worker="" if claiming else _why_no_worker(keys.queue, has_standby),
         now_ms=now_ms,
         server_warning=server_warning,
     )
+
+
+def _why_no_worker(queue: str, has_standby: bool) -> str:
+    if has_standby:
+        return "the model is not loaded: a worker loads it when its turn comes"
+    start = f"start one with `promptq worker{queue_option(queue)}`"
+    return f"no worker is alive (one that was just started loads its model first); {start}"

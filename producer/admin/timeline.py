@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from promptq.producer.admin.queue_stats import stats
 from promptq.producer.admin.request_fields import (
     EndedAttempt,
     ended_attempts,
@@ -75,6 +76,8 @@ class Timeline(BaseModel):
 
     request_id: str
     state: RequestState
+    waits_because: str = ""
+    """Why no worker claims the waiting request, with advice; empty if a worker may claim it."""
     payload: str
     tenant: str | None = None
     priority: int = 0
@@ -111,6 +114,7 @@ def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
     result = Timeline(
         request_id=request_id,
         state=state,
+        waits_because=(yield from stats(keys)).why_waiting() if state == "waiting" else "",
         payload=record.get("payload", ""),
         tenant=record.get("tenant") or None,
         priority=_priority(record),

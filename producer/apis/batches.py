@@ -19,9 +19,7 @@ from promptq.producer.http.rate_limits import COUNTED_READ, admit_call
 from promptq.producer.http.state import ThisGateway
 
 router = APIRouter(
-    tags=["batches"],
-    responses=described(400, 401, 403, 404, 503),
-    dependencies=[needs("batches")],
+    tags=["batches"], responses=described(400, 401, 403, 404, 503), dependencies=[needs("batches")]
 )
 
 

@@ -12,9 +12,7 @@ from promptq.producer.http.state import Gateway, ThisGateway
 from promptq.shared.errors import ModelNotServedError
 
 router = APIRouter(
-    tags=["models"],
-    responses=described(401, 403, 404, 503),
-    dependencies=[needs("models")],
+    tags=["models"], responses=described(401, 403, 404, 503), dependencies=[needs("models")]
 )
 
 

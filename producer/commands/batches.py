@@ -35,7 +35,6 @@ def run(
         typer.Option(
             metavar="FILE",
             help="File for lines without an answer; default: OUTPUT with `.errors` in its name.",
-            show_default=False,
         ),
     ] = None,
     in_flight: Annotated[
@@ -127,8 +126,7 @@ def jobs(
     redis: Redis = None,
     queue: Queue = None,
     redis_wait: Annotated[
-        float | None,
-        typer.Option(min=0, help="Seconds to wait for the server to answer.", show_default=False),
+        float | None, typer.Option(min=0, help="Seconds to wait for the server to answer.")
     ] = None,
 ) -> None:
     """Run the background work of a queue: batch files, webhooks, upkeep.

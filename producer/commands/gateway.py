@@ -10,30 +10,26 @@ from promptq.producer.commands.options import Redis
 from promptq.producer.gateway.server import run_gateway
 
 
+def _port(port: int | None) -> int | None:  # with `min` and `max`, the help would not fit
+    if port is not None and not 0 <= port <= 65535:
+        raise typer.BadParameter(f"{port} is not a port from 0 to 65535")
+    return port
+
+
 def gateway(
     host: Annotated[
-        str | None,
-        typer.Option(metavar="HOST", help="Address; default: 127.0.0.1.", show_default=False),
+        str | None, typer.Option(metavar="HOST", help="Address; default: 127.0.0.1.")
     ] = None,
     port: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", help="Default: 8000; 0: any free one.", show_default=False),
+        int | None, typer.Option(metavar="PORT", callback=_port, help="Default: 8000; 0: any.")
     ] = None,
     share_port: Annotated[
         bool | None,
-        typer.Option(
-            "--share-port",
-            help="Share the port with other gateways of this machine.",
-            show_default=False,
-        ),
+        typer.Option("--share-port", help="Share the port with other gateways of this machine."),
     ] = None,
     log_requests: Annotated[
         bool | None,
-        typer.Option(
-            "--log-requests/--no-log-requests",
-            help="Log each call; default: yes.",
-            show_default=False,
-        ),
+        typer.Option("--log-requests/--no-log-requests", help="Log each call; default: yes."),
     ] = None,
     redis: Redis = None,
     queue: Annotated[
@@ -42,7 +38,6 @@ def gateway(
             metavar="NAME",
             help="A queue to serve; can be given several times. The first one holds API keys, files"
             " and batches. Default: `default` and all others of the server.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

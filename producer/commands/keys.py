@@ -17,6 +17,7 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import MAX_PRIORITY
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_MOST_SECONDS = 1000 * 365 * 86_400
 _DURATION = re.compile(r"([0-9]{1,6})([mhdw])")
 
 keys = typer.Typer(
@@ -37,8 +38,7 @@ def create(
         ),
     ] = None,
     weight: Annotated[
-        float | None,
-        typer.Option(min=0.000001, max=1e6, help="The tenant's weight in the queue."),
+        float | None, typer.Option(min=0.000001, max=1e6, help="The tenant's weight in the queue.")
     ] = None,
     highest_priority: Annotated[
         int,
@@ -162,9 +162,12 @@ def _expiry(expires_in: str | None, expires_at: str | None) -> int:
                 f"expires-in: {expires_in!r} is not a number of minutes, hours, days or weeks, such"
                 " as 30m, 12h, 90d or 4w"
             )
-        if not int(match[1]):
-            raise ConfigurationError(f"expires-in: {expires_in!r} is not more than 0")
-        return int((now + int(match[1]) * _SECONDS[match[2]]) * 1000)
+        seconds = int(match[1]) * _SECONDS[match[2]]
+        if not 0 < seconds <= _MOST_SECONDS:
+            raise ConfigurationError(
+                f"expires-in: {expires_in!r} is not more than 0, or is more than 1000 years"
+            )
+        return int((now + seconds) * 1000)
     if expires_at is None:
         return 0
     try:

@@ -44,15 +44,21 @@ def list_models(as_json: AsJson = False, redis: Redis = None) -> None:
     from promptq.producer.commands.screens.render import num_workers_of, number, plain_table
     from promptq.producer.commands.screens.terminal import console_for_list
 
-    numbered = ("workers", "waiting", "active", "longest")
-    texts = ("model", "queue", "also called", "refuses")
-    table = plain_table(*texts[:2], *numbered, *texts[2:], left=texts)
-    for model in listed:
-        for view in model.queues:
-            counts = map(number, (view.num_waiting, view.num_active, view.max_model_len))
-            lists = (", ".join(model.aliases), ", ".join(view.refused))
-            cells = (model.name, view.queue, num_workers_of(view), *counts, *lists)
-            table.add_row(*(Text(printable(cell)) for cell in cells))
+    rows = [(model, view) for model in listed for view in model.queues]
+    columns = {
+        "model": [model.name for model, _ in rows],
+        "queue": [view.queue for _, view in rows],
+        "workers": [num_workers_of(view) for _, view in rows],
+        "waiting": [number(view.num_waiting) for _, view in rows],
+        "active": [number(view.num_active) for _, view in rows],
+        "longest": [number(view.max_model_len) for _, view in rows],
+        "also called": [", ".join(model.aliases) for model, _ in rows],
+        "refuses": [", ".join(view.refused) for _, view in rows],
+    }
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    table = plain_table(*kept, left=("model", "queue", "also called", "refuses"))
+    for row in zip(*kept.values(), strict=True):
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console = console_for_list()
     console.print(table)
     for model in listed:

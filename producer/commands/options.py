@@ -13,17 +13,11 @@ Redis = Annotated[
         "--redis",
         metavar="URL",
         help="Server to talk to; default: PROMPTQ_REDIS_URL, or the running `promptq up`.",
-        show_default=False,
     ),
 ]
 Queue = Annotated[
     str | None,
-    typer.Option(
-        "--queue",
-        metavar="NAME",
-        help="Queue; default: PROMPTQ_QUEUE, or `default`.",
-        show_default=False,
-    ),
+    typer.Option("--queue", metavar="NAME", help="Queue; default: PROMPTQ_QUEUE, or `default`."),
 ]
 DataDir = Annotated[
     Path | None,
@@ -31,14 +25,15 @@ DataDir = Annotated[
         "--data",
         metavar="DIR",
         help="Keep the embedded server's data here; default: nothing is kept.",
-        show_default=False,
     ),
 ]
 Target = Annotated[
     float,
     typer.Option("--target", min=0.001, help="How many seconds a request should wait at most."),
 ]
-Priority = Annotated[int | None, typer.Option(help="-1000 to 1000, lower runs sooner; default 0.")]
+Priority = Annotated[
+    int | None, typer.Option(min=-1000, max=1000, help="Lower runs sooner; default 0.")
+]
 Param = Annotated[
     list[str] | None, typer.Option(metavar="FIELD=JSON", help="Any other field of a request.")
 ]

@@ -40,7 +40,7 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
         return
     from rich.text import Text
 
-    from promptq.producer.commands.screens.render import queue_table, why_no_worker, workers_table
+    from promptq.producer.commands.screens.render import queue_table, why_no_worker, workers_tables
     from promptq.producer.commands.screens.terminal import SafeConsole
 
     console = SafeConsole()
@@ -48,9 +48,9 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     if statistics.server_warning:
         console.print(Text(f"warning: {statistics.server_warning}\n", style="bold yellow"))
     if workers := [*statistics.workers, *statistics.overflow_workers]:
-        console.print(workers_table(workers))
+        console.print(workers_tables(workers, console.width))
     if not statistics.workers:
-        console.print(Text(why_no_worker(statistics)))
+        console.print(why_no_worker(statistics))
 
 
 def scaling(
@@ -129,17 +129,19 @@ def drain(
     """
     with open_client(redis, queue) as client:
         draining = client.drain(worker)
+        if worker is not None and not draining:
+            alive = ", ".join(one.worker_id for one in client.stats().workers) or "none"
+            raise RequestNotFoundError(f"no worker {worker!r} is alive; these are: {alive}")
     if as_json:
         write(json.dumps({"workers": draining}))
-    elif draining:
-        write("\n".join(f"{worker_id} finishes its requests and exits" for worker_id in draining))
-    else:
-        write("no worker is alive" if worker is None else f"no such worker is alive: {worker!r}")
+        return
+    lines = [f"{worker_id} finishes its requests and exits" for worker_id in draining]
+    write("\n".join(lines) or "no worker is alive")
 
 
 def reprioritise(
     request_id: RequestId,
-    priority: Annotated[int, typer.Option(help="-1000 to 1000, lower runs sooner.")],
+    priority: Annotated[int, typer.Option(min=-1000, max=1000, help="Lower runs sooner.")],
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
@@ -204,10 +206,10 @@ def show(
     if as_json:
         write(letter.model_dump_json(indent=2))
         return
-    from promptq.producer.commands.screens.render import clock_time
+    from promptq.producer.commands.screens.render import clock_time, tokens
 
     write(f"{letter.request_id}, buried {clock_time(letter.buried_at)}")
-    write(f"{letter.message}; it had emitted {letter.num_tokens} tokens")
+    write(f"{letter.message}; it had emitted {tokens(letter.num_tokens)}")
     for attempt in letter.history:
         since, until = clock_time(attempt.claimed_at), clock_time(attempt.ended_at)
         write(f"  attempt {attempt.attempt} on {attempt.worker}, {since} to {until}: {attempt.how}")

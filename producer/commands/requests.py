@@ -25,13 +25,16 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.queue.request_queue import new_request_id
 from promptq.shared.runtime.printable import write
 
+_SET_BY_EMBED = [
+    *("prompt", "messages", "texts", "embed", "pooling", "normalize", "dimensions"),
+    *("request_id", "timeout"),
+]
+
 
 def submit(
     prompt: Annotated[
         str | None,
-        typer.Argument(
-            metavar="PROMPT", help="The prompt; default or -: standard input.", show_default=False
-        ),
+        typer.Argument(metavar="PROMPT", help="The prompt; default or -: standard input."),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of output tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
@@ -77,7 +80,6 @@ def submit(
     promptq submit --detach --priority -5 < prompt.txt
     promptq submit "Once" --json --param logprobs=2 --param 'stop_token_ids=[0]'
     """
-    fields = _parse_params(param or [])
     options = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -88,7 +90,8 @@ def submit(
         "priority": priority,
         "deadline_ms": deadline_ms,
     }
-    fields |= {name: value for name, value in options.items() if value is not None}
+    taken = ["prompt", "messages"] if prompt is not None or chat or system is not None else []
+    fields = _fields(options, param, ["request_id", *taken])
     if "prompt" not in fields and "messages" not in fields:
         fields |= _prompt_fields(prompt, chat, system)
     with open_client(redis, queue, model) as client:
@@ -115,14 +118,14 @@ def fork(
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Default: the request's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Default: a new one.")] = None,
-    priority: Annotated[int | None, typer.Option(help="Default: the request's.")] = None,
+    priority: Annotated[
+        int | None, typer.Option(min=-1000, max=1000, help="Default: the request's.")
+    ] = None,
     param: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIELD=JSON", help="Any other field to change."),
+        list[str] | None, typer.Option(metavar="FIELD=JSON", help="Any other field to change.")
     ] = None,
     fork_id: Annotated[
-        str | None,
-        typer.Option("--id", metavar="ID", help="Id of the fork; default: a new one."),
+        str | None, typer.Option("--id", metavar="ID", help="Id of the fork; default: a new one.")
     ] = None,
     detach: Detach = False,
     as_json: EventsAsJson = False,
@@ -139,14 +142,13 @@ def fork(
     promptq fork 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --at 120
     promptq fork 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --at 40 --append " But then"
     """
-    changes = _parse_params(param or [])
-    fields = {
+    options = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,
         "priority": priority,
     }
-    changes |= {name: value for name, value in fields.items() if value is not None}
+    changes = _fields(options, param, ["request_id", "fork_id", "at", "append"])
     fork_id = new_request_id() if fork_id is None else fork_id
     with open_client_of(redis, queue, request_id) as client:
         try:
@@ -161,9 +163,7 @@ def embed(
     texts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TEXT",
-            help="The texts; if they are left out or are -, standard input.",
-            show_default=False,
+            metavar="TEXT", help="The texts; if they are left out or are -, standard input."
         ),
     ] = None,
     pooling: Annotated[
@@ -187,9 +187,7 @@ def embed(
     promptq embed "A fox" "A dog" --dimensions 256
     promptq embed --pooling mean < text.txt
     """
-    fields = _parse_params(param or [])
-    if priority is not None:
-        fields["priority"] = priority
+    fields = _fields({"priority": priority}, param, _SET_BY_EMBED)
     inputs = texts if texts and texts != ["-"] else [_prompt_fields(None, False, None)["prompt"]]
     own_id, is_one = new_request_id(), len(inputs) == 1
     with open_client(redis, queue, model) as client:
@@ -266,12 +264,19 @@ def _prompt_fields(prompt: str | None, chat: bool, system: str | None) -> dict[s
     return {"messages": [*messages, {"role": "user", "content": prompt}]}
 
 
-def _parse_params(params: list[str]) -> dict[str, Any]:
-    fields = {}
-    for param in params:
+def _fields(options: dict[str, Any], params: Param, taken: list[str]) -> dict[str, Any]:
+    """Returns a request's fields: those of `options` that are not None, and those of `--param`.
+
+    Raises InvalidRequestError if a parameter is wrong, sets a field again, or is in `taken`.
+    """
+    fields = {name: value for name, value in options.items() if value is not None}
+    for param in params or []:
         name, equals, text = param.partition("=")
         if not equals:
             raise InvalidRequestError(f"--param: {param!r} is not FIELD=JSON", field=name)
+        if name in fields or name in taken:
+            message = f"--param {name}: another option or argument sets this field"
+            raise InvalidRequestError(message, field=name)
         try:
             fields[name] = json.loads(text)
         except ValueError:

@@ -24,9 +24,10 @@ def url(
     port: Annotated[
         int | None,
         typer.Option(
+            min=1,
+            max=65535,
             help="Print the address of the embedded server on this port, even if"
             " PROMPTQ_REDIS_URL is set.",
-            show_default=False,
         ),
     ] = None,
     wait: Annotated[

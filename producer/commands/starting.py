@@ -20,7 +20,6 @@ ServerPort = Annotated[
         min=1,
         max=65535,
         help="Port of the embedded server; default: 6399, or a free one if that is taken.",
-        show_default=False,
     ),
 ]
 
@@ -30,9 +29,7 @@ def up(
     redis: Annotated[
         str | None,
         typer.Option(
-            metavar="URL",
-            help="Use this server and start none; default: PROMPTQ_REDIS_URL.",
-            show_default=False,
+            metavar="URL", help="Use this server and start none; default: PROMPTQ_REDIS_URL."
         ),
     ] = None,
     redis_port: ServerPort = None,
@@ -51,7 +48,6 @@ def up(
             metavar="MODEL",
             help="Model for the workers, as in `promptq worker`. Can be given several times: each"
             " model then has a separate queue.",
-            show_default=False,
         ),
     ] = None,
     queue: Annotated[
@@ -60,17 +56,11 @@ def up(
             metavar="NAME",
             help="Queue; with several models one for each. Default: PROMPTQ_QUEUE or `default` for"
             " the first model, and names like those of the models for others.",
-            show_default=False,
         ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="Also serve HTTP on this port, and run jobs.",
-            show_default=False,
-        ),
+        typer.Option(min=0, max=65535, help="Also serve HTTP on this port, and run jobs."),
     ] = None,
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Log each call over HTTP.")
@@ -140,8 +130,7 @@ def worker(context: typer.Context) -> None:
 def supervise(
     context: typer.Context,
     workers: Annotated[
-        str,
-        typer.Option(metavar="N or N-M", help="The least and the most workers that may run."),
+        str, typer.Option(metavar="N or N-M", help="The least and the most workers that may run.")
     ] = "0-1",
     target_seconds: Target = TARGET_SECONDS,
     hold_seconds: Annotated[

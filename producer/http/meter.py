@@ -17,9 +17,15 @@ from promptq.shared.runtime.tracing import Tracing
 _UNKNOWN = "unknown"
 """Label for unknown paths and methods. With real names, any client could create time series."""
 POLLED = frozenset({"/healthz", "/health", "/readyz", "/metrics", "/scaling"})
-"""Paths that monitoring systems poll. They are left out of logs and traces."""
+"""Paths that monitoring systems poll."""
+_FILES = ("/favicon.ico", "/dashboard/files/")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
+
+
+def _is_call(path: str) -> bool:
+    """Returns whether a path is neither polled nor a file of the dashboard. A page loads twenty."""
+    return path not in POLLED and path != "/" and not path.startswith(_FILES)
 
 
 class HttpMeter:
@@ -47,8 +53,8 @@ class HttpMeter:
 
 
 class Measured:
-    """Middleware that counts requests in `meter` and logs them: at the level info if `logs` is
-    true, otherwise at the level debug."""
+    """Middleware that counts requests in `meter` and logs them: calls at the level info if `logs`
+    is true, everything else at the level debug."""
 
     def __init__(self, app: ASGIApp, meter: HttpMeter, logs: bool) -> None:
         self._app = app
@@ -81,20 +87,20 @@ class Measured:
             # The entry has the `request_id` that the route has bound. It does not have the query,
             # which may contain a secret.
             path, ms = scope["path"], round(seconds * 1000, 1)
-            is_info = self._logs and path not in POLLED
+            is_info = self._logs and _is_call(path)
             log: Any = get_logger().info if is_info else get_logger().debug
             log("answered", method=scope["method"], path=path, status=int(status), ms=ms)
 
 
 class Traced:
-    """Middleware that creates a span for each request."""
+    """Middleware that creates a span for each call."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in POLLED:
+        if scope["type"] != "http" or not _is_call(scope["path"]):
             await self._app(scope, receive, send)
             return
         from opentelemetry.context import Context

@@ -13,10 +13,7 @@ _HIDDEN = {"messages", "prompt", "trace_context", "embed", "tokenize"}
 
 
 def operation(
-    kind: type[BodyOptions],
-    *,
-    hidden: Set[str] = frozenset(),
-    descriptions: Mapping[str, str] = {},
+    kind: type[BodyOptions], *, hidden: Set[str] = frozenset(), descriptions: Mapping[str, str] = {}
 ) -> dict[str, Any]:
     """Returns the headers and the body of an endpoint, for FastAPI's argument `openapi_extra`.
 

@@ -34,10 +34,7 @@ async def count_read(gateway: ThisGateway, caller: ThisCaller) -> None:
     await admit_call(gateway, caller)
 
 
-COUNTED_READ: dict[str, Any] = {
-    "dependencies": [Depends(count_read)],
-    "responses": described(429),
-}
+COUNTED_READ: dict[str, Any] = {"dependencies": [Depends(count_read)], "responses": described(429)}
 """Options of a route with large answers: each call takes one request from the caller's rate."""
 
 

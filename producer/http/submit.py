@@ -13,12 +13,7 @@ from starlette.responses import Response
 from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.call_to_payloads import Prepared, check_pictures_served
 from promptq.producer.calls.caller import Caller, check_model
-from promptq.producer.calls.completion import (
-    Completion,
-    check_known_id,
-    completion_of,
-    failure,
-)
+from promptq.producer.calls.completion import Completion, check_known_id, completion_of, failure
 from promptq.producer.calls.errors import ApiError
 from promptq.producer.calls.queues import Found, ServedQueue
 from promptq.producer.http.bodies import Hold, body_pieces

@@ -26,9 +26,7 @@ class GatewaySettings(FilesSettings):
     )
 
     responses_seconds: int = Field(
-        86_400,
-        ge=60,
-        description="seconds after its creation for which a stored response is kept",
+        86_400, ge=60, description="seconds after its creation for which a stored response is kept"
     )
     responses_per_tenant: int = Field(
         100_000, ge=0, description="most stored responses of a tenant; 0: no limit"

@@ -12,8 +12,7 @@ class JobsSettings(FilesSettings, ReaperSettings):
     """Settings of `promptq jobs`."""
 
     jobs_redis_url: str | None = Field(
-        None,
-        description="a Redis server for RQ, not a Cluster; default: the queue's server",
+        None, description="a Redis server for RQ, not a Cluster; default: the queue's server"
     )
     batch_workers: int = Field(2, ge=0, description="batch files that run at once")
     batch_turn_seconds: float = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -34,6 +35,30 @@ async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
 
 def happenings(timeline: Timeline) -> list[Happened]:
     return [moment.what for moment in timeline.moments]
+
+
+async def test_a_waiting_request_shows_why_no_worker_claims_it(
+    redis_url: str, client: AsyncClient
+) -> None:
+    request_id = await client.enqueue("Once")
+
+    async def because() -> str:
+        return (await client.timeline(request_id)).waits_because
+
+    assert re.fullmatch(
+        r"no worker is alive \(.*\); start one with `promptq worker`", await because()
+    )
+    async with AsyncClient(redis_url, "chat") as chat:
+        await chat.pause()
+        resume = "`promptq resume --queue chat` ends the pause"
+        assert (await chat.stats()).why_waiting() == f"the queue is paused; {resume}"
+    for state, said in (
+        ("draining", "no worker claims requests; their states: draining"),
+        ("running", ""),
+    ):
+        stats = WorkerStats(worker_id=state, state=state)
+        await AsyncRequestQueue(client.queue.redis).run(scripts.heartbeat(stats, 60_000))
+        assert await because() == said
 
 
 async def test_a_workers_slots_show_running_requests_and_their_progress(

@@ -9,11 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from promptq.shared.errors import ConfigurationError
-from promptq.worker.upstream.dialects.transport import (
-    RefusedError,
-    Server,
-    malformed_as_fault,
-)
+from promptq.worker.upstream.dialects.transport import RefusedError, Server, malformed_as_fault
 
 _KINDS = (
     # Running requests; waiting ones, the best metric first; used share of the KV cache.

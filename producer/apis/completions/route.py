@@ -59,11 +59,7 @@ router = APIRouter(
 )
 
 
-@router.post(
-    "/v1/chat/completions",
-    openapi_extra=operation(ChatOptions),
-    response_class=Response,
-)
+@router.post("/v1/chat/completions", openapi_extra=operation(ChatOptions), response_class=Response)
 async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:

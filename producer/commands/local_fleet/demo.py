@@ -19,7 +19,7 @@ from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.commands.local_fleet.child_process import ChildProcess, worker_command
 from promptq.producer.commands.local_fleet.supervisor import WorkersFailedError
 from promptq.producer.commands.screens.demo_view import Board, Shown, finished_text, requests_table
-from promptq.producer.commands.screens.render import workers_table
+from promptq.producer.commands.screens.render import workers_tables
 from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups
@@ -134,7 +134,7 @@ async def _play(console: Console, url: str, worker: ChildProcess) -> None:
         await asyncio.gather(*(connection.ping() for _ in range(2 * len(PARTS))))
         shown = await _run_parts(console, client, worker)
         console.print(requests_table(shown, console.width))
-        console.print(workers_table(await _final_heartbeat(client)))
+        console.print(workers_tables(await _final_heartbeat(client), console.width))
 
 
 async def _wait_until_ready(console: Console, worker: ChildProcess) -> None:

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.markup import escape
 
+from promptq.producer.admin.queue_stats import queue_option
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.local_fleet.autoscaler import Autoscaler, WorkerRange
 from promptq.producer.commands.local_fleet.child_process import promptq_command, worker_command
 from promptq.producer.commands.local_fleet.supervisor import Supervisor
-from promptq.producer.commands.screens.render import queue_option
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.advertised import all_advertised, how_to_find, is_free

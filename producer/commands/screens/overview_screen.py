@@ -150,7 +150,7 @@ def _workers(overview: Overview, width: int) -> RenderableType:
 def _workers_table(overview: Overview, width: int) -> RenderableType:
     """Returns a table of workers. If not all columns fit, the least important ones are left out."""
     if not overview.workers:
-        return Text(why_no_worker(overview))
+        return why_no_worker(overview)
     columns = {
         "worker": [worker.worker_id for worker in overview.workers],
         "state": [worker.state for worker in overview.workers],

@@ -17,7 +17,7 @@ from rich.text import Text
 from promptq.producer.admin.request_fields import json_object
 from promptq.producer.clients.resumable_stream import GIVE_UP_SECONDS
 from promptq.producer.clients.sync_client import Client
-from promptq.producer.commands.screens.render import how_to_start_a_worker, milliseconds
+from promptq.producer.commands.screens.render import milliseconds, tokens
 from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.shared.errors import PromptqError, RedisUnavailableError
 from promptq.shared.protocol.events import TokenEvent
@@ -58,7 +58,7 @@ class StreamPrinter:
                 self._client.cancel(self._id)
                 return _leave_pipe()
         if self._is_interrupted:
-            self._say(f"{last.finish_reason} after {_tokens(last.end)}")
+            self._say(f"{last.finish_reason} after {tokens(last.end)}")
             return EXIT_INTERRUPTED
         return self._report_end(last)
 
@@ -147,16 +147,9 @@ class StreamPrinter:
             return f"the server does not answer; trying again for {GIVE_UP_SECONDS:.0f} s"
         except PromptqError:  # the stream reports the server's error
             return ""
-        if stats.paused and not has_begun:  # running requests continue
-            return "the request waits: the queue is paused; `promptq resume` ends the pause"
-        if stats.workers:
-            return ""
-        if stats.has_standby:
-            return "the request waits: a worker loads its model when its turn comes"
-        return (
-            "the request waits: no worker is alive (one that was just started loads its model"
-            f" first); {how_to_start_a_worker(stats.queue)}"
-        )
+        # Running requests continue while the queue is paused.
+        why = stats.why_no_worker if has_begun else stats.why_waiting()
+        return f"the request waits: {why}" if why else ""
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:
@@ -196,11 +189,11 @@ class StreamPrinter:
             self._say(f"request {self._id} failed: {last.error.message} ({last.error.type})")
         else:
             was = "was " if last.finish_reason is FinishReason.CANCELLED else ""
-            self._say(f"request {self._id} {was}{last.finish_reason} after {_tokens(last.end)}")
+            self._say(f"request {self._id} {was}{last.finish_reason} after {tokens(last.end)}")
         return 1
 
     def _summary(self, last: TokenEvent) -> str:
-        parts = [str(last.finish_reason), _tokens(last.end)]
+        parts = [str(last.finish_reason), tokens(last.end)]
         if last.stats is not None and last.stats.tokens_per_second:
             parts.append(f"{last.stats.tokens_per_second:,.0f} tokens/s")
         if self._first_token_ms is not None:
@@ -209,10 +202,6 @@ class StreamPrinter:
 
     def _say(self, message: str) -> None:
         self._console.print(Text(f"promptq: {message}"), soft_wrap=True)
-
-
-def _tokens(count: int) -> str:
-    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def _leave_pipe() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -29,28 +28,15 @@ if TYPE_CHECKING:
     from promptq.producer.webhooks.deliveries import DeadWebhook
 
 
-def how_to_start_a_worker(queue: str) -> str:
-    """Returns advice on how to start a worker for a queue without workers."""
-    return f"start one with `promptq worker{queue_option(queue)}`"
-
-
-def why_no_worker(stats: QueueStats) -> str:
-    """Returns why a queue has no worker that claims, with advice."""
-    if stats.has_standby:
-        return "The model is not loaded: a worker loads it when its turn comes."
-    start = how_to_start_a_worker(stats.queue)
-    return f"No worker is alive: {start}. One that was just started loads its model first."
+def why_no_worker(stats: QueueStats) -> Text:
+    """Returns a sentence why a queue has no worker that claims, with advice."""
+    return Text(f"{stats.why_no_worker[:1].upper()}{stats.why_no_worker[1:]}.")
 
 
 def num_workers_of(view: QueueView) -> str:
     """Returns the number of workers that have loaded the model, as text for a table of queues."""
     is_on_call = view.has_standby and not view.num_workers
     return "on call" if is_on_call else f"{view.num_workers:,}"
-
-
-def queue_option(queue: str) -> str:
-    """Returns the option ` --queue NAME` for a command line; empty for the queue `default`."""
-    return "" if queue == "default" else f" --queue {shlex.quote(printable(queue))}"
 
 
 def milliseconds(value: float | None) -> str:
@@ -70,6 +56,11 @@ def number(value: int | None) -> str:
     return "–" if value is None else f"{value:,}"
 
 
+def tokens(count: int) -> str:
+    """Returns a number of tokens as text."""
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
 def byte_size(value: float) -> str:
     """Returns a size (bytes) as text in a suitable unit."""
     if not value:
@@ -84,11 +75,7 @@ def byte_size(value: float) -> str:
 def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
     """Returns a table without a frame. The columns in `left` are aligned left, the others right."""
     table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        title=title,
-        title_justify="left",
-        title_style="bold",
+        box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold"
     )
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
@@ -173,8 +160,8 @@ def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
         "most urgent priority": [str(key.highest_priority) for key in keys],
         "may call": [_calls(key) for key in keys],
         "models": [", ".join(key.models) if key.models is not None else "all" for key in keys],
-        "expires": [_expiry(key, now) for key in keys],
-        "last used": [_minute(key.last_used_at) if key.last_used_at else "never" for key in keys],
+        "expires": ["expired" if key.is_over(now) else _minute(key.expires_at) for key in keys],
+        "last used": [_minute(key.last_used_at) for key in keys],
         "made": [_minute(key.created_at) for key in keys],
     }
     rows = zip(*columns.values(), strict=True)
@@ -201,59 +188,65 @@ def _calls(key: ApiKey) -> str:
     return f"{calls}, admin" if key.is_admin else calls
 
 
-def _expiry(key: ApiKey, now_ms: float) -> str:
-    if not key.expires_at:
-        return "never"
-    return "expired" if key.is_over(now_ms) else _minute(key.expires_at)
-
-
 def _minute(at_ms: int) -> str:
-    return f"{datetime.fromtimestamp(at_ms / 1000):%Y-%m-%d %H:%M}"
+    return clock_time(at_ms)[:16] if at_ms else "never"
 
 
 def clock_time(unix_ms: float) -> str:
-    """Returns a time of the server as text, in this machine's time zone."""
-    return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M:%S}"
+    """Returns a time of the server as text, in this machine's time zone; `–` after year 9999."""
+    try:
+        return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # any program may have written the time
+        return "–"
 
 
-def workers_table(workers: Sequence[WorkerStats]) -> Table:
-    """Returns a table with one column for each worker: there are more facts than workers."""
-    table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left", title_style="bold")
-    table.add_column("")
+def workers_tables(workers: Sequence[WorkerStats], width: int) -> Group:
+    """Returns tables with one column for each worker: there are more facts than workers.
+
+    A table has as many workers as fit into a terminal of this width.
+    """
+    tables: list[dict[str, list[str]]] = []
     for worker in workers:
-        table.add_column(Text(worker.worker_id), justify="right", overflow="fold")
-    for name, values in _facts(workers).items():
-        table.add_row(name, *map(Text, values))
-    return table
+        facts = _facts(worker)
+        column = {worker.worker_id: [*facts.values()]}
+        if tables and width_of(tables[-1] | column) + 2 <= width:
+            tables[-1] |= column
+        else:
+            tables.append({"": [*facts], **column})
+    shown = []
+    for columns in tables:
+        names = [Column(Text(name), justify="right", overflow="fold") for name in columns]
+        names[0] = Column(no_wrap=True)
+        shown.append(Table(*names, box=box.SIMPLE_HEAD))
+        for cells in zip(*columns.values(), strict=True):
+            shown[-1].add_row(*map(Text, cells))
+    return Group(Text("workers", style="bold"), *shown)
 
 
-def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
-    def each(fact: Any) -> list[str]:
-        return [fact(worker) for worker in workers]
-
+def _facts(w: WorkerStats) -> dict[str, str]:
     return {
-        "state": each(lambda w: w.state + ", overflow" * w.overflow),
-        "holds back because": each(lambda w: printable(w.holds_back)),
-        "model": each(lambda w: w.model),
-        "device": each(lambda w: f"{w.device} {w.dtype}".strip()),
-        "refused fields": each(lambda w: printable(w.refused) or "–"),
-        "slots in use": each(lambda w: f"{w.num_running} of {w.max_num_seqs}"),
-        "prepared, waiting": each(lambda w: f"{w.num_waiting + w.num_prefetched}"),
-        "KV tokens in use": each(lambda w: f"{w.kv_used_tokens:,} of {w.kv_tokens:,}"),
-        "requests processed": each(lambda w: f"{w.num_processed:,}"),
-        "prompt tokens": each(lambda w: f"{w.prompt_tokens:,}"),
-        "  and from the cache": each(lambda w: number(w.reported("cached_tokens"))),
-        "generated tokens": each(lambda w: f"{w.generation_tokens:,}"),
-        "tokens/s": each(lambda w: f"{w.tokens_per_second:,.0f}"),
-        "drafted": each(lambda w: number(w.reported("drafted_tokens"))),
-        "  and accepted": each(lambda w: number(w.reported("accepted_tokens"))),
-        "recomputed tokens": each(lambda w: number(w.reported("recomputed_tokens"))),
-        "preemptions": each(lambda w: f"{w.num_preemptions:,}"),
-        "mean queue time": each(lambda w: milliseconds(w.mean_queue_ms)),
-        "mean prompt time": each(lambda w: milliseconds(w.mean_prompt_ms)),
-        "mean generation time": each(lambda w: milliseconds(w.mean_generation_ms)),
-        "recurrent states": each(lambda w: byte_size(w.state_bytes)),
-        "peak memory": each(lambda w: byte_size(w.peak_memory_bytes)),
+        "state": w.state + ", overflow" * w.overflow,
+        "holds back because": printable(w.holds_back) or "–",
+        "model": w.model,
+        "device": f"{w.device} {w.dtype}".strip(),
+        "refused fields": printable(w.refused) or "–",
+        "slots in use": f"{w.num_running} of {w.max_num_seqs}",
+        "prepared, waiting": f"{w.num_waiting + w.num_prefetched}",
+        "KV tokens in use": f"{w.kv_used_tokens:,} of {w.kv_tokens:,}",
+        "requests processed": f"{w.num_processed:,}",
+        "prompt tokens": f"{w.prompt_tokens:,}",
+        "  and from the cache": number(w.reported("cached_tokens")),
+        "generated tokens": f"{w.generation_tokens:,}",
+        "tokens/s": f"{w.tokens_per_second:,.0f}",
+        "drafted": number(w.reported("drafted_tokens")),
+        "  and accepted": number(w.reported("accepted_tokens")),
+        "recomputed tokens": number(w.reported("recomputed_tokens")),
+        "preemptions": f"{w.num_preemptions:,}",
+        "mean queue time": milliseconds(w.mean_queue_ms),
+        "mean prompt time": milliseconds(w.mean_prompt_ms),
+        "mean generation time": milliseconds(w.mean_generation_ms),
+        "recurrent states": byte_size(w.state_bytes),
+        "peak memory": byte_size(w.peak_memory_bytes),
     }
 
 

@@ -38,9 +38,7 @@ async def same_origin(request: Request) -> None:
 
 
 router = APIRouter(
-    prefix="/dashboard/api",
-    include_in_schema=False,
-    dependencies=[Depends(same_origin)],
+    prefix="/dashboard/api", include_in_schema=False, dependencies=[Depends(same_origin)]
 )
 
 MAX_DEAD = 1000
@@ -96,9 +94,7 @@ async def cancel(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, st
 
 @router.post("/reprioritise")
 async def reprioritise(
-    log: AdminLog,
-    served: ThisQueue,
-    move: Annotated[Move, Depends(json_body(Move))],
+    log: AdminLog, served: ThisQueue, move: Annotated[Move, Depends(json_body(Move))]
 ) -> dict[str, str]:
     """Move a waiting request to another priority."""
     status = await served.client.reprioritise(move.id, move.priority)

@@ -141,11 +141,7 @@ async def live_dead(page: OpenPage) -> StreamingResponse:
 
 @router.get("/requests")
 async def requests(
-    served: ThisQueue,
-    state: str = "",
-    tenant: str = "",
-    prefix: str = "",
-    cursor: str = "",
+    served: ThisQueue, state: str = "", tenant: str = "", prefix: str = "", cursor: str = ""
 ) -> FoundRequests:
     """Returns a page of the requests with this `state`, `tenant` and `prefix` of the id."""
     return await request_search.search(

@@ -66,6 +66,19 @@ def test_what_looks_like_markup_is_shown_as_it_is(run: Run, busy_queue: Client) 
     assert "[/no]" in shown
 
 
+def test_stats_breaks_no_name_of_a_worker(run: Run, busy_queue: Client) -> None:
+    """Workers that do not fit beside each other are in further tables."""
+    names = [f"promptq-chat-7d9f8c6b5d-x2x4z-{nth}-a1b2c3" for nth in range(4)]
+    for name in names:
+        stats = WorkerStats(worker_id=name)
+        RequestQueue(busy_queue.queue.redis).run(heartbeat(stats, 60_000))
+    for columns, num_tables in (80, 5), (120, 3):
+        shown = run("stats", COLUMNS=str(columns)).stdout
+        assert all(shown.count(name) == 1 for name in names)
+        assert shown.count("holds back because") == shown.count("peak memory") == num_tables
+        assert max(map(len, shown.splitlines())) <= columns
+
+
 def test_an_empty_queue(run: Run) -> None:
     shown = run("top", "--once").stdout
     assert "No worker is alive" in shown

@@ -26,7 +26,7 @@ def test_stats(run: Run) -> None:
     assert (found["waiting"], found["active"], found["workers"]) == (1, 0, [])
     table = run("stats").stdout
     assert "waiting" in table
-    assert "No worker is alive: start one with `promptq worker`." in table
+    assert re.search(r"\nNo worker is alive \(.*\); start one with `promptq worker`\.\n", table)
     table = " ".join(run("stats", "--queue", "another").stdout.split())
     assert "start one with `promptq worker --queue another`." in table
     long = "q" * 60
@@ -41,6 +41,18 @@ def test_stats(run: Run) -> None:
         (["submit", "Hi", "--param", "nonsense=1"], "nonsense: is not a field of a request"),
         (["submit", "Hi", "--param", "stop=x"], "stop: 'x' is not JSON"),
         (["submit", "Hi", "--param", "stop"], "--param: 'stop' is not FIELD=JSON"),
+        (["submit", "Hi", "--param", 'prompt="Ho"'], "--param prompt: another option or argument"),
+        (["submit", "Hi", "--param", "messages=[]"], "--param messages: another option or arg"),
+        (["submit", "--chat", "--param", "messages=[]"], "--param messages: another option or"),
+        (["submit", "--system", "Be", "--param", "prompt=[1]"], "--param prompt: another option"),
+        (["submit", "Hi", "--seed", "1", "--param", "seed=2"], "--param seed: another option or"),
+        (["submit", "Hi", "--param", "top_k=1", "--param", "top_k=2"], "--param top_k: another"),
+        (["submit", "Hi", "--param", 'request_id="a"'], "--param request_id: another option or"),
+        (["fork", "one", "--at", "1", "--param", "at=2"], "--param at: another option or arg"),
+        (["fork", "one", "--seed", "1", "--param", "seed=2"], "--param seed: another option or"),
+        (["embed", "Hi", "--param", 'prompt="Ho"'], "--param prompt: another option or argument"),
+        (["embed", "Hi", "--param", 'pooling="last"'], "--param pooling: another option or arg"),
+        (["drain", "--worker", "nobody"], "no worker 'nobody' is alive; these are: none"),
         (["submit", "Hi", "--id", "two words"], "id: 'two words' is not"),
         (["submit", "Hi", "--id", ""], "id: '' is not 1 to 200 printable"),
         (["url", "--redis", "redis://localhost/prod"], "the database 'prod' is not a number"),
@@ -165,8 +177,17 @@ def test_help_fits_a_terminal() -> None:
             assert "list[" not in shown.partition("─ Options")[2], words
 
 
-def test_a_port_that_there_is_not(run: Run) -> None:
-    done = run("server", "--port", "70000", url="")
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        *(("server --port", "70000"), ("up --port", "70000"), ("up --redis-port", "0")),
+        *(("gateway --port", "99999"), ("gateway --port", "-1"), ("url --port", "70000")),
+        *(("submit Hi --priority", "1001"), ("embed Hi --priority", "-1001")),
+        *(("reprioritise one --priority", "1001"), ("fork one --priority", "1001")),
+    ],
+)
+def test_a_number_outside_its_range(run: Run, command: str, number: str) -> None:
+    done = run(*command.split(), number, url="")
     assert done.returncode == 2
-    assert "--port" in done.stderr
+    assert f"Invalid value for '{command.split()[-1]}'" in done.stderr
     assert "Traceback" not in done.stderr

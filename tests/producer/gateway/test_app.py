@@ -30,6 +30,17 @@ def test_no_call_waits_until_routes_are_made(
     assert (answers, made) == ([200, 200, 503], [])
 
 
+def test_files_of_the_dashboard_are_no_calls(start_gateway: Callable[..., LiveGateway]) -> None:
+    gateway = start_gateway()
+    paths = ("/", "/favicon.ico", "/dashboard/files/app.js", "/dashboard/files/none", "/docs")
+    with structlog.testing.capture_logs() as lines:
+        for path in paths:
+            httpx2.get(f"{gateway.url}{path}")
+        until(lambda: len([it for it in lines if it["event"] == "answered"]) == len(paths))
+    levels = {it["path"]: it["log_level"] for it in lines if it["event"] == "answered"}
+    assert levels == {path: "info" if path == "/docs" else "debug" for path in paths}
+
+
 @pytest.mark.parametrize(("logs", "level"), [(True, "info"), (False, "debug")])
 def test_a_gateway_may_keep_calls_out_of_its_log(
     start_gateway: Callable[..., LiveGateway], logs: bool, level: str

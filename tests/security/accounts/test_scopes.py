@@ -14,7 +14,7 @@ import redis
 import redis.asyncio
 
 from promptq import Client
-from promptq.producer.admin.api_keys import SCOPES, hash_of
+from promptq.producer.admin.api_keys import SCOPES, ApiKey, hash_of
 from promptq.producer.http import state
 from tests.producer.gateway.living import LiveGateway, bearer, error_of
 from tests.producer.playing import KEYS, PROMPTQ
@@ -140,6 +140,10 @@ def test_the_commands(redis_url: str) -> None:
             "scope: 'admin' is not one of completions, files, batches, models",
         ),
         (["x", "--expires-in", "0d"], "expires-in: '0d' is not more than 0"),
+        (
+            ["x", "--expires-in", "999999w"],
+            "expires-in: '999999w' is not more than 0, or is more",
+        ),
         (["x", "--expires-in", "soon"], "expires-in: 'soon' is not a number of"),
         (["x", "--expires-at", "2001-02-03"], "expires-at: '2001-02-03' is in the past"),
         (["x", "--tenant", "nightly"], "tenant: 'nightly' belongs to the key 'nightly' alone"),
@@ -147,3 +151,6 @@ def test_the_commands(redis_url: str) -> None:
         refused = run("create", *args)
         assert refused.returncode == 1
         assert refused.stderr.startswith(f"promptq: {error}"), refused.stderr
+    with Client(as_role("operator", redis_url)) as client:
+        client.create_api_key(ApiKey(name="far", expires_at=10**18))  # no year that dates know
+    assert re.search("far .* – +never", run("list").stdout)

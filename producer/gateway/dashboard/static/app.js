@@ -42,7 +42,6 @@ function place() {
 async function open() {
   close();
   close = () => {};
-  frame.warn(null);
   const number = ++numOpened;
   const { name, argument, query } = place();
   document.title = `${argument || TITLES[name] || TITLES[""]} – promptq`;
@@ -54,15 +53,18 @@ async function open() {
   }
   document.getElementById("leave").hidden = !key.get();
   try {
-    showQueues((await get("caller")).queues);
+    const { queues } = await get("caller");
+    if (number !== numOpened) return; // another page was opened meanwhile
+    frame.warn(null);
+    showQueues(queues);
   } catch (error) {
     if (number === numOpened && error.status !== 401 && error.status !== 403) {
+      main.replaceChildren(); // the page before is no longer true
       frame.warn(notLive(error));
       setTimeout(() => number === numOpened && open(), 2000);
     }
     return;
   }
-  if (number !== numOpened) return; // another page was opened meanwhile
   main.replaceChildren();
   main.dataset.page = name || "overview";
   window.scrollTo(0, 0);
@@ -112,7 +114,7 @@ function askForKey(error) {
     },
   },
   h("h1", {}, "A key, please"),
-  h("p", { class: "quiet reason" }, error.message),
+  key.get() && h("p", { class: "quiet reason" }, `${error.message}.`),
   h("label", { class: "field" }, "API key with the rights of an administrator", input),
   h("p", { class: "quiet" }, "This tab keeps it until you close the tab."),
   h("div", { class: "buttons" }, h("button", { class: "primary", type: "submit" }, "Enter"))));

@@ -188,6 +188,7 @@ async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(
 ) -> None:
     page = await open_page(expected="40")
     await expect(page.get_by_role("heading", name="A key, please")).to_be_visible()
+    await expect(page.locator(".reason")).to_have_count(0)
     await keep_screenshot(page, "key-desktop-light")
     await page.get_by_label("API key").fill(secrets["tim"])
     await page.get_by_role("button", name="Enter").click()

@@ -9,6 +9,9 @@ import pytest
 from playwright.async_api import Page, expect
 
 from promptq import AsyncClient
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.scripts import heartbeat
 from tests.producer.gateway.dashboard.conftest import (
     DESKTOP,
     PHONE,
@@ -22,7 +25,7 @@ from tests.support.model_free import running_worker, served_model_free
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 LOOKS = [("phone", PHONE), ("desktop", DESKTOP)]
 SCHEMES = ["light", "dark"]
-CUT_OFF = """[...document.querySelectorAll(".scroll, nav")]
+CUT_OFF = """[...document.querySelectorAll(".scroll, nav, td")]
     .filter((it) => it.scrollWidth > it.clientWidth).map((it) => it.className || it.tagName)"""
 """Script that returns the parts of the page that are wider than their place."""
 
@@ -78,6 +81,17 @@ async def test_every_page_fits_its_window_and_is_kept_as_a_picture(
             await keep_both(page, "dialog", viewport, full_page=False)
         for request_id in ids:
             await client.cancel(request_id)
+
+
+async def test_a_long_name_and_a_reason_fit_their_places(connection: Any, open_page: Open) -> None:
+    name, why = f"promptq-chat-{'7d9f8c6b5d-' * 3}x2x4z-1-a1b2c3", "its server holds 12 requests"
+    stats = WorkerStats(worker_id=name, state="no_server", holds_back=why)
+    await AsyncRequestQueue(connection).run(heartbeat(stats, 60_000))
+    for viewport, size in LOOKS:
+        page = await open_page(viewport=size)
+        await expect(page.get_by_role("cell", name=f"no_server {why}")).to_be_visible()
+        assert await page.evaluate(CUT_OFF) == [], viewport
+        await expect(page.get_by_role("button", name="Drain")).to_be_visible()
 
 
 async def test_the_apis_description_fits_its_window(open_page: Open) -> None:

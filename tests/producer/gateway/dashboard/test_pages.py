@@ -441,6 +441,10 @@ async def test_a_server_that_goes_away_and_comes_back(open_page: Open) -> None:
             server.stop()
             await expect(page.get_by_text("cannot be reached at the moment")).to_be_visible()
             await expect(page.locator(".title .badge")).to_be_hidden()
+            await page.get_by_role("link", name="Playground").click()
+            await expect(page.get_by_text("Trying again.")).to_be_visible()
+            assert await page.locator("main > *").count() == 0, "the page before is not true"
+            await page.get_by_role("link", name="Overview").click()
             with EmbeddedServer(server.port, password=server.password):
                 async with AsyncClient(url) as client:
                     await client.enqueue("Once")

@@ -96,6 +96,32 @@ async def test_an_answer_is_stopped(redis_url: str, open_page: Open) -> None:
         await expect(stop).to_be_disabled()
 
 
+async def test_why_nothing_comes_is_said(
+    redis_url: str, client: AsyncClient, open_page: Open
+) -> None:
+    """In the playground and on the request's page, until a worker claims the request."""
+    page = await open_page("#/playground")
+    await page.get_by_label("Prompt").fill("Once")
+    await page.get_by_label("Max tokens").fill("3000")
+    await page.get_by_role("button", name="Run").click()
+    outcome = page.locator(".outcome")
+    await expect(outcome).to_contain_text("start one with promptq worker.")
+    await client.pause()
+    await expect(outcome).to_contain_text("The request waits: the queue is paused; promptq resume")
+    other = await open_page("#/requests?state=waiting")
+    await other.locator("td .id").click()
+    because = other.locator(".problem")
+    await expect(because).to_contain_text("The request waits: the queue is paused; promptq resume")
+    await client.resume()
+    await expect(because).to_contain_text("no worker is alive")
+    async with running_worker(redis_url, served_model_free(step_seconds=0.01)):
+        await expect(outcome).to_contain_text("tokens/s")
+        await expect(outcome).not_to_contain_text("waits")
+        await expect(because).to_have_count(0)
+        await page.get_by_role("button", name="Stop").click()
+        await expect(outcome).to_contain_text("ended with cancelled")
+
+
 async def test_what_is_wrong_with_a_request_is_said(open_page: Open) -> None:
     page = await open_page("#/playground", expected="400")
     await page.get_by_label("Prompt").fill("Once")

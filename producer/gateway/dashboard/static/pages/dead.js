@@ -3,7 +3,7 @@
 import { purge, requeue } from "../shared/actions.js";
 import { get, live } from "../shared/api.js";
 import { h, show } from "../shared/dom.js";
-import { clock, count } from "../shared/format.js";
+import { clock, count, counted } from "../shared/format.js";
 import { requestLink } from "../shared/parts.js";
 
 const MOST = 100;
@@ -47,8 +47,8 @@ export function open(main, { frame }) {
 function card(letter) {
   return h("article", { class: "card letter", "data-key": letter.request_id },
     h("h2", {}, requestLink(letter.request_id)),
-    h("p", { class: "reason" }, letter.message),
-    h("p", { class: "quiet" }, `Became a dead letter ${clock(letter.buried_at)} after ${count(letter.crashes)} crashes in ${count(letter.attempts)} attempts; it had emitted ${count(letter.num_tokens)} tokens.`),
+    h("p", { class: "reason" }, `${letter.message}.`),
+    h("p", { class: "quiet" }, `Became a dead letter at ${clock(letter.buried_at)} after ${count(letter.crashes)} ${letter.crashes === 1 ? "crash" : "crashes"} in ${counted(letter.attempts, "attempt")}; it had emitted ${counted(letter.num_tokens, "token")}.`),
     h("details", {}, h("summary", {}, "Attempts and payload"),
       h("ul", {}, letter.history.map((one) => h("li", {}, `Attempt ${one.attempt} on ${one.worker}, ${clock(one.claimed_at)} to ${clock(one.ended_at)}: ${one.how}`))),
       h("pre", { class: "payload" }, letter.payload)),

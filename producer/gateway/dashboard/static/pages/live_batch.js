@@ -25,7 +25,7 @@ function view({ stats, slots, told_at: reportedAt }, now) {
       h("h1", { class: "id" }, stats.worker_id), badge(stats.state),
       h("span", { class: "quiet" }, "heartbeat ", heartbeat(now - stats.heartbeat_at)),
       h("span", { class: "spacer" }),
-      stats.state === "running" && h("button", { type: "button", class: "danger", onclick: () => drain(stats.worker_id) }, "Drain worker")),
+      stats.state !== "draining" && h("button", { type: "button", class: "danger", onclick: () => drain(stats.worker_id) }, "Drain worker")),
     h("div", { class: "tiles" },
       tile("Slots in use", count(slots.filter(({ slot }) => slot !== null).length), `of ${count(stats.max_num_seqs)}`),
       tile("Step time", duration(reported(stats, "step_ms")), "recent median"),

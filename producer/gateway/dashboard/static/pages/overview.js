@@ -5,7 +5,7 @@ import { live } from "../shared/api.js";
 import { chart } from "../shared/chart.js";
 import { h, show } from "../shared/dom.js";
 import { count, duration, rate, reported } from "../shared/format.js";
-import { badge, bar, heartbeat, section, table, tile, workerLink } from "../shared/parts.js";
+import { badge, bar, heartbeat, section, table, tile, withCode, workerLink } from "../shared/parts.js";
 
 const HOUR_MS = 3_600_000;
 const RECENT_MS = 60_000;
@@ -88,20 +88,15 @@ function prioritiesOf(overview) {
 }
 
 function workersOf(overview, now) {
-  if (!overview.workers.length) {
-    const option = overview.queue === "default" ? "" : ` --queue ${overview.queue}`;
-    return section("Workers", h("p", { class: "empty" }, ...(overview.has_standby
-      ? ["The model is not loaded: a worker loads it when its turn comes."]
-      : ["No worker is alive: start one with ", h("code", {}, `promptq worker${option}`), "."])));
-  }
+  if (!overview.workers.length) return section("Workers", h("p", { class: "empty" }, ...withCode(`${overview.why_no_worker}.`)));
   return section("Workers", table([
     { name: "Worker", of: (one) => workerLink(one.worker_id) },
-    { name: "State", of: (one) => [badge(one.state), one.holds_back && h("span", { class: "quiet" }, one.holds_back)] },
+    { name: "State", of: (one) => [badge(one.state), " ", one.holds_back && h("span", { class: "quiet" }, one.holds_back)] },
     { name: "Heartbeat", of: (one) => heartbeat(now - one.heartbeat_at), number: true },
     { name: "Slots", of: (one) => bar(one.num_running / one.max_num_seqs, `${one.num_running} of ${one.max_num_seqs}`) },
     { name: "KV blocks", of: (one) => bar(one.kv_used_blocks / one.kv_blocks, `${count(one.kv_used_blocks)} of ${count(one.kv_blocks)}`) },
     { name: "Tokens/s", of: (one) => rate(one.recent_tokens_per_second), number: true },
     { name: "Step", of: (one) => duration(reported(one, "step_ms")), number: true },
-    { name: "", of: (one) => one.state === "running" && h("button", { type: "button", class: "small", onclick: () => drain(one.worker_id) }, "Drain") },
+    { name: "", of: (one) => one.state !== "draining" && h("button", { type: "button", class: "small", onclick: () => drain(one.worker_id) }, "Drain") },
   ], overview.workers, (one) => one.worker_id));
 }

@@ -3,8 +3,8 @@
 import { post, stream } from "../shared/api.js";
 import { toast } from "../shared/dialog.js";
 import { h, show } from "../shared/dom.js";
-import { count, duration, rate } from "../shared/format.js";
-import { requestLink } from "../shared/parts.js";
+import { counted, duration, rate } from "../shared/format.js";
+import { requestLink, waiting } from "../shared/parts.js";
 import { tokenView } from "../shared/tokens.js";
 
 /** The fields with a number: name, label, and attributes of the input. Empty ones are not sent. */
@@ -53,6 +53,9 @@ export function open(main) {
     let first = null;
     let isOver = false;
     let id;
+    let soFar = "Enqueued";
+    let because = "";
+    const showOutcome = () => show(outcome, `${soFar}. `, ...waiting(because), requestLink(id));
     try {
       ({ id } = await post("play", given));
     } catch (error) {
@@ -63,12 +66,17 @@ export function open(main) {
     }
     current = id;
     close = stream("live/request", { id }, {
+      request: ({ value }) => {
+        because = value.waits_because;
+        showOutcome();
+      },
       begun: () => tokens.clear(given.prompt),
       tokens: (event) => {
         const now = performance.now();
         if (event.token_ids.length) first ??= now;
         tokens.add(event);
-        show(outcome, ...progress(id, event, began, first, now));
+        soFar = progress(event, began, first, now);
+        showOutcome();
         isOver = event.finish_reason !== null;
         if (isOver) isRunning(false);
       },
@@ -101,13 +109,13 @@ export function open(main) {
   return () => close();
 }
 
-function progress(id, event, began, first, now) {
+function progress(event, began, first, now) {
   const num = event.index + event.token_ids.length;
   const seconds = first === null ? 0 : (now - first) / 1000;
-  const words = [`${count(num)} tokens`];
+  const words = [counted(num, "token")];
   if (first !== null) words.push(`the first after ${duration(first - began)}`);
   if (num > 1 && seconds > 0) words.push(`${rate((num - 1) / seconds)}\u00a0tokens/s`);
   if (event.finish_reason) words.push(`ended with ${event.finish_reason}`);
   if (event.error) words.push(event.error.message);
-  return [`${words.join(", ")}. `, requestLink(id)];
+  return words.join(", ");
 }

@@ -3,8 +3,8 @@
 import { cancel, reprioritise } from "../shared/actions.js";
 import { notLive, stream } from "../shared/api.js";
 import { h, show } from "../shared/dom.js";
-import { clock, count, duration, rate } from "../shared/format.js";
-import { badge, bar, facts, requestLink, section, workerLink } from "../shared/parts.js";
+import { clock, count, counted, duration, rate } from "../shared/format.js";
+import { badge, bar, facts, requestLink, section, waiting, workerLink } from "../shared/parts.js";
 import { tokenView } from "../shared/tokens.js";
 
 const NAMES = {
@@ -40,7 +40,7 @@ export function open(main, { argument: id, frame }) {
     tokens: (event) => {
       text.add(event);
       isOver = event.finish_reason !== null;
-      length.textContent = `${count(event.index + event.token_ids.length)} tokens`;
+      length.textContent = counted(event.index + event.token_ids.length, "token");
     },
     begun: () => {
       frame.warn(null);
@@ -73,6 +73,7 @@ function facets(request, now) {
   const slot = request.slot;
   return [
     request.error && h("p", { class: "card problem" }, h("b", {}, request.error.type), ` ${request.error.message}`),
+    request.waits_because && h("p", { class: "card problem" }, ...waiting(request.waits_because)),
     section("Now", facts([
       ["Worker", request.worker && workerLink(request.worker)],
       ["Slot", slot && (slot.slot === null ? slot.state : `${slot.slot}, ${slot.state}`)],
@@ -81,12 +82,12 @@ function facets(request, now) {
       ["Ended with", request.finish_reason],
       ["Priority", String(request.priority)], ["Tenant", request.tenant], ["Attempts", String(request.attempts)],
       ["Crashes", request.crashes ? String(request.crashes) : null],
-      ["Prompt", request.usage && `${count(request.usage.prompt_tokens)} tokens, ${count(request.usage.cached_tokens)} from the cache`],
-      ["Output", request.usage && `${count(request.usage.completion_tokens)} tokens`],
+      ["Prompt", request.usage && `${counted(request.usage.prompt_tokens, "token")}, ${count(request.usage.cached_tokens)} from the cache`],
+      ["Output", request.usage && counted(request.usage.completion_tokens, "token")],
       ["Speed", request.stats && `${rate(request.stats.tokens_per_second)}\u00a0tokens/s`],
-      ["Recomputed", request.stats?.recomputed_tokens ? `${count(request.stats.recomputed_tokens)} tokens` : null],
+      ["Recomputed", request.stats?.recomputed_tokens ? counted(request.stats.recomputed_tokens, "token") : null],
       ["Requeued from", request.requeued_from && requestLink(request.requeued_from)],
-      ["Forked from", request.forked_from && [requestLink(request.forked_from), ` after ${count(request.forked_at)} tokens`]],
+      ["Forked from", request.forked_from && [requestLink(request.forked_from), ` after ${counted(request.forked_at, "token")}`]],
       ["Has waited", request.state === "waiting" && request.moments.length ? duration(Math.max(0, now - request.moments[0].at)) : null],
     ])),
   ];
@@ -94,7 +95,7 @@ function facets(request, now) {
 
 function timeline(request, now) {
   const began = request.moments[0]?.at;
-  return h("ol", { class: "timeline" }, request.moments.map((moment, nth) => h("li", { class: moment.what },
+  return h("ol", { class: "timeline" }, request.moments.map((moment, nth) => h("li", { class: moment.what === "finished" && request.error ? "failed" : moment.what },
     h("span", { class: "what" }, ...happened(moment)),
     h("span", { class: "when" }, clock(moment.at, now),
       nth > 0 && h("span", { class: "quiet" }, ` +${duration(moment.at - began)}`)),

@@ -42,9 +42,10 @@ export function chart(title, series, format) {
   let state = { samples: [], now: Date.now(), sampleMs: 5000 };
   let hovered = null;
 
+  /** How much time the axis shows: whole minutes, so that the oldest end of a full hour has its label. */
   function span() {
     const { samples, now } = state;
-    return Math.min(HOUR_MS, Math.max(LEAST_MS, now - (samples[0]?.at ?? now)));
+    return Math.min(HOUR_MS, Math.max(LEAST_MS, Math.ceil((now - (samples[0]?.at ?? now)) / MINUTE_MS) * MINUTE_MS));
   }
 
   function place() {

@@ -11,6 +11,9 @@ export function count(value) {
   return value == null ? NONE : Math.round(value).toLocaleString("en");
 }
 
+/** A number of things, such as `1 token` or `2 tokens`. */
+export const counted = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 /** A rate. Rates below 10 have one decimal. */
 export function rate(value) {
   if (value == null) return NONE;

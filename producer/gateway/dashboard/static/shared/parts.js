@@ -8,6 +8,14 @@ export function tile(label, value, note = null, href = null) {
     h("span", { class: "label" }, label), h("strong", {}, value), note && h("small", {}, note));
 }
 
+/** Why a request waits, as a sentence; empty if there is no reason. */
+export const waiting = (because) => withCode(because && `The request waits: ${because}. `);
+
+/** Text whose parts between backticks become code. */
+export function withCode(text) {
+  return text.split("`").map((part, nth) => (nth % 2 ? h("code", {}, part) : part));
+}
+
 /** A state as a coloured word. */
 export function badge(state) {
   return h("span", { class: `badge ${state}` }, state);
