@@ -15,6 +15,7 @@ from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription, abilities_of
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
+from promptq.worker.upstream.dialects.sglang import SglangDialect
 from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
     RefusedError,
@@ -29,6 +30,7 @@ from promptq.worker.upstream.server_process import ServerProcess, free_port
 DIALECTS: dict[str, Callable[..., Dialect]] = {
     "vllm": VllmDialect,
     "llama.cpp": LlamaCppDialect,
+    "sglang": SglangDialect,
     "openai": OpenAIDialect,
 }
 """Dialects by the engine's name. Parameters: `is_exact`, whether the server computes in fp32;

@@ -21,6 +21,7 @@ from promptq.worker.engine.runner.load_runner import load_runner
 from promptq.worker.serve.engine_thread import EngineThread
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
+from promptq.worker.upstream.dialects.sglang import SglangDialect
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
 from tests.programs.engines.real_servers import NAMES, real_server
@@ -65,7 +66,7 @@ def forwarding(url: str, dialect: str, vocab_size: int) -> EnginePort:
 
 
 ENGINES: dict[str, Callable[[Path], EnginePort]] = {"model-free": model_free, "native": native}
-STAND_INS = {"vllm": VllmDialect, "llama.cpp": LlamaCppDialect}
+STAND_INS = {"vllm": VllmDialect, "llama.cpp": LlamaCppDialect, "sglang": SglangDialect}
 """Dialects of the server without a model, to which an engine forwards."""
 
 VOCAB_SIZE = 257

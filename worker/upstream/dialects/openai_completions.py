@@ -26,7 +26,7 @@ from promptq.worker.upstream.dialects.transport import (
     read_json,
 )
 
-_COMPLETIONS = "/v1/completions"
+COMPLETIONS = "/v1/completions"
 _MOST_BIASES = 300
 """The most entries of `logit_bias` that OpenAI's API takes."""
 _MOST_BIAS = 100.0
@@ -64,8 +64,8 @@ class OpenAIDialect:
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         raise ConfigurationError(
-            "--engine openai: give --upstream, the URL of a running server; only vllm and llama.cpp"
-            " can be started from here"
+            "--engine openai: give --upstream, the URL of a running server; only vllm, sglang and"
+            " llama.cpp can be started from here"
         )
 
     async def describe(self, server: Server) -> ServerDescription:
@@ -73,7 +73,7 @@ class OpenAIDialect:
             (model, *_) = (await server.get("/v1/models"))["data"]
             name, longest = str(model["id"]), int(model.get("max_model_len") or 0)
             probe = _body([0], {"max_tokens": 1, "temperature": 0.0}, name)
-            (choice,) = (await server.post(_COMPLETIONS, probe))["choices"]
+            (choice,) = (await server.post(COMPLETIONS, probe))["choices"]
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"--upstream: {server.url} does not answer as an OpenAI server that takes token ids"
@@ -127,7 +127,7 @@ class OpenAIDialect:
             "stream": True,
         }
         body = _body([*request.prompt_token_ids, *emitted], sampling, model)
-        async with server.stream(_COMPLETIONS, body) as events:
+        async with server.stream(COMPLETIONS, body) as events:
             async for data in events:
                 if (chunk := _read(data)) is not None:
                     yield chunk
@@ -159,6 +159,11 @@ def _read(data: bytes) -> Chunk | None:
     event = read_json(data)
     if message := message_of(event):
         raise ServerFaultError(message)
+    return chunk_of(event)
+
+
+def chunk_of(event: dict[str, Any]) -> Chunk | None:
+    """Returns the tokens of a stream's event; None if it has none, such as one with the usage."""
     if not event.get("choices"):
         return None
     (choice,) = event["choices"]
