@@ -24,7 +24,7 @@ from tests.programs.chaos.processes.server import ChaoticCluster
 from tests.programs.chaos.schedule import MEAN_SECONDS_ON_A_CLUSTER, Fault
 from tests.programs.states.mutants import CHAOS_MUTANTS
 
-ENGINES = ("stand-in", "vllm", "llama.cpp")
+ENGINES = ("stand-in", "vllm", "llama.cpp", "sglang")
 
 
 def main() -> int:
