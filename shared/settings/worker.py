@@ -12,7 +12,7 @@ from promptq.shared.settings.common import ReaperSettings, flag_of, read_setting
 class WorkerSettings(ReaperSettings):
     """Settings of a worker. Each is also an option of `promptq worker`."""
 
-    engine: Literal["native", "vllm", "llama.cpp", "openai", "openai-remote"] = Field(
+    engine: Literal["native", "vllm", "llama.cpp", "sglang", "openai", "openai-remote"] = Field(
         "native",
         description="native: this process runs the model; otherwise the kind of inference server"
         " that runs it, at --upstream or started by --engine-command (extra `upstream`)",
@@ -40,8 +40,8 @@ class WorkerSettings(ReaperSettings):
     )
     engine_command: str | None = Field(
         None,
-        description="program that starts the server, such as /opt/vllm/bin/vllm; default: `vllm`"
-        " or `llama-server` on the path. It gets the arguments after `--`",
+        description="program that starts the server, such as /opt/vllm/bin/vllm; default:"
+        " `vllm`, `sglang` or `llama-server` on the path. It gets the arguments after `--`",
     )
     engine_arguments: tuple[str, ...] = Field(
         (), description="further arguments of that program: a JSON list in PROMPTQ_ENGINE_ARGUMENTS"

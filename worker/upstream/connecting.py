@@ -16,6 +16,7 @@ from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
 from promptq.worker.upstream.dialects.openai_remote import OpenAIRemoteDialect
+from promptq.worker.upstream.dialects.sglang import SglangDialect
 from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
     RefusedError,
@@ -30,6 +31,7 @@ from promptq.worker.upstream.server_process import ServerProcess, free_port
 DIALECTS: dict[str, Callable[..., Dialect]] = {
     "vllm": VllmDialect,
     "llama.cpp": LlamaCppDialect,
+    "sglang": SglangDialect,
     "openai": OpenAIDialect,
     "openai-remote": OpenAIRemoteDialect,
 }

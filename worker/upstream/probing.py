@@ -67,15 +67,17 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
     async def keeps_seeds() -> bool:
         """Whether the second half of a sampled output comes again, beside another sequence."""
         nonlocal is_invariant
-        logprobs = 0 if dialect.abilities.logprobs else None
+        reports = dialect.abilities.logprobs
+        logprobs = 0 if reports else None
         params = SamplingParams(temperature=2.0, logprobs=logprobs)
         request = replace(_REQUEST, params=params, seed=1, max_tokens=2 * _HALF)
         ids, reported = await output(request)
         emitted, requests = ids[:_HALF], (request, replace(request, seed=2))
         again, other = await asyncio.gather(*(output(each, *emitted) for each in requests))
         is_shown = again[0] == ids[_HALF:] != other[0]
-        is_stated = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
-        is_invariant = is_stated and is_shown and bool(reported) and again[1] == reported[_HALF:]
+        is_stated = description.is_invariant or os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+        is_reported = bool(reported) is reports and again[1] == reported[_HALF:]
+        is_invariant = is_stated and is_shown and is_reported
         return is_shown
 
     preferred = await choice()

@@ -50,7 +50,7 @@ def save_model_of(kind: str, folder: Path) -> Path:
     return directory
 
 
-ENGINES = ("stand-in", "vllm", "llama.cpp")
+ENGINES = ("stand-in", "vllm", "llama.cpp", "sglang")
 
 
 def main() -> int:

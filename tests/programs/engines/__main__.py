@@ -17,7 +17,12 @@ _TESTS = [
     "tests/programs/engines",
     "tests/worker/serve/test_engine_contract.py",
 ]
-_RUNS = {"stand-in": (1200, 1.0), "llama.cpp": (100, 0.2), "vllm": (40, 0.2)}
+_RUNS = {
+    "stand-in": (1200, 1.0),
+    "llama.cpp": (100, 0.2),
+    "vllm": (40, 0.2),
+    "sglang": (40, 0.2),
+}
 """Seconds of faults, with a kill of a server and of a worker every 5 s on average, and the load."""
 
 

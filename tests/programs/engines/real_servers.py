@@ -24,11 +24,11 @@ from tests.support.servers import free_port
 from tests.support.waiting import until
 from tests.worker.engine.tiny_models import generate
 
-NAMES = ("vllm", "llama.cpp")
+NAMES = ("vllm", "llama.cpp", "sglang")
 SLOTS, LENGTH = 16, 1024
 NUM_TOKENS = 120
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
-_FOLDERS = {"vllm": "vllm", "llama.cpp": "llama"}
+_FOLDERS = {"vllm": "vllm", "llama.cpp": "llama", "sglang": "sglang"}
 
 
 def why_missing(name: str) -> str:
@@ -91,6 +91,9 @@ class RealServer:
             lines = [it for it in text.splitlines() if it.startswith("vllm:num_requests_")]
             of = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
             return sum(int(float(it.split()[-1])) for it in lines if it.startswith(of))
+        if self.name == "sglang":
+            (load,) = httpx2.get(f"{self.url}/v1/loads").json()["loads"]
+            return int(load["num_running_reqs"] + load["num_waiting_reqs"])
         slots = httpx2.get(f"{self.url}/slots").json()
         return sum(slot["is_processing"] for slot in slots)
 
@@ -126,6 +129,26 @@ class RealServer:
                 "DO_NOT_TRACK": "1",
                 "HF_HUB_OFFLINE": "1",
                 "PYTHONPATH": f"{server_environment()['PYTHONPATH']}:{PEERS / 'torchvision'}",
+            }
+            return command, environment
+        if self.name == "sglang":
+            command = [
+                *(str(peer / "bin" / "python"), "-m", "sglang.launch_server", "--device", "cpu"),
+                *("--model-path", str(self.model), "--served-model-name", "m"),
+                *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
+                # It keeps six tokens of a context free.
+                *("--context-length", str(self.length + 6), "--grammar-backend", "llguidance"),
+                *("--max-running-requests", str(self.slots), "--enable-metrics"),
+                *("--max-total-tokens", str(self.slots * (self.length + 6))),
+                *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+                "--disable-overlap-schedule",
+                *self.arguments,
+            ]
+            environment = {
+                "HOME": str(self.folder),
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "2",
             }
             return command, environment
         file = gguf_file(self.model, peer / "gguf-py", "F32", folder=self.folder)

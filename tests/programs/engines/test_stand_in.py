@@ -19,6 +19,8 @@ from tests.programs.stand_in_server.starting import StandIn, stand_in_server
 _IDS = [5, 6, 7, 8]
 _SAMPLING = {"temperature": 0.0, "max_tokens": 3, "detokenize": False}
 _GENERATE = "/inference/v1/generate"
+_COMPLETIONS = "/v1/completions"
+_TOKENS = {"temperature": 0.0, "max_tokens": 3, "return_token_ids": True}
 PROBES: dict[str, list[tuple[str, dict[str, Any] | None]]] = {
     "vllm": [
         ("/version", None),
@@ -59,6 +61,16 @@ PROBES: dict[str, list[tuple[str, dict[str, Any] | None]]] = {
         ),
         ("/completion", {"prompt": [99999], "n_predict": 3}),
         ("/completion", {"prompt": [5] * 2000, "n_predict": 3}),
+    ],
+    "sglang": [
+        ("/server_info", None),
+        ("/tokenize", {"prompt": "Hi", "add_special_tokens": False}),
+        (_COMPLETIONS, {"model": "m", "prompt": _IDS, **_TOKENS}),
+        (_COMPLETIONS, {"model": "m", "prompt": _IDS, **_TOKENS, "stream": True}),
+        (_COMPLETIONS, {"model": "m", "prompt": [[0]], **_TOKENS, "stream": True}),
+        (_COMPLETIONS, {"model": "m", "prompt": [0], **_TOKENS}),
+        (_COMPLETIONS, {"model": "m", "prompt": _IDS, **_TOKENS, "ebnf": "?", "stream": True}),
+        (_COMPLETIONS, {"model": "m", "prompt": [5] * 2000, **_TOKENS}),
     ],
 }
 
@@ -117,7 +129,7 @@ def test_a_stream_breaks_as_that_of_a_vllm_whose_engine_dies(
     """With status 200, an error object and `[DONE]`."""
     real, stand_in = pair
     if real.name != "vllm":
-        pytest.skip("llama.cpp has no second process")
+        pytest.skip("its stream ends, or has another form")
     sampling = {**_SAMPLING, "max_tokens": 900, "ignore_eos": True}
     ids = [*_IDS, POISON]  # which breaks the stand-in's stream after two tokens
     body = {"model": "m", "token_ids": ids, "sampling_params": sampling, "stream": True}

@@ -18,11 +18,13 @@ from promptq.worker.text.grammars.llguidance_calls import Vocabulary
 from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch
 from tests.programs.stand_in_server.llama_cpp import llama_cpp_routes
 from tests.programs.stand_in_server.openai_remote import openai_remote_routes
+from tests.programs.stand_in_server.sglang import sglang_routes
 from tests.programs.stand_in_server.vllm import pooling_routes, vllm_routes
 
 ROUTES: dict[str, Callable[..., list[web.RouteDef]]] = {
     "vllm": vllm_routes,
     "llama.cpp": llama_cpp_routes,
+    "sglang": sglang_routes,
     "openai-remote": openai_remote_routes,
 }
 

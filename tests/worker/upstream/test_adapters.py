@@ -146,7 +146,7 @@ def test_a_started_server_gets_the_base_and_the_adapter(adapter: Path, model: Pa
     assert module == {"name": "sql", "path": str(adapter)}
 
 
-@pytest.mark.parametrize("engine", ["llama.cpp", "openai"])
+@pytest.mark.parametrize("engine", ["llama.cpp", "sglang", "openai"])
 def test_other_engines_refuse_adapters_by_name(adapter: Path, engine: str) -> None:
     with pytest.raises(ConfigurationError, match="is a LoRA adapter, and only --engine vllm"):
         build(settings(adapter, engine=engine))

@@ -39,11 +39,16 @@ class Model(VllmDialect):
         *,
         keeps_seeds: bool = False,
         varies: bool = False,
+        states: bool = False,
+        reports: bool = True,
         **more: bool,
     ) -> None:
         """`keeps_seeds`: random numbers depend on seed and position, as on a GPU. `varies`:
-        log-probabilities after a prefill differ a little."""
+        log-probabilities after a prefill differ a little. `states`: that a batch does not change
+        its logits. `reports`: log-probabilities."""
         super().__init__(**more)
+        self.abilities = replace(self.abilities, logprobs=reports)
+        self.states = states
         self.raw, self.num_calls = raw, 0
         self.keeps_seeds, self.varies = keeps_seeds, varies
 
@@ -92,7 +97,7 @@ class Model(VllmDialect):
             yield Chunk([new[-1]], [entry] if params.logprobs is not None else None)
 
     async def describe(self, server: Server) -> ServerDescription:
-        return ServerDescription("vLLM", "m", 1024)
+        return ServerDescription("vLLM", "m", 1024, is_invariant=self.states)
 
 
 async def output_of(model: Model, request: EngineRequest) -> list[int]:
@@ -309,6 +314,10 @@ async def test_a_sequence_that_is_masked_draws_what_a_mask_on_each_token_would_d
         ("0", {"keeps_seeds": True}, False),
         ("1", {"keeps_seeds": True, "varies": True}, False),
         ("1", {}, False),
+        ("0", {"keeps_seeds": True, "states": True}, True),
+        ("0", {"keeps_seeds": True, "states": True, "varies": True}, False),
+        ("0", {"keeps_seeds": True, "states": True, "reports": False}, True),
+        ("0", {"states": True, "reports": False}, False),
     ],
 )
 async def test_invariance_is_a_promise_where_it_is_stated_and_not_contradicted(

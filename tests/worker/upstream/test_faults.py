@@ -70,6 +70,7 @@ async def assert_whole_texts(
     ("name", "fault"),
     [
         *(("vllm", it) for it in ("break", "abort", "end", "malformed", "foreign")),
+        *(("sglang", it) for it in ("break", "abort", "end", "malformed", "foreign")),
         ("llama.cpp", "break"),
     ],
 )

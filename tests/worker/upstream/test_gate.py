@@ -45,7 +45,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_FORGET_SECONDS", 20 * 500.0)
 
 
-@pytest.fixture(params=["vllm", "llama.cpp"])
+@pytest.fixture(params=["vllm", "llama.cpp", "sglang"])
 def stand_in(request: pytest.FixtureRequest) -> Iterator[tuple[str, StandIn]]:
     with stand_in_server(request.param, *SLOWLY) as server:
         yield request.param, server

@@ -26,11 +26,11 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_grammar, lark_of
 from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from promptq.worker.upstream.dialects.dialect import Mask
+from promptq.worker.upstream.dialects.dialect import BANNED, Mask
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import _bias
 from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
-from promptq.worker.upstream.dialects.vllm import _BANNED, VllmDialect, _put_mask
+from promptq.worker.upstream.dialects.vllm import VllmDialect, _put_mask
 from promptq.worker.upstream.probing import describe
 from promptq.worker.upstream.server_process import server_environment
 from promptq.worker.upstream.watched_stream import WatchedStream
@@ -364,8 +364,8 @@ def test_as_many_biases_as_vllm_takes_leave_room_for_bans(first: int) -> None:
     _put_mask(sampling, Mask(allowed, (4000, 3999)))
     sent = sampling["logit_bias"]
     assert len(sent) == 1024
-    assert sent["4000"] == sent["3999"] == _BANNED
-    kept = {name for name, by in sent.items() if by != _BANNED}
+    assert sent["4000"] == sent["3999"] == BANNED
+    kept = {name for name, by in sent.items() if by != BANNED}
     assert kept == ({str(nth) for nth in range(2, 1024)} if first == 0 else set())
 
 

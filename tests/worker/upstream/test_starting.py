@@ -72,7 +72,7 @@ def test_the_tokenizers_end_token_is_one_beside_the_configurations(
     assert build(settings).end_token_ids == {10, 256}
 
 
-@pytest.mark.parametrize("name", ["llama.cpp", "openai"])
+@pytest.mark.parametrize("name", ["llama.cpp", "sglang", "openai"])
 def test_says_that_another_server_is_there(
     redis_url: str, model: str, stand_in: StandIn, name: str
 ) -> None:
@@ -253,10 +253,12 @@ def test_a_gguf_file_has_all_that_llama_cpp_and_its_worker_need(
         assert worker.process.wait() == 0
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_a_server_ends_with_its_worker_even_if_that_is_killed(
-    redis_url: str, tmp_path: Path, model: str, program: Path
+    redis_url: str, tmp_path: Path, model: str, name: str
 ) -> None:
-    options = ("--engine", "vllm", "--engine-command", str(program), "--model", model)
+    program = program_of(name, tmp_path)
+    options = ("--engine", name, "--engine-command", str(program), "--model", model)
     worker = StartedWorker(tmp_path, redis_url, *options)
     with worker.process:
         [(pid, _)] = started(program)

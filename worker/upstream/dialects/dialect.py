@@ -17,6 +17,8 @@ from promptq.worker.upstream.dialects.transport import Server
 
 MOST_LISTED = 1024
 """On a GPU, longer lists of `allowed_token_ids` or `logit_bias` end vLLM's server."""
+BANNED = -1e4
+"""The bias of a token that a server may not choose."""
 _LONGEST_NAME = 4096
 """Characters of the name of a model, which may be a path."""
 
@@ -67,8 +69,8 @@ class ServerDescription:
     keeps_seeds: bool = False
     """Whether its random numbers were seen to depend on seed and position alone."""
     is_invariant: bool = False
-    """Whether VLLM_BATCH_INVARIANT states that a batch does not change logits, and no probe has
-    contradicted that."""
+    """Whether the server or VLLM_BATCH_INVARIANT states that a batch does not change logits, and no
+    probe has contradicted that."""
     embedding_size: int = 0
     """Length of its vectors, if it computes vectors and generates nothing."""
 
@@ -218,6 +220,13 @@ def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbil
     if description.heeds_masks:
         known = replace(known, grammars=True, unheeded=known.unheeded - {"bad_words", "min_tokens"})
     return known
+
+
+def salt_of(request: EngineRequest, *, shares_prefixes: bool) -> dict[str, str]:
+    """Returns the field that keeps cached prefixes apart from those of other tenants."""
+    tenant = "" if shares_prefixes else request.tenant
+    is_salted = tenant or request.cache_salt
+    return {"cache_salt": f"{tenant}:{request.cache_salt}"} if is_salted else {}
 
 
 def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities:

@@ -67,8 +67,8 @@ class OpenAIDialect(Dialect):
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         raise ConfigurationError(
-            f"--engine {settings.engine}: give --upstream, the URL of a running server; only vllm"
-            " and llama.cpp can be started from here"
+            f"--engine {settings.engine}: give --upstream, the URL of a running server; only vllm,"
+            " sglang and llama.cpp can be started from here"
         )
 
     async def describe(self, server: Server) -> ServerDescription:
@@ -153,6 +153,11 @@ def choice_of(data: bytes) -> tuple[dict[str, Any], FinishReason | None]:
     event = read_json(data)
     if message := message_of(event):
         raise ServerFaultError(message)
+    return chunk_of(event)
+
+
+def chunk_of(event: dict[str, Any]) -> Chunk | None:
+    """Returns the tokens of a stream's event; None if it has none, such as one with the usage."""
     if not event.get("choices"):
         return {}, None
     (choice,) = event["choices"]

@@ -215,6 +215,17 @@ def message_of(body: Any) -> str:
     return str(message)[:_MOST_SHOWN]
 
 
+def check_event(event: Any) -> None:
+    """Raises the error of an event that is an error object with a status."""
+    if message := message_of(event):
+        code = event["error"].get("code")
+        if code in _OVERLOADED:
+            raise OverloadedError(message)
+        if isinstance(code, int) and 400 <= code < 500:
+            raise RefusedError(message, code)
+        raise ServerFaultError(message)
+
+
 def _seconds(retry_after: str | None) -> float | None:
     try:
         seconds = float(retry_after) if retry_after else math.nan

@@ -24,11 +24,13 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import LEAST, EngineRequest, PromptLogprobs
 from promptq.worker.upstream.dialects.adapter import Adapter
 from promptq.worker.upstream.dialects.dialect import (
+    BANNED,
     MOST_LISTED,
     Chunk,
     Dialect,
     Mask,
     ServerDescription,
+    salt_of,
     server_abilities,
 )
 from promptq.worker.upstream.dialects.transport import (
@@ -36,7 +38,7 @@ from promptq.worker.upstream.dialects.transport import (
     Server,
     ServerFaultError,
     UnusableAnswerError,
-    message_of,
+    check_event,
     read_json,
 )
 from promptq.worker.upstream.dialects.vllm_pictures import (
@@ -52,7 +54,6 @@ _MOST_LOGPROBS = 20
 _MOST_STOPS = 64
 """With `min_tokens` and more than 128 tokens, the model's own ends among them, vLLM's server dies
 on a GPU. The worker ends the stream at the others."""
-_BANNED = -1e4
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -171,7 +172,8 @@ class VllmDialect(Dialect):
     async def embedding(
         self, server: Server, request: EngineRequest, model: str
     ) -> npt.NDArray[np.float32]:
-        return await self._vector(server, request.prompt_token_ids, model, self._salt_of(request))
+        salt = salt_of(request, shares_prefixes=self._shares_prefixes)
+        return await self._vector(server, request.prompt_token_ids, model, salt)
 
     async def _vector(
         self, server: Server, token_ids: list[int], model: str, salt: dict[str, str]
@@ -264,15 +266,9 @@ class VllmDialect(Dialect):
             "sampling_params": sampling,
             "reasoning_ended": True,  # else a grammar might wait for the end of a thought
             "stream": True,
-            **(salt := self._salt_of(request)),
+            **(salt := salt_of(request, shares_prefixes=self._shares_prefixes)),
             **picture_fields(request, salt),
         }
-
-    def _salt_of(self, request: EngineRequest) -> dict[str, str]:
-        """Returns the field that keeps cached prefixes apart from those of other tenants."""
-        tenant = "" if self._shares_prefixes else request.tenant
-        is_salted = tenant or request.cache_salt
-        return {"cache_salt": f"{tenant}:{request.cache_salt}"} if is_salted else {}
 
 
 def _put_mask(sampling: dict[str, Any], mask: Mask) -> None:
@@ -285,17 +281,12 @@ def _put_mask(sampling: dict[str, Any], mask: Mask) -> None:
     else:
         own = sorted(mask.allowed_of(biases).items(), key=lambda item: -abs(item[1]))
         num_bans = max(len(mask.rejected), MOST_LISTED - len(own))
-        bans = dict.fromkeys(map(str, mask.forbidden_ids[:num_bans]), _BANNED)
+        bans = dict.fromkeys(map(str, mask.forbidden_ids[:num_bans]), BANNED)
         sampling["logit_bias"] = dict(own[: MOST_LISTED - len(bans)]) | bans
 
 
 def _read(data: bytes, num_top: int) -> Chunk | None:
-    event = read_json(data)
-    if message := message_of(event):
-        code = event["error"].get("code")
-        if isinstance(code, int) and 400 <= code < 500:
-            raise RefusedError(message, code)
-        raise ServerFaultError(message)
+    check_event(event := read_json(data))
     choices = event.get("choices")
     if not choices:
         return None

@@ -1,0 +1,168 @@
+"""SGLang's server through `/v1/completions`, which takes and returns token ids.
+
+Its `/generate` repeats the whole output in each event. Tried with SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Never
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.settings.worker import WorkerSettings
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialects.dialect import (
+    BANNED,
+    Chunk,
+    Mask,
+    ServerDescription,
+    salt_of,
+    server_abilities,
+)
+from promptq.worker.upstream.dialects.openai_completions import COMPLETIONS, chunk_of
+from promptq.worker.upstream.dialects.transport import (
+    RefusedError,
+    Server,
+    ServerFaultError,
+    check_event,
+    read_json,
+)
+
+
+class SglangDialect:
+    """SGLang's dialect. `is_exact`: the server computes in fp32, so greedy streams resume
+    exactly."""
+
+    def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
+        self._shares_prefixes = shares_prefixes
+        self.abilities = server_abilities(
+            logprobs=False,  # it reports no ranks, and the values after temperature and biases
+            unheeded=frozenset(
+                {
+                    "bad_words",
+                    "min_tokens",  # it would also forbid end tokens that the request ignores
+                    "repetition_penalty",  # it would not count the prompt
+                    "speculative_tokens",
+                }
+            ),
+            exact_resume=is_exact,
+            inexact_with=frozenset({"temperature"}),  # it ignores seeds, unless deterministic
+        )
+
+    def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
+        command = [
+            *(settings.engine_command or "sglang", "serve", "--model-path", str(settings.model)),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", settings.dtype),
+            *("--max-running-requests", str(settings.max_num_seqs)),
+            *("--grammar-backend", "llguidance", "--enable-metrics"),
+        ]
+        if settings.max_model_len is not None:
+            command += ["--context-length", str(settings.max_model_len)]
+        return [*command, *settings.engine_arguments]
+
+    async def describe(self, server: Server) -> ServerDescription:
+        try:
+            info = await server.get("/server_info")
+            description = ServerDescription(
+                software=f"SGLang {info['version']!s:.80}",
+                model=info["served_model_name"],
+                max_model_len=int(info["max_req_input_len"]),  # it keeps some tokens of room
+                kv_tokens=int(info["max_total_num_tokens"]),
+                block_size=int(info["page_size"]),
+                model_dir=info["model_path"],
+                is_invariant=info["enable_deterministic_inference"] is True,
+            )
+            probe = {"max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+            body = {"model": description.model, "prompt": _prompt([0]), **probe}
+            (choice,) = (await server.post(COMPLETIONS, body))["choices"]
+        except (RefusedError, KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"--upstream: {server.url} does not answer as SGLang's server does ({error!s:.500})"
+            ) from error
+        if not choice.get("token_ids"):
+            raise ConfigurationError(
+                f"--upstream: SGLang at {server.url} gives no token ids (`return_token_ids`); use"
+                " 0.5.23 or newer"
+            )
+        return description
+
+    async def tokenize(self, server: Server, text: str) -> list[int] | None:
+        body = {"prompt": text, "add_special_tokens": False}
+        tokens: list[int] = (await server.post("/tokenize", body))["tokens"]
+        return tokens
+
+    async def prompt_logprobs(self, server: Server, request: EngineRequest, model: str) -> None:
+        return None  # it reports no ranks
+
+    async def embedding(self, server: Server, request: EngineRequest, model: str) -> Never:
+        raise NotImplementedError  # no description has an `embedding_size`
+
+    async def generate(
+        self,
+        server: Server,
+        request: EngineRequest,
+        emitted: Sequence[int],
+        model: str,
+        mask: Mask | None = None,
+        grammar: str | None = None,
+    ) -> AsyncGenerator[Chunk]:
+        output, is_over = [*emitted], False
+        while not is_over:
+            num_before, is_foreign = len(output), False
+            body = self._body(request, output, model)
+            if mask is not None:
+                _put_mask(body, mask)
+            if grammar is not None:
+                body["ebnf"] = grammar
+            async with server.stream(COMPLETIONS, body) as events:
+                async for data in events:
+                    check_event(event := read_json(data))
+                    if (chunk := chunk_of(event)) is None:
+                        continue
+                    output += chunk.token_ids
+                    is_unknown = request.end_token_ids.isdisjoint(output[-1:])
+                    if chunk.finish_reason is FinishReason.STOP and is_unknown:
+                        # An end token that this request ignores.
+                        chunk.finish_reason, is_foreign = None, len(output) > num_before
+                    is_over = chunk.finish_reason is not None
+                    yield chunk
+            if not (is_over or is_foreign):
+                raise ServerFaultError("the stream ended without a finish reason")
+
+    def _body(self, request: EngineRequest, output: Sequence[int], model: str) -> dict[str, Any]:
+        params, ends = request.params, sorted(request.end_token_ids)
+        return {
+            "model": model,
+            "prompt": _prompt([*request.prompt_token_ids, *output]),
+            "max_tokens": request.max_tokens - len(output),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k if params.top_k > 0 else -1,
+            "min_p": params.min_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "logit_bias": params.logit_bias,
+            "seed": request.seed,
+            # It also stops at its own end tokens. Another call would not count the penalties of
+            # the tokens so far, so with penalties only the worker ends the stream.
+            "stop_token_ids": ends,
+            "ignore_eos": not ends or params.has_penalties,
+            "return_token_ids": True,
+            "stream": True,
+            **salt_of(request, shares_prefixes=self._shares_prefixes),
+        }
+
+
+def _prompt(token_ids: list[int]) -> list[int] | list[list[int]]:
+    """Returns a prompt as the server takes it. For the server, a list of zeros is empty."""
+    return token_ids if any(token_ids) else [token_ids]
+
+
+def _put_mask(body: dict[str, Any], mask: Mask) -> None:
+    body["max_tokens"] = 1
+    if mask.is_grammar_beside(body["logit_bias"]):
+        body["ebnf"] = mask.grammar
+    else:
+        bans = dict.fromkeys(map(str, mask.forbidden_ids), BANNED)
+        body["logit_bias"] = mask.allowed_of(body["logit_bias"]) | bans
