@@ -23,7 +23,7 @@ from promptq.worker.upstream.dialects.transport import (
     RefusedError,
     Server,
     ServerFaultError,
-    message_of,
+    check_event,
     read_json,
 )
 
@@ -114,7 +114,7 @@ class OpenAIDialect(Dialect):
         body = _body([*request.prompt_token_ids, *emitted], sampling, model)
         async with server.stream(COMPLETIONS, body) as events:
             async for data in events:
-                if (chunk := _read(data)) is not None:
+                if (chunk := chunk_of(event_of(data))) is not None:
                     yield chunk
 
 
@@ -147,17 +147,16 @@ def sampling_of(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
     return {**sampling, "max_tokens": max_tokens, "seed": request.seed, "stream": True}
 
 
-def choice_of(data: bytes) -> tuple[dict[str, Any], FinishReason | None]:
+def event_of(data: bytes) -> dict[str, Any]:
+    """Returns a stream's event. Raises the error that the event is."""
+    event: dict[str, Any] = read_json(data)
+    check_event(event)
+    return event
+
+
+def choice_of(event: dict[str, Any]) -> tuple[dict[str, Any], FinishReason | None]:
     """Returns an event's choice, empty if it has none, and the reason for the end. Raises
     ServerFaultError."""
-    event = read_json(data)
-    if message := message_of(event):
-        raise ServerFaultError(message)
-    return chunk_of(event)
-
-
-def chunk_of(event: dict[str, Any]) -> Chunk | None:
-    """Returns the tokens of a stream's event; None if it has none, such as one with the usage."""
     if not event.get("choices"):
         return {}, None
     (choice,) = event["choices"]
@@ -167,8 +166,10 @@ def chunk_of(event: dict[str, Any]) -> Chunk | None:
     return choice, _REASONS.get(reason)
 
 
-def _read(data: bytes) -> Chunk | None:
-    choice, reason = choice_of(data)
+def chunk_of(event: dict[str, Any]) -> Chunk | None:
+    """Returns the tokens of a stream's event; None if it has none, such as one with the usage.
+    Raises ServerFaultError."""
+    choice, reason = choice_of(event)
     if not choice:
         return None
     token_ids = choice.get("token_ids") or []

@@ -17,6 +17,7 @@ from promptq.worker.upstream.dialects.openai_completions import (
     COMPLETIONS,
     OpenAIDialect,
     choice_of,
+    event_of,
     sampling_of,
 )
 from promptq.worker.upstream.dialects.transport import (
@@ -89,7 +90,7 @@ class OpenAIRemoteDialect(OpenAIDialect):
         body = {"model": model, "prompt": text, **sampling_of(request, left)}
         async with server.stream(COMPLETIONS, body) as events:
             async for data in events:
-                choice, reason = choice_of(data)
+                choice, reason = choice_of(event_of(data))
                 chunk = Chunk(self._encode(choice.get("text") or ""), finish_reason=reason)
                 if len(chunk.token_ids) >= left and reason is not FinishReason.STOP:
                     chunk.finish_reason = FinishReason.LENGTH

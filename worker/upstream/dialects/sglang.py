@@ -6,7 +6,7 @@ Its `/generate` repeats the whole output in each event. Tried with SGLang 0.5.23
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Never
+from typing import Any
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
@@ -15,22 +15,21 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.dialect import (
     BANNED,
     Chunk,
+    Dialect,
     Mask,
     ServerDescription,
     salt_of,
     server_abilities,
 )
-from promptq.worker.upstream.dialects.openai_completions import COMPLETIONS, chunk_of
+from promptq.worker.upstream.dialects.openai_completions import COMPLETIONS, chunk_of, event_of
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
     Server,
     ServerFaultError,
-    check_event,
-    read_json,
 )
 
 
-class SglangDialect:
+class SglangDialect(Dialect):
     """SGLang's dialect. `is_exact`: the server computes in fp32, so greedy streams resume
     exactly."""
 
@@ -92,12 +91,6 @@ class SglangDialect:
         tokens: list[int] = (await server.post("/tokenize", body))["tokens"]
         return tokens
 
-    async def prompt_logprobs(self, server: Server, request: EngineRequest, model: str) -> None:
-        return None  # it reports no ranks
-
-    async def embedding(self, server: Server, request: EngineRequest, model: str) -> Never:
-        raise NotImplementedError  # no description has an `embedding_size`
-
     async def generate(
         self,
         server: Server,
@@ -117,8 +110,7 @@ class SglangDialect:
                 body["ebnf"] = grammar
             async with server.stream(COMPLETIONS, body) as events:
                 async for data in events:
-                    check_event(event := read_json(data))
-                    if (chunk := chunk_of(event)) is None:
+                    if (chunk := chunk_of(event_of(data))) is None:
                         continue
                     output += chunk.token_ids
                     is_unknown = request.end_token_ids.isdisjoint(output[-1:])
