@@ -38,6 +38,8 @@ WORKER = (
     "promptq.worker.engine.runner.load_runner",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto",
+    "tests.faults.worker.faulty_worker",
+    "tests.programs.chaos.processes.chaotic_worker",
 )
 TESTS = (
     *COMMAND,
@@ -128,7 +130,11 @@ class ForkedProcess(subprocess.Popen[Any]):
 
 class ForkServer:
     """A handle of a process that forks. If a fork server listens at `path`, the handle connects to
-    it. Otherwise it starts one, which ends with this process."""
+    it. Otherwise it starts one, which ends with this process.
+
+    Forks have one compute thread, because tiny models gain nothing from a second. They cannot
+    choose another number with OMP_NUM_THREADS, which is read when torch is imported.
+    """
 
     def __init__(
         self,
@@ -157,7 +163,7 @@ class ForkServer:
             kept = {
                 name: value for name, value in os.environ.items() if not name.startswith("PROMPTQ_")
             }
-            kept |= environment
+            kept |= {"OMP_NUM_THREADS": "1", **environment}
             process = subprocess.Popen(command, pass_fds=sockets, env=kept)
             atexit.register(lambda: (process.kill(), process.wait()))
 

@@ -105,7 +105,7 @@ async def test_a_rolling_restart_costs_no_request_and_changes_no_token(
 
 async def start(folder: Path, url: str) -> StartedWorker:
     options = ["--drain-seconds", "0.3"]
-    return await asyncio.to_thread(StartedWorker, folder, url, *options, OMP_NUM_THREADS="1")
+    return await asyncio.to_thread(StartedWorker, folder, url, *options)
 
 
 def test_a_second_signal_gives_everything_back_at_once(redis_url: str, tmp_path: Path) -> None:

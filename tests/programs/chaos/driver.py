@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +32,7 @@ from tests.programs.chaos.audit.records import (
 )
 from tests.programs.chaos.processes.earlier import SHARES, Release
 from tests.programs.chaos.processes.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
-from tests.programs.chaos.processes.group import ProcessGroup
+from tests.programs.chaos.processes.group import ForkedMember, ProcessGroup
 from tests.programs.chaos.processes.server import ChaoticCluster, PersistentServer
 from tests.programs.chaos.requests import TEMPLATES
 from tests.programs.chaos.schedule import (
@@ -46,6 +45,7 @@ from tests.programs.chaos.schedule import (
     schedule,
 )
 from tests.programs.states.mutants import CHAOS_VARIABLE
+from tests.support.fork_server import WORKER, fork_server
 from tests.support.network import Network
 from tests.support.roles import as_role
 
@@ -151,7 +151,7 @@ class Run:
         self._engines = engines
         self._model = model
         self._roads = {role: Network(self._server.port) for role in Role}
-        self._clients: list[asyncio.subprocess.Process] = []
+        self._clients: list[ForkedMember] = []
         self._refused: list[str] = []
         self._server_is_ours = asyncio.Lock()
         self._started = time.monotonic()
@@ -284,12 +284,10 @@ class Run:
             rates = [f"{it}={RATES[it] * self._scale / _NUM_CLIENTS}" for it in self._queues]
             release = self._earlier if number % 2 == 0 else None
             with (self._folder / f"{name}.log").open("ab") as log:
-                process = await self._group.spawn(
-                    str(release.python) if release else sys.executable,
-                    *[
-                        "-m",
-                        release.clients if release else "tests.programs.chaos.processes.clients",
-                    ],
+                process = self._group.fork(
+                    release.server if release else fork_server(WORKER),
+                    "-m",
+                    release.clients if release else "tests.programs.chaos.processes.clients",
                     *[name, str(self.outcome.seed), *urls],
                     *[str(self._folder / f"{name}.jsonl"), *rates],
                     stdout=log,

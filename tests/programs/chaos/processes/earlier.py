@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.programs.chaos.processes.group import ForkedWorker, ProcessGroup
+from tests.programs.chaos.processes.group import ForkedMember, ProcessGroup
 from tests.support.fork_server import ForkServer, fork_server
 from tests.support.paths import ROOT
 
@@ -43,21 +43,20 @@ class Release:
     @property
     def environment(self) -> dict[str, str]:
         """The environment variables with which its code is found."""
-        return {**os.environ, **self._of_its_own}
+        return {**os.environ, "PYTHONPATH": self._path}
 
     @property
-    def _of_its_own(self) -> dict[str, str]:
-        path = os.pathsep.join((f"{self.folder}/src", str(self.folder)))
-        return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    def _path(self) -> str:
+        return os.pathsep.join((f"{self.folder}/src", str(self.folder)))
 
     @property
     def server(self) -> ForkServer:
-        """Forks its workers."""
-        return fork_server(_LIBRARIES, str(self.python), **self._of_its_own)
+        """Forks its workers and clients."""
+        return fork_server(_LIBRARIES, str(self.python), PYTHONPATH=self._path)
 
     def start_worker(
         self, arguments: Sequence[str], environment: Mapping[str, str], group: ProcessGroup
-    ) -> ForkedWorker:
+    ) -> ForkedMember:
         environment = {**self.environment, **environment}
         options: dict[str, Any] = {"cwd": self.folder, "env": environment}
         return group.fork(self.server, "-c", _WORK, *arguments, **options)

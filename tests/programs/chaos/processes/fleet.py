@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.programs.chaos.audit.records import Ending, Queue
 from tests.programs.chaos.processes.earlier import EARLIER_LOG, Release
-from tests.programs.chaos.processes.group import ForkedWorker, ProcessGroup, warm_up
+from tests.programs.chaos.processes.group import ForkedMember, ProcessGroup, warm_up
 from tests.support.fork_server import WORKER, ForkServer, fork_server
 from tests.support.paths import ROOT
 from tests.support.processes import family_of
@@ -37,8 +37,6 @@ _OPTIONS = {
     Queue.UPSTREAM: [],
 }
 _WORKER = "tests.programs.chaos.processes.chaotic_worker"
-_LIBRARIES = (_WORKER, *WORKER)
-_THREADS = {"OMP_NUM_THREADS": "1"}  # read when torch is imported
 _DRAIN_SECONDS = 2.0
 _FAMILY = 4
 _RESTART_SECONDS = 0.05
@@ -75,7 +73,7 @@ class Place:
         self._group = group
         self._server = server
         self._environment = environment
-        self._process: ForkedWorker | None = None
+        self._process: ForkedMember | None = None
         self._sent: set[signal.Signals] = set()
         self._last_words = ""
         self._was_ready = False
@@ -181,7 +179,7 @@ class Place:
             if earlier is not None:
                 self._process = earlier.start_worker(arguments, self._environment, self._group)
             else:
-                environment = {**os.environ, **_THREADS, **self._environment}
+                environment = {**os.environ, **self._environment}
                 command = ("-m", _WORKER, *arguments)
                 self._process = self._group.fork(self._server, *command, cwd=ROOT, env=environment)
             await self._read(self._process)
@@ -190,7 +188,7 @@ class Place:
             self.is_ready = False
             await asyncio.sleep(_RESTART_SECONDS)
 
-    async def _read(self, process: ForkedWorker) -> None:
+    async def _read(self, process: ForkedMember) -> None:
         suffix = EARLIER_LOG if self.is_earlier else ".log"
         with (self._folder / f"{self.name}{suffix}").open("ab") as log:
             async for line in process.lines():
@@ -230,7 +228,7 @@ class Fleet:
     ) -> None:
         further = {Queue.REAL: ["--model", str(model)]} if model else {}
         shared = (url, folder, group)
-        self._servers = [fork_server(_LIBRARIES, **_THREADS)]
+        self._servers = [fork_server(WORKER)]
         if earlier is not None:
             self._servers.append(earlier.server)
         self.places = [

@@ -1,8 +1,8 @@
 """Processes that end with their owner, however it dies.
 
 Workers die every second or two in a run, and importing torch takes longer than their life. So each
-worker is a fork of a process that has imported its libraries. Like any other worker, it opens its
-connections, loads its model and starts its threads.
+worker is a fork of a process that has imported its libraries, and so are the clients. Like any
+other worker, it opens its connections, loads its model and starts its threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ProcessGroup:
 
     def __init__(self) -> None:
         self._shell: asyncio.subprocess.Process | None = None
-        self._members: list[asyncio.subprocess.Process | ForkedWorker] = []
+        self._members: list[asyncio.subprocess.Process | ForkedMember] = []
 
     async def start(self) -> None:
         hear_signals()
@@ -47,22 +47,21 @@ class ProcessGroup:
         self._add(process)
         return process
 
-    def fork(self, server: ForkServer, *command: str, **options: Any) -> ForkedWorker:
-        """Fork a process in the group; `options` are Popen's."""
+    def fork(self, server: ForkServer, *command: str, **options: Any) -> ForkedMember:
+        """Fork a process in the group; `options` are Popen's. By default, its output is a pipe."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
         process = ForkedProcess(
             [server.python, *command],
             server=server,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             process_group=self.id,
-            **options,
+            **pipes,
         )
-        worker = ForkedWorker(process)
-        self._add(worker)
-        return worker
+        member = ForkedMember(process)
+        self._add(member)
+        return member
 
-    def _add(self, member: asyncio.subprocess.Process | ForkedWorker) -> None:
+    def _add(self, member: asyncio.subprocess.Process | ForkedMember) -> None:
         self._members = [it for it in self._members if it.returncode is None] + [member]
 
     async def end(self) -> None:
@@ -78,7 +77,7 @@ def warm_up(server: ForkServer) -> None:
     ForkedProcess([server.python, "-c", "pass"], server=server).wait()
 
 
-class ForkedWorker:
+class ForkedMember:
     """A fork with the interface of asyncio's processes."""
 
     def __init__(self, process: ForkedProcess) -> None:
