@@ -33,7 +33,7 @@ _CONTROL_SHARE = 0.1
 _PATIENCE_SECONDS = 30.0
 """The longest time without an ended request. After that, the remaining requests count as stuck."""
 
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.2
 _CANARY_TOKENS = 20
 _OPTIONS = ["--model", "model-free", "--max-model-len", "64", "--lease-ms", "1000"]
 
@@ -156,7 +156,10 @@ class Fuzzing:
     def _held(self) -> list[bytes]:
         keys = self._keys
         names = (keys.pending, keys.leases, keys.delayed, keys.deadlines)
-        return [it for name in names for it in self._client.zrange(name, 0, -1)]
+        with self._client.pipeline() as pipeline:  # at one time, as requests move between them
+            for name in names:
+                pipeline.zrange(name, 0, -1)
+            return [it for held in pipeline.execute() for it in held]
 
     def _cancel(self, request_ids: list[bytes]) -> None:
         """Cancels a request by plain commands, as any Redis client may."""
