@@ -57,7 +57,8 @@ async def test_each_role_may_do_its_part(roles: Roles, tmp_path: Path, pubsub: s
         Client(roles.url("producer")) as producer,
         Client(roles.url("subscriber")) as subscriber,
     ):
-        ids = [producer.enqueue("a", seed=n, max_tokens=300, tenant=f"t{n % 2}") for n in range(4)]
+        ids = [producer.enqueue("a", seed=n, max_tokens=300, tenant=f"t{n % 2}") for n in range(3)]
+        ids.append(producer.enqueue("a", seed=3, max_tokens=8000, tenant="t1"))
         stream = subscriber.stream(ids[0])
         first = next(stream)
         assert producer.cancel(ids[3]) in (CancelStatus.FLAGGED, CancelStatus.CANCELLED)

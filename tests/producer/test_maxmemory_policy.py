@@ -35,7 +35,10 @@ def test_everything_that_shows_the_queue_warns(
         server.config_set("maxmemory-policy", "allkeys-lru")
         with live_worker(as_role("worker", url)):
             assert said in "".join(capfd.readouterr()), "of the worker"
-            with live_gateway(as_role("gateway", url)) as gateway, httpx2.Client() as http:
+            with (
+                live_gateway(as_role("gateway", url)) as gateway,
+                httpx2.Client(timeout=None) as http,
+            ):
                 until(lambda: said in "".join(capfd.readouterr()))
                 ready = http.get(f"{gateway.url}/readyz")
                 assert (ready.status_code, said in ready.json()["warning"]) == (200, True)
@@ -70,7 +73,7 @@ def test_with_full_memory_only_new_requests_are_refused(url: str) -> None:
         server.config_set("maxmemory", 1)
         with pytest.raises(RedisFullError, match=r"memory .* is full .*accepts no request"):
             client.enqueue("Hi")
-        answer = httpx2.post(f"{gateway.url}/v1/completions", json={"prompt": "Hi"})
+        answer = httpx2.post(f"{gateway.url}/v1/completions", json={"prompt": "Hi"}, timeout=None)
         assert answer.status_code == 503
         assert "memory" in answer.json()["error"]["message"]
         assert tokens + sum(len(event.token_ids) for event in stream) == 2000

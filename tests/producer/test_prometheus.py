@@ -96,8 +96,8 @@ def test_prometheus_scrapes_what_the_board_shows(
         names = watcher.get("/api/v1/label/__name__/values").json()["data"]
         types: dict[str, Any] = watcher.get("/api/v1/metadata").json()["data"]
         for url in urls:
-            check_exposition(httpx2.get(url, headers={"accept": OPENMETRICS}).text)
-            check_with_promtool(httpx2.get(url).text)
+            check_exposition(httpx2.get(url, headers={"accept": OPENMETRICS}, timeout=None).text)
+            check_with_promtool(httpx2.get(url, timeout=None).text)
     ours = [name for name in names if name.startswith("promptq")]
     assert len(ours) > 70
     assert not [name for name in ours if ":" in name]

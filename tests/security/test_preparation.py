@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -390,7 +391,16 @@ async def test_more_long_preparations_than_a_worker_has_place_for_take_no_slots(
         assert len(tokenizer.standing) == 2, "all others still wait"
         assert worker.leases.num_counted <= served.engine.limits.max_num_seqs
         tokenizer.go_on.set()
+
+        async def has_ended(request_id: str) -> bool:
+            """Lets all delays pass, which may be a minute long."""
+            if delayed := await queue.redis.zrange(queue.keys.delayed, 0, -1):
+                await queue.redis.zadd(queue.keys.delayed, dict.fromkeys(delayed, 1), xx=True)
+            state = await queue.state(request_id)
+            return state is not None and state.is_final
+
         for new in attacks:
+            await async_until(partial(has_ended, new.request_id))
             assert (await finished(queue, new.request_id))["finish_reason"] == "length"
 
 
@@ -402,6 +412,21 @@ async def test_what_is_put_off_comes_back_one_after_the_other() -> None:
     assert 0 < seconds[0] < seconds[100] < seconds[1000] < 61
     assert seconds[-1] < 61, "nothing is put off for ever"
     assert lane.put_off("b") < seconds[100], "a tenant stands only behind itself"
+
+
+async def test_a_lane_that_stands_puts_off_for_longer() -> None:
+    """Otherwise a worker with a slow server claims the same requests again and again, and never
+    those behind them."""
+    lane, go_on = SlowLane(), threading.Event()
+    standing = [asyncio.create_task(lane.run("a", go_on.wait)) for _ in range(2)]
+    await async_until(lambda: len(lane._running.get("a", ())) == 2)
+    await asyncio.sleep(1.0)
+    lane.put_off("a")
+    before = lane._put_off_until["a"]
+    lane.put_off("a")
+    go_on.set()
+    await asyncio.gather(*standing)
+    assert lane._put_off_until["a"] - before >= 0.5, "half of the time that both have taken"
 
 
 async def test_turns_go_by_tenant() -> None:
@@ -429,7 +454,7 @@ async def test_turns_go_by_tenant() -> None:
     for gate in gates.values():
         gate.set()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert lane._running.total() == 0
+    assert not lane._running
 
 
 class HeldToSchemas(ModelFreeRunner):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,9 +22,9 @@ class SlowLane:
     """Runs functions in a few threads. Tenants take turns in getting a thread."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, deque[asyncio.Future[float]]] = {}
         """Waiting calls of `run`, by tenant. The tenant that gets the next thread comes first."""
-        self._running: Counter[str] = Counter()
+        self._running: dict[str, list[float]] = {}  # by tenant: when it got its threads
         self._seconds: dict[str, float] = {}  # by tenant: the time of its last function
         self._put_off_until: dict[str, float] = {}  # by tenant: the end of its longest delay
 
@@ -44,7 +44,8 @@ class SlowLane:
         self._put_off_until = {
             other: until for other, until in self._put_off_until.items() if until > now
         }
-        seconds = self._seconds.get(tenant, _USUAL_SECONDS) / _MAX_THREADS_OF_TENANT
+        so_far = now - (self._running.get(tenant) or [now])[-1]  # of the latest function
+        seconds = max(so_far, self._seconds.get(tenant, _USUAL_SECONDS)) / _MAX_THREADS_OF_TENANT
         here = len(self._waiting.get(tenant, ())) * seconds
         before = self._put_off_until.get(tenant, now + max(here, _MIN_PUT_OFF_SECONDS))
         until = min(before + seconds, now + _MAX_PUT_OFF_SECONDS)
@@ -58,25 +59,23 @@ class SlowLane:
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._give_turns()
         try:
-            await turn
-            started = time.monotonic()
+            started = await turn
             result = await asyncio.to_thread(function)
             most = 2 * self._seconds.get(tenant, _USUAL_SECONDS)  # one slow call may be an outlier
             self._seconds[tenant] = min(time.monotonic() - started, most)
             return result
         finally:
             if turn.done() and not turn.cancelled():
-                self._running[tenant] -= 1
+                self._running[tenant].remove(turn.result())
                 self._give_turns()
-            if not self._running[tenant] and tenant not in self._waiting:
+            if not self._running.get(tenant) and tenant not in self._waiting:
                 self._running.pop(tenant, None)
                 self._seconds.pop(tenant, None)
 
     def _give_turns(self) -> None:
-        while self._running.total() < _MAX_THREADS:
-            tenants = (
-                each for each in self._waiting if self._running[each] < _MAX_THREADS_OF_TENANT
-            )
+        while sum(map(len, self._running.values())) < _MAX_THREADS:
+            num = {each: len(self._running.get(each, ())) for each in self._waiting}
+            tenants = (each for each in num if num[each] < _MAX_THREADS_OF_TENANT)
             if (tenant := next(tenants, None)) is None:
                 return
             turns = self._waiting.pop(tenant)
@@ -84,5 +83,5 @@ class SlowLane:
             if turns:
                 self._waiting[tenant] = turns  # behind the other tenants
             if not turn.cancelled():
-                self._running[tenant] += 1
-                turn.set_result(None)
+                turn.set_result(time.monotonic())
+                self._running.setdefault(tenant, []).append(turn.result())

@@ -95,7 +95,7 @@ def test_streams_calls_and_workers_go_on(server: OwnServer) -> None:
         assert [it.result() for it in streams] == [300] * 4
         assert own.result(enqueueing.result()).usage.completion_tokens == 8
         assert connecting.result() > 0
-        assert httpx2.get(f"{gateway.url}/v1/models").status_code == 200
+        assert httpx2.get(f"{gateway.url}/v1/models", timeout=None).status_code == 200
 
 
 def _open_when_served(url: str) -> int:

@@ -68,11 +68,11 @@ def test_pause_and_resume(run: Run, own_worker: HandWorker, redis_url: str) -> N
 def test_resuming_wakes_workers_at_once(own_worker: HandWorker, redis_url: str) -> None:
     with Client(redis_url) as client, own_worker.redis.pubsub() as channel:
         channel.subscribe(KEYS.control)
-        channel.get_message(timeout=1)
+        messages = channel.listen()
+        assert next(messages)["type"] == "subscribe"
         client.pause()
         client.resume()
-        message = channel.get_message(timeout=5)
-        assert message["data"] == b"pending"
+        assert next(messages)["data"] == b"pending"
 
 
 def ready_worker(start: Start) -> subprocess.Popen[str]:

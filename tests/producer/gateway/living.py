@@ -54,6 +54,18 @@ def connected(gateway: LiveGateway) -> Iterator[socket.socket]:
         yield connection
 
 
+@contextmanager
+def sent(
+    gateway: LiveGateway, path: str, body: bytes, headers: dict[str, str]
+) -> Iterator[socket.socket]:
+    """A connection on which a whole call was sent. A test that leaves it hangs up."""
+    lines = {"Host": "localhost", "Content-Length": len(body), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    with connected(gateway) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+        yield connection
+
+
 def sent_until_cut(connection: socket.socket, pieces: Iterable[bytes]) -> int:
     """Sends pieces until the gateway cuts the connection. Returns the number of bytes."""
     sent = 0

@@ -26,7 +26,7 @@ def test_no_call_waits_until_routes_are_made(
 
     monkeypatch.setattr(pydantic.TypeAdapter, "__init__", noting)
     paths = ("/v1/models", "/v1/batches", "/readyz")
-    answers = [httpx2.get(f"{gateway.url}{path}").status_code for path in paths]
+    answers = [httpx2.get(f"{gateway.url}{path}", timeout=None).status_code for path in paths]
     assert (answers, made) == ([200, 200, 503], [])
 
 
@@ -47,6 +47,6 @@ def test_a_gateway_may_keep_calls_out_of_its_log(
 ) -> None:
     gateway = start_gateway(http_log_requests=logs)
     with structlog.testing.capture_logs() as lines:
-        assert httpx2.get(f"{gateway.url}/v1/models").status_code == 200
+        assert httpx2.get(f"{gateway.url}/v1/models", timeout=None).status_code == 200
         until(lambda: any(it["event"] == "answered" for it in lines))
     assert [it["log_level"] for it in lines if it["event"] == "answered"] == [level]

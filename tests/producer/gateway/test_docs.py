@@ -31,7 +31,9 @@ async def test_each_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     describe = FastAPI.openapi
     monkeypatch.setattr(FastAPI, "openapi", lambda app: made.append(app) or describe(app))
     transport = httpx2.ASGITransport(app=app)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with httpx2.AsyncClient(
+        transport=transport, base_url="http://localhost", timeout=None
+    ) as http:
         for path in ("/docs", "/openapi.json"):
             first, second = await http.get(path), await http.get(path)
             assert first.content == second.content

@@ -7,10 +7,12 @@ import io
 import re
 import select
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +30,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.producer.gateway.living import LiveGateway, bearer, error_of
 from tests.producer.playing import KEYS
 from tests.support.roles import as_role
+from tests.support.waiting import until
 
 
 def upload(
@@ -35,7 +38,11 @@ def upload(
 ) -> httpx2.Response:
     files = {"file": ("in.jsonl", content)}
     return httpx2.post(
-        f"{gateway.base_url}/files", files=files, data={"purpose": purpose}, headers=bearer(secret)
+        f"{gateway.base_url}/files",
+        files=files,
+        data={"purpose": purpose},
+        headers=bearer(secret),
+        timeout=None,
     )
 
 
@@ -96,7 +103,16 @@ def test_who_asks_again_before_it_may_is_refused_late(
     make_key: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    delays: list[float] = []
+    may_answer = threading.Event()
+
+    async def delay(seconds: float) -> None:
+        delays.append(seconds)
+        while not may_answer.is_set():
+            await asyncio.sleep(0.01)
+
     monkeypatch.setattr(state, "_MOST_SECONDS", 3.0)
+    monkeypatch.setattr(state, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": delay}))
     gateway = start()
     secret, other = make_key("web", requests_per_minute=1), make_key("other", requests_per_minute=9)
     parts = urlsplit(gateway.url)
@@ -111,9 +127,12 @@ def test_who_asks_again_before_it_may_is_refused_late(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
             b"Authorization: Bearer %b\r\n\r\n{}" % secret.encode()
         )
+        until(lambda: delays or select.select([again], [], [], 0)[0])
         assert http.post("/v1/completions", json={}, headers=bearer(other)).status_code == 400
         assert not select.select([again], [], [], 0)[0], "it was refused at once"
+        may_answer.set()
         answer = answer_on(again)
+    assert delays == [3.0]
     assert answer.startswith("HTTP/1.1 429")
     told = re.search(r"retry-after-ms: (\d+)", answer)
     assert told
@@ -136,7 +155,7 @@ def test_the_number_of_a_tenants_files_is_limited(
         assert "may have 3" in message
     assert upload(gateways[0], make_key("other")).status_code == 200
     address = f"{gateways[0].base_url}/files/{kept[0].json()['id']}"
-    assert httpx2.delete(address, headers=bearer(shop[1])).status_code == 200
+    assert httpx2.delete(address, headers=bearer(shop[1]), timeout=None).status_code == 200
     assert upload(gateways[1], shop[0]).status_code == 200
 
 
@@ -156,7 +175,9 @@ def test_the_bytes_of_a_tenants_files_are_limited(
     body["completion_window"] = "24h"
 
     def ask() -> httpx2.Response:
-        return httpx2.post(f"{gateway.base_url}/batches", json=body, headers=bearer(secret))
+        return httpx2.post(
+            f"{gateway.base_url}/batches", json=body, headers=bearer(secret), timeout=None
+        )
 
     assert ask().status_code == 200
     answers = tmp_path / "answers"
@@ -178,7 +199,7 @@ def test_an_expired_file_counts_until_it_is_deleted(
 ) -> None:
     gateway, store, secret = start(files_per_tenant=1), FileStore(tmp_path / "files"), make_key("a")
     store.add(io.BytesIO(b"x"), filename="x", purpose="batch", tenant="a", ttl_seconds=-10)
-    listed = httpx2.get(f"{gateway.base_url}/files", headers=bearer(secret))
+    listed = httpx2.get(f"{gateway.base_url}/files", headers=bearer(secret), timeout=None)
     assert listed.json()["data"] == []
     assert error_of(upload(gateway, secret)) == (413, "file_quota_exceeded")
     assert store.sweep() == 1
@@ -231,7 +252,9 @@ def test_the_number_of_a_tenants_unfinished_batches_is_limited(
     refused = [it for it in answers if it.status_code != 200]
     assert len(made) == 3
     assert {error_of(it) for it in refused} == {(429, "too_many_batches")}
-    listed = httpx2.get(f"{gateways[0].base_url}/batches", headers=bearer(secret)).json()["data"]
+    listed = httpx2.get(
+        f"{gateways[0].base_url}/batches", headers=bearer(secret), timeout=None
+    ).json()["data"]
     assert {it["id"] for it in listed} == set(made), "nothing is left of those refused"
     assert everything.scard(KEYS.unfinished_batches) == len(made)
     assert error_of(ask(0)) == (429, "too_many_batches")
@@ -268,7 +291,9 @@ async def test_batches_that_all_looked_before_any_was_added(redis_url: str) -> N
 
 def new_batch_of(gateway: LiveGateway, secret: str, file_id: str) -> httpx2.Response:
     body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
-    return httpx2.post(f"{gateway.base_url}/batches", json=body, headers=bearer(secret))
+    return httpx2.post(
+        f"{gateway.base_url}/batches", json=body, headers=bearer(secret), timeout=None
+    )
 
 
 def test_what_is_being_uploaded_counts(

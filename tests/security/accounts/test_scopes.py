@@ -78,12 +78,12 @@ def test_nobody_gets_in_with_a_key_that_has_expired(
     """Nor without one, where it was the only key."""
     gateway = start()
     late = make_key("late", expires_at=int(time.time() * 1000) - 1)
-    answer = httpx2.get(f"{gateway.base_url}/models", headers=bearer(late))
+    answer = httpx2.get(f"{gateway.base_url}/models", headers=bearer(late), timeout=None)
     assert error_of(answer) == (401, "invalid_api_key")
     assert "'late' has expired" in answer.json()["error"]["message"]
-    assert httpx2.get(f"{gateway.base_url}/models").status_code == 401
+    assert httpx2.get(f"{gateway.base_url}/models", timeout=None).status_code == 401
     valid = make_key("valid", expires_at=int(time.time() * 1000) + 3_600_000)
-    answer = httpx2.get(f"{gateway.base_url}/models", headers=bearer(valid))
+    answer = httpx2.get(f"{gateway.base_url}/models", headers=bearer(valid), timeout=None)
     assert answer.status_code == 200
 
 
@@ -100,14 +100,22 @@ def test_when_a_key_was_last_used(
     make_key("idle")
 
     def use() -> int:
-        assert httpx2.get(f"{gateway.base_url}/models", headers=bearer(secret)).status_code == 200
+        assert (
+            httpx2.get(
+                f"{gateway.base_url}/models", headers=bearer(secret), timeout=None
+            ).status_code
+            == 200
+        )
         with Client(as_role("operator", redis_url)) as client:
             used = {key.name: key.last_used_at for key in client.api_keys()}
         assert used["idle"] == 0
         return used["web"]
 
     began = int(time.time() * 1000)
-    assert httpx2.get(f"{gateway.base_url}/models", headers=bearer("pq-x")).status_code == 401
+    assert (
+        httpx2.get(f"{gateway.base_url}/models", headers=bearer("pq-x"), timeout=None).status_code
+        == 401
+    )
     first = use()
     assert began <= first <= time.time() * 1000
     assert use() == first, "not again within the minute"

@@ -52,11 +52,11 @@ def test_keys_without_a_tenant_do_not_see_each_other(
                     other.batches.create(
                         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
                     )
-                gone = httpx2.delete(stream, headers=bearer(other.api_key))
+                gone = httpx2.delete(stream, headers=bearer(other.api_key), timeout=None)
                 assert gone.status_code == 404
             assert [it.id for it in client.files.list()] == [file.id]
             assert [it.id for it in client.batches.list()] == [batch.id]
-            assert httpx2.delete(stream, headers=bearer(secret)).status_code == 200
+            assert httpx2.delete(stream, headers=bearer(secret), timeout=None).status_code == 200
 
 
 def old_key(redis_url: str, name: str, **fields: Any) -> str:
@@ -89,6 +89,7 @@ def test_requests_of_a_key_without_a_tenant_are_its_own_tenants(
         f"{gateway.base_url}/completions",
         json={"prompt": "Once", "tenant": "else"},
         headers=bearer(make_key("two")),
+        timeout=None,
     )
     assert error_of(refused) == (403, "tenant")
 

@@ -72,7 +72,7 @@ def assert_hangs_up(connection: socket.socket, piece: bytes, num_read: int = 655
 
 
 def paths_with_bodies(gateway: LiveGateway) -> list[str]:
-    document = httpx2.get(f"{gateway.url}/openapi.json").json()
+    document = httpx2.get(f"{gateway.url}/openapi.json", timeout=None).json()
     found = [
         re.sub(r"{\w+}", "x", path)
         for path, methods in document["paths"].items()
@@ -325,12 +325,12 @@ def test_connections_are_bounded_and_probes_still_answered(redis_url: str) -> No
     with live_gateway(redis_url, http_max_connections=4) as gateway, ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(connected(gateway))
-        refused = httpx2.get(f"{gateway.url}/v1/models")
+        refused = httpx2.get(f"{gateway.url}/v1/models", timeout=None)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "connections")
         assert refused.headers["retry-after"] == "1"
-        assert httpx2.get(f"{gateway.url}/healthz").status_code == 200
+        assert httpx2.get(f"{gateway.url}/healthz", timeout=None).status_code == 200
         stack.close()
-        until(lambda: httpx2.get(f"{gateway.url}/v1/models").status_code == 200)
+        until(lambda: httpx2.get(f"{gateway.url}/v1/models", timeout=None).status_code == 200)
         with ExitStack() as crowd:
             for _ in range(100):
                 connection = crowd.enter_context(connected(gateway))

@@ -120,7 +120,7 @@ async def test_a_sentinel_that_says_nothing_is_asked_once_and_then_the_next(
         with sentinel(folder, f"port {port}\n{text}"):
             until(lambda: is_found(watcher))
             addresses = f"127.0.0.1:{network.port},127.0.0.1:{port}"
-            url = f"redis+sentinel://{addresses}/{SERVICE}/0?socket_timeout=0.3"
+            url = f"redis+sentinel://{addresses}/{SERVICE}/0?socket_timeout=2"
             if kind == "sync":
                 open_redis(url).close()
             else:

@@ -89,7 +89,7 @@ def test_checks_and_measures(
     tmp_path: Path, option: str, check: Callable[[dict[str, Any], str], None]
 ) -> None:
     written = tmp_path / "figures.json"
-    options = ["--tiny", "--device", "cpu", option, "--json", str(written)]
+    options = ["--tiny", "--device", "cpu", option, "--json", str(written), "--seconds", "inf"]
     done = subprocess.run(
         [sys.executable, "-c", RUN_BARE, *options], cwd=ROOT, capture_output=True, text=True
     )

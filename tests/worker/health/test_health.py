@@ -100,13 +100,15 @@ def test_a_worker_reports_its_start_its_life_and_its_end(
         assert asked(f"http://127.0.0.1:{port}/readyz") == (200, "ready")
         assert notified.recv(100) == b"WATCHDOG=1"
         with Client(as_role("producer", redis_url)) as client:
-            request_id = client.enqueue("a", max_tokens=8000, ignore_eos=True)
-            next(client.stream(request_id))
+            long = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True}
+            request_ids = client.enqueue_many([long] * 64)  # so that they take some seconds
+            next(client.stream(request_ids[0]))
             worker.send_signal(signal.SIGTERM)
             until(lambda: notified.recv(100) == b"STOPPING=1")
             assert asked(f"http://127.0.0.1:{port}/readyz") == (503, "takes no requests")
             assert asked(f"http://127.0.0.1:{port}/livez") == (200, "alive")
-            client.cancel(request_id)
+            for request_id in request_ids:
+                client.cancel(request_id)
         assert worker.wait() == 0
 
 

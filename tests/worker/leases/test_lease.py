@@ -170,6 +170,7 @@ def test_the_last_row_brings_usage_stats_and_the_whole_result() -> None:
     )
     held.next_row([99], "c")
     row = held.next_row([100], "d", finish_reason=FinishReason.STOP)
+    seconds = time.monotonic() - now
     event = TokenEvent.model_validate_json(row.event_json)
     usage, stats = event.usage, event.stats
     assert usage is not None
@@ -177,8 +178,9 @@ def test_the_last_row_brings_usage_stats_and_the_whole_result() -> None:
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (4, 4, 3)
     assert stats.queue_ms == pytest.approx(500 + 500, abs=5)
     assert stats.prompt_ms == pytest.approx(500, abs=5)
-    assert stats.generation_ms == pytest.approx(1000, abs=200)
-    assert stats.tokens_per_second == pytest.approx(1, abs=0.2), "of this attempt: one after first"
+    assert 1000 <= stats.generation_ms <= 1000 + seconds * 1000
+    rate = 1000 / stats.generation_ms
+    assert stats.tokens_per_second == pytest.approx(rate), "of this attempt: one after first"
     assert (stats.attempts, stats.preemptions, stats.recomputed_tokens) == (2, 1, 2)
     result = json.loads(row.result_json)
     assert (result["text"], result["token_ids"]) == ("abcd", [97, 98, 99, 100])

@@ -56,7 +56,9 @@ async def test_a_message_without_the_flag_cancels_nothing(
 
 async def test_a_deadline_ends_a_running_request(redis_url: str, queue: AsyncRequestQueue) -> None:
     async with running_worker(redis_url, served_model_free(step_seconds=0.01)):
-        request_id = await async_put(queue, max_tokens=2000, deadline_ms=1000)
+        request_id = await async_put(queue, max_tokens=2000, deadline_ms=60_000)
+        await until_tokens(queue, request_id, 3)
+        await queue.redis.zadd(queue.keys.deadlines, {request_id: 1})
         result = await finished(queue, request_id)
         assert result["finish_reason"] == "expired"
         assert 0 < len(result["token_ids"]) < 2000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from promptq.shared.protocol.request import RequestState
+from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.serve.worker import Worker
@@ -19,20 +20,16 @@ def is_prepared(worker: Worker, request_id: str) -> bool:
 
 
 async def test_more_urgent_requests_run_first(redis_url: str, queue: AsyncRequestQueue) -> None:
-    order: list[str] = []
+    ended_at = {}
     ids = {}
     for name, priority in [("late", 5), ("middle", 0), ("soon", -5)]:
         ids[name] = await async_put(queue, priority=priority, max_tokens=5)
     async with running_worker(redis_url, served_model_free(max_num_seqs=1, step_seconds=0.005)):
-        pending = dict(ids)
-        while pending:
-            for name, request_id in list(pending.items()):
-                state = await queue.state(request_id)
-                if state is RequestState.COMPLETED:
-                    order.append(name)
-                    del pending[name]
-            await asyncio.sleep(0.002)
-    assert order == ["soon", "middle", "late"]
+        for name, request_id in ids.items():
+            await finished(queue, request_id)
+            record = await queue.run(lookups.record(queue.keys, request_id))
+            ended_at[name] = int(record["finished_at"])
+    assert ended_at["soon"] < ended_at["middle"] < ended_at["late"]
 
 
 async def test_what_is_prefetched_goes_out_by_priority_even_if_it_came_later(

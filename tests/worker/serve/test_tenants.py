@@ -46,7 +46,7 @@ async def assert_undisturbed(queue: AsyncRequestQueue, ids: list[str]) -> int:
 async def test_one_token_does_not_wait_for_the_end_of_another_tenants_long_requests(
     redis_url: str, queue: AsyncRequestQueue, many: str | None, few: str | None
 ) -> None:
-    served = served_model_free(max_num_seqs=64, step_seconds=0.005, num_blocks=2048)
+    served = served_model_free(max_num_seqs=64, step_seconds=0.02, num_blocks=2048)
     ids = await flood(queue, 100, many)
     async with running_worker(redis_url, served) as worker:
         await async_until(lambda: worker.engine.stats.num_running == 64)
@@ -58,7 +58,7 @@ async def test_one_token_does_not_wait_for_the_end_of_another_tenants_long_reque
 async def test_it_does_not_wait_for_kv_memory_either(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    served = served_model_free(max_num_seqs=16, step_seconds=0.003, num_blocks=48)
+    served = served_model_free(max_num_seqs=16, step_seconds=0.02, num_blocks=48)
     ids = await flood(queue, 20)
     async with running_worker(redis_url, served) as worker:
         await async_until(lambda: worker.engine.stats.num_used_blocks >= 40)
@@ -85,7 +85,7 @@ async def test_a_limit_of_running_requests_leaves_slots_free(
 ) -> None:
     async with redis.asyncio.Redis.from_url(as_role("operator", redis_url)) as client:
         await client.hset(queue.keys.config, "max_running:many", 2)
-    async with running_worker(redis_url, served_model_free(step_seconds=0.005)):
+    async with running_worker(redis_url, served_model_free(step_seconds=0.02)):
         ids = await flood(queue, 5)
         for request_id in ids[:2]:
             await until_tokens(queue, request_id, 1)

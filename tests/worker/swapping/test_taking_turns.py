@@ -99,7 +99,7 @@ def test_a_queue_whose_model_is_not_loaded_counts_as_served(
 
     def statuses(gateway: LiveGateway) -> tuple[int, int]:
         answer = httpx2.post(f"{gateway.url}/v1/completions", json=asked, timeout=60)
-        return answer.status_code, httpx2.get(f"{gateway.url}/readyz").status_code
+        return answer.status_code, httpx2.get(f"{gateway.url}/readyz", timeout=None).status_code
 
     with (
         live_gateway(redis_url, queues=["b"]) as gateway,

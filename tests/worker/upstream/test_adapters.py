@@ -60,7 +60,7 @@ async def served(folder: Path, stand_in: StandIn, **more: Any) -> Served:
 
 def post(stand_in: StandIn, path: str, name: str, folder: Path | None = None) -> None:
     body = {"lora_name": name, "lora_path": str(folder)}
-    httpx2.post(f"{stand_in.url}/v1/{path}", json=body).raise_for_status()
+    httpx2.post(f"{stand_in.url}/v1/{path}", json=body, timeout=None).raise_for_status()
 
 
 @pytest.mark.parametrize("is_static", [True, False])
@@ -124,7 +124,7 @@ async def test_another_adapter_of_the_name_is_refused(
     assert renamed.identity.name == "sql2"
     with pytest.raises(ConfigurationError, match="another model 'm'"):
         await served(adapter, stand_in, served_model_name="m")  # as the base model
-    cards = httpx2.get(f"{stand_in.url}/v1/models").json()["data"]
+    cards = httpx2.get(f"{stand_in.url}/v1/models", timeout=None).json()["data"]
     assert [card["id"] for card in cards] == ["m", "sql", "sql2"]
 
 

@@ -413,7 +413,7 @@ def test_messages_of_any_client_are_rendered_alike(
     with Client(families_url, queue="mist") as client:
         assert client.generate(messages=messages, tokenize=True).prompt_token_ids == told
     body = {"model": name, "messages": messages}
-    answer = httpx2.post(families_gateway.url + "/tokenize", json=body)
+    answer = httpx2.post(families_gateway.url + "/tokenize", json=body, timeout=None)
     assert answer.json()["tokens"] == told
 
 

@@ -114,7 +114,7 @@ def test_a_client_that_comes_back(stories_gateway: LiveGateway) -> None:
     # Nothing is drafted before `min_tokens`, so an event has one token.
     counts = {"max_tokens": 4, "min_tokens": 4}
     body = {**ASKED, "prompt": IDS, **counts, "stream": True, "detach": True}
-    with httpx2.Client(base_url=stories_gateway.base_url.removesuffix("/v1")) as http:
+    with httpx2.Client(base_url=stories_gateway.base_url.removesuffix("/v1"), timeout=None) as http:
         answer = http.post("/v1/completions", json=body)
         url, events = answer.headers["X-Stream-Url"], events_of(answer.text)
         assert len(events) == 4

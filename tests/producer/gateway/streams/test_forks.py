@@ -84,11 +84,13 @@ def test_a_wrong_body(url_of: str, body: Any, param: str | None, message: str) -
 
 def test_a_call_that_is_no_fork(url_of: str) -> None:
     """Such as one that would resume another stream, or whose body is too large."""
-    resumed = httpx2.post(url_of, json={}, headers={"Last-Event-ID": "chatcmpl-1;0-0"})
+    resumed = httpx2.post(
+        url_of, json={}, headers={"Last-Event-ID": "chatcmpl-1;0-0"}, timeout=None
+    )
     assert (resumed.status_code, resumed.json()["error"]["param"]) == (400, "Last-Event-ID")
-    large = httpx2.post(url_of, json={"append": "a" * 70_000})
+    large = httpx2.post(url_of, json={"append": "a" * 70_000}, timeout=None)
     assert large.status_code == 413
-    unknown = httpx2.post(url_of.replace("/fork", "0/fork"), json={})
+    unknown = httpx2.post(url_of.replace("/fork", "0/fork"), json={}, timeout=None)
     assert unknown.status_code == 404
 
 
