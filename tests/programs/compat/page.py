@@ -26,10 +26,10 @@ gateway with the shipped model, and writes this page. Each program runs in a sep
 with an API key and the alias `gpt-4o` for the model, and reaches no other server.
 
 Each attempt of a program tests one feature: a call, a stream, a tool, a schema, or the error of a
-wrong call, which must say how to correct the call. The column *passes* counts attempts with a right
-result through promptq's own engine, *vLLM* and *llama.cpp* through these servers (`--engine vllm`),
-which [refuse some fields](engines.md#refused-fields). *Fails* is about promptq's own engine. *APIs*
-lists the parts of the API that the program used. `{RESULTS.relative_to(ROOT)}` lists all attempts.
+wrong call, which must say how to correct the call. *passes* counts attempts with a right result
+through promptq's own engine, *vLLM* and *llama.cpp* those through these servers, which [refuse some
+fields](engines.md#refused-fields). *fails* is about promptq's own engine. *APIs* lists the parts of
+the API that the program used. `{RESULTS.relative_to(ROOT)}` has all attempts.
 
 | program | version | passes | vLLM | llama.cpp | APIs | fails |
 |---|---|---|---|---|---|---|
