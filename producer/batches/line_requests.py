@@ -84,7 +84,7 @@ class LineGateway:
             if pictures := new[0].request.pictures:
                 check_pictures_served(view, call.names)
             if caller is not None:
-                rates = rates_of(caller, requests, pictures)
+                rates = rates_of(caller, call.requests(request_id), pictures)
         return LineRequest(line, request_id, new, rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:

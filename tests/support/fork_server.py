@@ -318,7 +318,8 @@ def main() -> None:
             exec(name, {"__name__": "__main__"})  # noqa: S102
         else:
             sys.argv = [name, *arguments]
-            sys.modules.pop(name, None)  # the module runs anew, but its imports stay loaded
+            for again in (name, f"{name}.__main__"):  # it runs anew, but its imports stay loaded
+                sys.modules.pop(again, None)
             runpy.run_module(name, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         _end(ended.code)

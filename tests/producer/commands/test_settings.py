@@ -42,7 +42,7 @@ def test_each_setting_is_in_one_class() -> None:
     assert counts == {
         Settings: 5,
         ReaperSettings: 5 + 4,
-        WorkerSettings: 5 + 4 + 42,
+        WorkerSettings: 5 + 4 + 43,
         FilesSettings: 5 + 1,
         GatewaySettings: 5 + 1 + 20,
         JobsSettings: 5 + 4 + 1 + 11,

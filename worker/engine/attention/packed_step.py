@@ -50,12 +50,12 @@ class PackedStep:
     unknown: torch.Tensor
     """[2, U], int64: rows whose input token the previous step is still sampling, and the index of
     that token among the previous step's tokens."""
-    entries: torch.Tensor | None = None
-    """In a padded step for a model with recurrent layers, RecurrentRows.table with a column for
-    each sequence that the step may have. Zeros, but the first row, are in a column that pads."""
     reported: torch.Tensor | None = None
     """[2, P], int64: the rows that report log-probabilities of prompt tokens, in the order of
     `Batch.reporting`, and the prompt token after each of these rows. None if there are none."""
+    entries: torch.Tensor | None = None
+    """In a padded step for a model with recurrent layers, RecurrentRows.table with a column for
+    each sequence that the step may have. Zeros, but the first row, are in a column that pads."""
 
     @property
     def pooled_rows(self) -> list[int]:
