@@ -65,7 +65,9 @@ def assert_rounded_alike(found: torch.Tensor, expected: torch.Tensor, times: flo
         assert off_by(found, expected.double()) < 0.02
         return
     eps = torch.finfo(found.dtype).eps
-    if found.dtype != torch.float32:
+    if found.dtype == torch.float32:
+        times *= 4  # no rounding hides the error of a sum in another order
+    else:
         assert (found == expected).float().mean() > 1 - 0.0075 * times
     torch.testing.assert_close(found, expected, rtol=times * eps, atol=times * eps)
 
