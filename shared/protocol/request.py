@@ -11,19 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
+from functools import cached_property
 from itertools import islice
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 from promptq.shared.errors import InvalidRequestError
@@ -301,12 +294,11 @@ class Request(SamplingParams):
     output_prefix: OutputPrefix | None = Field(
         None, description="beginning of the output, which the model continues"
     )
-    _pictures: tuple[Picture, ...] = PrivateAttr(())
 
-    @property
+    @cached_property
     def pictures(self) -> tuple[Picture, ...]:
         """The pictures in the messages, in order."""
-        return self._pictures
+        return pictures_of(self.messages or ())
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -332,17 +324,16 @@ class Request(SamplingParams):
             raise ValueError("prompt: is empty, so there is nothing to embed")
         if self.messages is not None:
             self.messages = normalised(self.messages)
-            self._pictures = pictures_of(self.messages)
+            if self.pictures and (self.tokenize or self.prompt_logprobs is not None):
+                field = "tokenize" if self.tokenize else "prompt_logprobs"
+                raise ValueError(
+                    f"messages: pictures cannot be combined with {field}: only the inference server"
+                    " counts their tokens"
+                )
         if self.messages is None and (self.tools or self.chat_template_kwargs):
             field = "tools" if self.tools else "chat_template_kwargs"
             raise ValueError(f"{field}: needs messages, and there is a prompt")
         check_tools(self.tools or ())
-        if self._pictures and (self.tokenize or self.prompt_logprobs is not None):
-            field = "tokenize" if self.tokenize else "prompt_logprobs"
-            raise ValueError(
-                f"messages: pictures cannot be combined with {field}: only the inference server"
-                " counts their tokens"
-            )
         if self.output_prefix is not None and self.prompt_logprobs is not None:
             raise ValueError("output_prefix: cannot be combined with prompt_logprobs")
         _ = self.wanted_output  # raises if it is not well-formed
