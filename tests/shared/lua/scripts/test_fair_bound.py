@@ -371,7 +371,7 @@ def test_who_served_alone_is_not_punished_when_others_come(world: World) -> None
 
 
 def test_what_an_estimate_took_too_much_is_given_back(world: World) -> None:
-    """Long payloads of short prompts are no disadvantage, also where lengths are told late."""
+    """A long payload of a short prompt is no disadvantage, even if workers report lengths late."""
     keys = world.queue.keys
     payloads = {"short": {"prompt": "x", "max_tokens": 2}}
     payloads["long"] = {**payloads["short"], "metadata": {"note": "y" * 400}}
