@@ -195,9 +195,9 @@ async def test_a_worker_that_stops_without_its_server_tries_each_call_once(
             await asyncio.sleep(0.01)
         before = network.num_turned_away
         await worker.stop()
-        # The lease and the farewell, perhaps last tokens and a claim whose answer was lost; with
-        # redis-py's retries each of them would be eleven.
-        assert 2 <= network.num_turned_away - before <= 4
+        # The lease and the farewell, and what was under way in the background. With redis-py's
+        # retries, one call alone would be eleven.
+        assert 2 <= network.num_turned_away - before < 11
 
 
 async def test_a_worker_that_stops_gives_back_if_its_server_returns_within_the_lease(
