@@ -76,6 +76,7 @@ async def test_many_streams_get_some_tokens_an_event_but_the_first_at_once(
         requests = [await async_put(queue, seed=n, **fields) for n in range(20)]
         stop = text_of(7, 60)[40:43]
         stopping = await async_put(queue, seed=7, **fields, stop=stop)
+        counts = []
         for n, request_id in enumerate(requests):
             result = await finished(queue, request_id)
             assert result["text"] == text_of(n, 60)
@@ -83,13 +84,14 @@ async def test_many_streams_get_some_tokens_an_event_but_the_first_at_once(
             events = await async_log_of(queue, request_id)
             assert indices(events) == [0, *ends(events)[:-1]]
             assert len(events[0]["token_ids"]) == 1
-            assert len(events) < 30
+            counts.append(len(events))
+        assert max(counts) < 30
         result = await finished(queue, stopping)
         assert result["text"] == text_of(7, 60).split(stop)[0]
         events = await async_log_of(queue, stopping)
-        assert len(events) > 35  # each token is looked at as it comes
-        counts, _ = worker.meter.histograms[BETWEEN_TOKENS].exposed()
-        assert counts[-1][1] >= 20 * 59, "what the engine needs for a token is measured by step"
+        assert len(events) > max(counts)  # each token is looked at as it comes
+        buckets, _ = worker.meter.histograms[BETWEEN_TOKENS].exposed()
+        assert buckets[-1][1] >= 20 * 59, "what the engine needs for a token is measured by step"
 
 
 async def test_tokens_that_wait_for_others_are_sent_though_no_step_follows(

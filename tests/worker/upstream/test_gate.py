@@ -179,12 +179,12 @@ async def test_a_full_kv_cache_closes_the_gate_until_there_is_room(
                     lambda: worker.heartbeat.stats().holds_back.endswith("at most 1 streams")
                 )
                 assert "% full" in worker.heartbeat.stats().holds_back
-                wanted = await put_some(queue, 3, 10)
-                await assert_whole_texts(queue, wanted)
-                assert server.told()["most_running"] == 2, "the other client and one probe"
+                await assert_whole_texts(queue, await put_some(queue, 6, 10))
+                # The other client, one probe, and one more after a report older than the probe.
+                assert server.told()["most_running"] in (2, 3)
             await async_until(lambda: not worker.heartbeat.stats().holds_back)
             await assert_whole_texts(queue, await put_some(queue, 20, 10))
-            assert server.told()["most_running"] > 2
+            assert server.told()["most_running"] > 3
 
 
 async def test_refusals_lower_the_limit_to_the_number_that_the_server_takes(
