@@ -138,20 +138,27 @@ class Fuzzing:
             self._tell(f"a good request came to {result.decode()[:200]}")
 
     def _wait(self, worker: ChildProcess, pushed: dict[bytes, Thrown]) -> list[bytes]:
-        """Wait until only requests for newer workers wait or run. Returns the stuck ones."""
+        """Wait until only requests for other workers wait or run. Returns the stuck ones."""
         last, changed = -1, time.monotonic()
         while worker.exit_code is None:
             held = self._held()
             if len(held) != last:
                 last, changed = len(held), time.monotonic()
-            newer = [it for it in held if it in pushed and pushed[it].may_wait]
-            if len(newer) == len(held):
-                self._cancel(newer)
+            if all(self._may_wait(it, pushed) for it in held):
+                self._cancel(held)
                 return self._held()
             if time.monotonic() - changed > _PATIENCE_SECONDS:
                 return held
             time.sleep(_LOOK_SECONDS)
         return []
+
+    def _may_wait(self, request_id: bytes, pushed: dict[bytes, Thrown]) -> bool:
+        """Whether the request is for a newer worker, or for one that serves a field that this
+        worker does not serve, since a spoilt log shows that there was such a worker."""
+        if request_id in pushed and pushed[request_id].may_wait:
+            return True
+        key = self._keys.request("").encode() + request_id
+        return bool(self._client.type(key) == b"hash" and self._client.hexists(key, "needs"))
 
     def _held(self) -> list[bytes]:
         keys = self._keys
