@@ -120,6 +120,8 @@ def forge_everything(forger: Forger, command: str, url: str) -> None:
             [RUN, None, ["default", f"{new_batch_id()}/../.."], {}],
             [RUN, None, ["../..", new_batch_id()], {}],
             [RUN, None, ["other", new_batch_id()], {}],
+            ["os.system", None, ["default"], {}],
+            ["os.system", None, ["default", new_batch_id()], {}],
             [RUN, None, ["default\x00", new_batch_id()], {}],
         ):
             forger.call(queue, *forged)
