@@ -27,6 +27,9 @@ SCOPES = ("completions", "files", "batches", "models")
 LOCAL_NAME = "local"
 """Name of callers on this machine while no key is needed. No key may have this name."""
 
+MAX_RATE = 2**53
+"""The highest limit of a key. The server's scripts count exactly up to this number."""
+
 _PREFIX = "pq-"
 
 
@@ -107,11 +110,15 @@ def create_api_key(
 ) -> Operation[tuple[str, ApiKey]]:
     """Creates a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
-    `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is taken
-    or a scope is unknown. A key created without a tenant uses its name as tenant, and no two keys
-    may share such a tenant: creating the second one raises ConfigurationError, too.
+    `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is taken,
+    a scope is unknown or a limit is above `MAX_RATE`. A key created without a tenant uses its name
+    as tenant, and no two keys may share such a tenant: creating the second one raises
+    ConfigurationError, too.
     """
     _check_scopes(key)
+    for name in ("requests_per_minute", "tokens_per_minute"):
+        if getattr(key, name) > MAX_RATE:
+            raise ConfigurationError(f"{name}: is above {MAX_RATE}; 0 means no limit")
     if key.name == LOCAL_NAME:
         raise ConfigurationError(
             f"name: {LOCAL_NAME!r} is the name of callers without a key; choose another one"

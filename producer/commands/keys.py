@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from promptq.producer.admin.api_keys import SCOPES, ApiKey
+from promptq.producer.admin.api_keys import MAX_RATE, SCOPES, ApiKey
 from promptq.producer.commands.client import open_client
 from promptq.producer.commands.options import AsJson, Queue, Redis
 from promptq.shared.errors import ConfigurationError
@@ -48,9 +48,9 @@ def create(
             help="The most urgent priority that its requests may have; lower runs sooner.",
         ),
     ] = 0,
-    requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
+    requests_per_minute: Annotated[int, typer.Option(min=0, max=MAX_RATE, help="0: no limit.")] = 0,
     tokens_per_minute: Annotated[
-        int, typer.Option(min=0, help="Prompts and output together; 0: no limit.")
+        int, typer.Option(min=0, max=MAX_RATE, help="Prompts and output together; 0: no limit.")
     ] = 0,
     admin: Annotated[
         bool, typer.Option("--admin", help="The key may see and control the whole queue.")

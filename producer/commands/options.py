@@ -29,7 +29,9 @@ DataDir = Annotated[
 ]
 Target = Annotated[
     float,
-    typer.Option("--target", min=0.001, help="How many seconds a request should wait at most."),
+    typer.Option(
+        "--target", min=0.001, max=86_400, help="How many seconds a request should wait at most."
+    ),
 ]
 Priority = Annotated[
     int | None, typer.Option(min=-1000, max=1000, help="Lower runs sooner; default 0.")

@@ -165,7 +165,7 @@ def reprioritise(
 
 @dead.command("list")
 def list_dead(
-    limit: Annotated[int, typer.Option(min=1, help="How many, the latest first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=_ALL, help="How many, the latest first.")] = 100,
     as_json: AsJson = False,
     redis: Redis = None,
     queue: Queue = None,
@@ -186,7 +186,8 @@ def list_dead(
     from promptq.producer.commands.screens.terminal import console_for_list
 
     if letters:
-        console_for_list().print(dead_letters_table(letters))
+        console = console_for_list()
+        console.print(dead_letters_table(letters, console.width))
     else:
         write("no dead letters")
 

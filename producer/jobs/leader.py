@@ -52,7 +52,7 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
         def enqueue_due_upkeep() -> None:
             now = time.monotonic()
             for seconds, job in [entry for entry in _UPKEEP if due[entry] <= now]:
-                with errors_logged(job.name):
+                with errors_logged(job.__name__):
                     enqueue_upkeep(upkeep_jobs, job, settings.queue)
                 due[seconds, job] = now + seconds
 

@@ -41,6 +41,13 @@ def picture_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def content_of(parts: Iterable[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Returns the content of a message with these texts and pictures: one text, or the parts if
+    there are pictures."""
+    parts = [*parts]
+    return parts if any(map(is_picture, parts)) else "".join(part["text"] for part in parts)
+
+
 def data_url(content: bytes) -> str:
     """Returns the data URL of a picture. Raises ValueError if it is of no known kind."""
     return f"data:image/{_kind_of(content)};base64,{b64encode(content).decode('ascii')}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import random
 import re
 import threading
 import zlib
@@ -38,6 +39,8 @@ WORKING = ["promptq-default-upkeep", "promptq-default-batches"]
 QUEUES = [*WORKING, "promptq-default-webhooks"]
 UPKEEP = "promptq.producer.jobs.upkeep"
 REAP = f"{UPKEEP}.reap"
+BLANK = bytes(random.Random(1).choices(b" \t\n", k=40_000))
+"""Blanks that are longer than any call even when packed."""
 RUN = "promptq.producer.batches.batch_job.run_batch_job"
 
 
@@ -120,6 +123,8 @@ def forge_everything(forger: Forger, command: str, url: str) -> None:
             [RUN, None, ["default", f"{new_batch_id()}/../.."], {}],
             [RUN, None, ["../..", new_batch_id()], {}],
             [RUN, None, ["other", new_batch_id()], {}],
+            ["os.system", None, ["default"], {}],
+            ["os.system", None, ["default", new_batch_id()], {}],
             [RUN, None, ["default\x00", new_batch_id()], {}],
         ):
             forger.call(queue, *forged)
@@ -135,6 +140,9 @@ def forge_everything(forger: Forger, command: str, url: str) -> None:
         forger.push(queue, zlib.compress(bytes(2**30 // 8), 9))  # it would be 128 MiB
         forger.push(queue, zlib.compress(b"[" * 4_000_000, 9))  # of an allowed size when packed
         forger.push(queue, zlib.compress(json.dumps([REAP, None, ["default"], {}]).encode())[:-1])
+        forger.push(
+            queue, zlib.compress(json.dumps([REAP, None, ["default"], {}]).encode() + BLANK)
+        )
         forger.push(queue, b"x" * 100_000)
         forger.push(queue, b"\xff")
         forger.push(queue, b"")

@@ -210,7 +210,6 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "torch is missing"
     from promptq.worker.upstream.connecting import DIALECTS, find_server, key_of, start_server
     from promptq.worker.upstream.dialects.adapter import adapter_of
-    from promptq.worker.upstream.dialects.openai_remote import OpenAIRemoteDialect
     from promptq.worker.upstream.forwarding_engine import ForwardingEngine
     from promptq.worker.upstream.model_files import read_model_facts, require_for_gguf
 
@@ -224,13 +223,12 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
     if is_gguf(settings.model or ""):
         require_for_gguf()
     adapter = adapter_of(settings)
-    more: dict[str, Any] = {"adapter": adapter} if adapter else {}
-    if settings.engine == "openai-remote":
-        more = {"model": shown_name(settings), "max_model_len": settings.max_model_len}
     dialect = DIALECTS[settings.engine](
         is_exact=settings.dtype == "float32",
         shares_prefixes=settings.share_prefix_cache,
-        **more,
+        adapter=adapter,
+        model=shown_name(settings),
+        max_model_len=settings.max_model_len,
     )
     progress("server")
     process = None if settings.upstream else start_server(dialect, settings)
@@ -252,8 +250,7 @@ def _build_upstream(settings: WorkerSettings, progress: Progress) -> Served:
         max_prompt_tokens=limits.max_model_len,
     )
     server.check_tokenizer(tokenizer)
-    if isinstance(dialect, OpenAIRemoteDialect):
-        dialect.use(tokenizer)
+    dialect.use(tokenizer)
     engine = ForwardingEngine(
         server.url,
         key_of(settings),

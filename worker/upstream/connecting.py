@@ -35,9 +35,9 @@ DIALECTS: dict[str, Callable[..., Dialect]] = {
     "openai": OpenAIDialect,
     "openai-remote": OpenAIRemoteDialect,
 }
-"""Dialects by the engine's name. Parameters: `is_exact`, whether the server computes in fp32;
-`shares_prefixes`, whether tenants share cached prefixes; for vLLM, the `adapter` of all calls; for
-openai-remote, `model` and `max_model_len`."""
+"""Dialects by the engine's name. All take these parameters, and ignore those that they do not need:
+`is_exact`, whether the server computes in fp32; `shares_prefixes`, whether tenants share cached
+prefixes; the `adapter` of all calls; the server's name of the `model`; `max_model_len`."""
 
 _PROBE = "Grüße, 世界! 12345\n\tdef f(x): return x # 🙂"
 """Tokenizers that differ at all are likely to differ here."""

@@ -21,7 +21,7 @@ from promptq.producer.calls.call_body import (
 )
 from promptq.producer.calls.errors import ApiError
 from promptq.shared.protocol.output_format import IF_NOT_STRICT
-from promptq.shared.protocol.pictures import picture_part
+from promptq.shared.protocol.pictures import content_of, picture_part
 from promptq.shared.protocol.request import Objects, Texts
 
 NAMES = {
@@ -230,23 +230,17 @@ def _add_user(chat: list[Message], where: str, blocks: Sequence[Mapping[str, Any
 
 
 def _content_of(where: str, blocks: Sequence[Mapping[str, Any]]) -> str | list[Message]:
-    """Returns the content of a message: one text, or parts if there are pictures."""
-    if all(block["type"] == "text" for block in blocks):
-        return "".join(block["text"] for block in blocks)
-    return [
-        {"type": "text", "text": block["text"]}
-        if block["type"] == "text"
-        else picture_part(_url_of(where, block.get("source")))
-        for block in blocks
-    ]
+    return content_of(_part(where, block) for block in blocks)
 
 
-def _url_of(where: str, source: Any) -> str:
-    match source:
+def _part(where: str, block: Mapping[str, Any]) -> Message:
+    if block["type"] == "text":
+        return {"type": "text", "text": block["text"]}
+    match block.get("source"):
         case {"type": "base64", "media_type": str(kind), "data": str(data)}:
-            return f"data:{kind};base64,{data}"
+            return picture_part(f"data:{kind};base64,{data}")
         case {"type": "url", "url": str(url)} | {"type": "file", "file_id": str(url)}:
-            return url
+            return picture_part(url)
     raise wrong_field(where, "the source of an image must be of type base64, url or file")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from promptq.producer.calls.call_body import check_one_of, wrong_field
-from promptq.shared.protocol.pictures import picture_part
+from promptq.shared.protocol.pictures import content_of, picture_part
 
 MAX_ITEMS = 16_384
 """The most items in the input of one response."""
@@ -144,15 +144,14 @@ def _text_of(part: Mapping[str, Any]) -> Any:
 
 
 def _content_of(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Returns the content of a message: one text, or parts if there are pictures."""
-    if isinstance(content, str) or all(part.get("type") != _PICTURE for part in content):
-        return _text_of_parts(content)
-    return [
+    if isinstance(content, str):
+        return content
+    return content_of(
         picture_part(_url_of(part))
         if part.get("type") == _PICTURE
         else {"type": "text", "text": _text_of(part)}
         for part in content
-    ]
+    )
 
 
 def _url_of(part: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from promptq.producer.commands.screens.render import (
     milliseconds,
     num_workers_of,
     plain_table,
+    shortened,
     why_no_worker,
     width_of,
 )
@@ -26,9 +27,10 @@ _HOUR_MS = 3_600_000
 _RECENT_MS = 60_000
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LATE_SECONDS = 3
+_SHORTEST_NAME = 16
 _DROPPED_FIRST = (
     *("refuses", "holds back because", "starved", "slot wait", "prepared"),
-    *("preempted", "step", "KV blocks", "state", "heartbeat", "tokens/s"),
+    *("preempted", "step", "KV blocks", "heartbeat", "tokens/s"),
 )
 
 
@@ -151,8 +153,9 @@ def _workers_table(overview: Overview, width: int) -> RenderableType:
     """Returns a table of workers. If not all columns fit, the least important ones are left out."""
     if not overview.workers:
         return why_no_worker(overview)
+    longest = max(_SHORTEST_NAME, width // 3)
     columns = {
-        "worker": [worker.worker_id for worker in overview.workers],
+        "worker": [shortened(worker.worker_id, longest) for worker in overview.workers],
         "state": [worker.state for worker in overview.workers],
         "heartbeat": [_heartbeat(overview, worker) for worker in overview.workers],
         "slots": [f"{worker.num_running} of {worker.max_num_seqs}" for worker in overview.workers],

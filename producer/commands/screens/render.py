@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from promptq.producer.admin.queue_views import QueueView
     from promptq.producer.webhooks.deliveries import DeadWebhook
 
+_PAYLOAD_WIDTH = 20
+
 
 def why_no_worker(stats: QueueStats) -> Text:
     """Returns a sentence why a queue has no worker that claims, with advice."""
@@ -70,6 +72,15 @@ def byte_size(value: float) -> str:
             return f"{value:.0f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
+
+
+def shortened(name: str, length: int) -> str:
+    """Returns a name of at most this length, at least 3. Of a longer one, the middle is left out,
+    because similar names differ at their ends."""
+    if len(name) <= length:
+        return name
+    end = length // 2
+    return f"{name[: length - end - 1]}…{name[-end:]}"
 
 
 def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
@@ -124,12 +135,21 @@ def scaling_table(scalings: Sequence[Scaling]) -> Table:
     return table
 
 
-def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
-    """Returns a table with one row for each dead letter."""
-    table = plain_table("id", "buried", "crashes", "tokens", "payload", left=("id", "payload"))
-    for letter in letters:
-        facts = clock_time(letter.buried_at), f"{letter.crashes:,}", f"{letter.num_tokens:,}"
-        table.add_row(Text(letter.request_id), *facts, Text(letter.payload[:80]))
+def dead_letters_table(letters: Sequence[DeadLetter], width: int) -> Table:
+    """Returns a table with one row for each dead letter. Ids are whole, so that they can be copied;
+    in a narrow terminal, columns are left out and payloads are cut."""
+    columns = {
+        "id": [letter.request_id for letter in letters],
+        "buried": [clock_time(letter.buried_at) for letter in letters],
+        "crashes": [f"{letter.crashes:,}" for letter in letters],
+        "tokens": [f"{letter.num_tokens:,}" for letter in letters],
+    }
+    kept = fitting(columns, width - _PAYLOAD_WIDTH, ("tokens", "crashes", "buried"))
+    room = max(_PAYLOAD_WIDTH - 3, min(80, width - width_of(kept) - 3))
+    table = plain_table(*kept, "payload", left=("id", "payload"))
+    table.columns[0].no_wrap = True
+    for letter, *cells in zip(letters, *kept.values(), strict=True):
+        table.add_row(*map(Text, cells), Text(letter.payload[:room]))
     return table
 
 
@@ -138,6 +158,7 @@ def dead_webhooks_table(webhooks: Sequence[DeadWebhook]) -> Table:
     table = plain_table(
         "given up", "request", "tenant", "attempts", "reason", left=("request", "tenant", "reason")
     )
+    table.columns[1].no_wrap = True  # people copy ids
     for item in webhooks:
         request, tenant, reason = map(printable, (item.request_id, item.tenant, item.reason))
         table.add_row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -10,9 +11,13 @@ from typing import Any
 import pytest
 
 from promptq import Client
+from promptq.producer.admin.dead_letters import DeadLetter
+from promptq.producer.commands.screens.render import dead_letters_table
+from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import PriorityStatus
 from promptq.shared.protocol.request import RequestState
+from promptq.shared.queue.request_queue import new_request_id
 from tests.producer.playing import KEYS, HandWorker, Run, Start, bury
 from tests.support.model_free import text_of
 
@@ -35,6 +40,26 @@ def test_dead_list_and_show(run: Run, redis_url: str) -> None:
     assert letter["num_tokens"] == 2
     gone = run("dead", "show", "three")
     assert (gone.returncode, gone.stderr) == (1, "promptq: 'three' is not a dead letter\n")
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_ids_of_dead_letters_are_whole_in_a_narrow_terminal(width: int) -> None:
+    ids = [new_request_id() for _ in range(2)]
+    payload = '{"prompt":"' + "x" * 100 + '"}'
+    letters = [
+        DeadLetter(
+            request_id=each, payload=payload, message="it crashed its workers",
+            num_tokens=2, crashes=2, attempts=2, buried_at=10**12, history=[],
+        )
+        for each in ids
+    ]  # fmt: skip
+    console = SafeConsole(file=io.StringIO(), width=width)
+    console.print(dead_letters_table(letters, width))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [line for line in lines if '{"prompt' in line]
+    assert [row.split()[0] for row in rows] == ids
+    assert ("2001-09-0" in rows[0]) == (width == 80)
 
 
 def test_dead_requeue_and_purge(run: Run, redis_url: str) -> None:

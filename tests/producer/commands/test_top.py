@@ -102,6 +102,17 @@ def test_a_narrow_terminal_shows_less_and_breaks_no_word(
     assert re.search(r"running +–\n|running .* up to 0", shown)
 
 
+def test_a_long_name_of_a_worker_leaves_room_for_its_state(run: Run, busy_queue: Client) -> None:
+    name = "promptq-chat-7d9f8c6b5d-x2x4z-worker-number-a1b2c3"
+    stats = WorkerStats(worker_id=name, state="draining")
+    RequestQueue(busy_queue.queue.redis).run(heartbeat(stats, 60_000))
+    for columns in (60, 80, 150):
+        shown = run("top", COLUMNS=str(columns)).stdout
+        assert max(map(len, shown.splitlines())) <= columns
+        assert re.search(r"promptq\S+a1b2c3 +draining", shown)
+        assert (name in shown) == (columns == 150)
+
+
 @pytest.fixture
 def terminal(environment: dict[str, str], redis_url: str) -> Iterator[Terminal]:
     environment = {**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": "xterm", "LINES": "50"}

@@ -12,7 +12,10 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from promptq import Client
+from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.commands.app import app
+from promptq.shared.errors import ConfigurationError
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import Run, old_server
 from tests.support.roles import as_role
@@ -84,6 +87,30 @@ def test_wrong_usage(run: Run) -> None:
     done = run("worker", "--model", "model-free", "stray")
     assert done.returncode == 2
     assert "unexpected extra argument (stray)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["keys", "create", "a", "--requests-per-minute", str(2**53 + 1)],
+        ["keys", "create", "a", "--tokens-per-minute", "9" * 400],
+        ["keys", "create", "a", "--weight", "nan"],
+        ["scaling", "--target", "nan"],
+        ["scaling", "--target", "inf"],
+        ["dead", "list", "--limit", str(2**63)],
+        ["url", "--wait", "nan"],
+    ],
+)
+def test_a_number_that_no_command_can_use_is_wrong_usage(run: Run, args: list[str]) -> None:
+    done = run(*args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert args[-2] in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_key_of_a_client_has_no_limit_that_scripts_cannot_count(redis_url: str) -> None:
+    with Client(redis_url) as client, pytest.raises(ConfigurationError, match="is above"):
+        client.create_api_key(ApiKey(name="a", tokens_per_minute=2**53 + 1))
 
 
 def test_what_stands_behind_two_dashes_is_for_the_workers_server(run: Run) -> None:

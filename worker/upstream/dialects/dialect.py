@@ -13,6 +13,7 @@ from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest, PromptLogprobs
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.transport import Server
 
 MOST_LISTED = 1024
@@ -165,6 +166,9 @@ class Dialect(Protocol):
     async def describe(self, server: Server) -> ServerDescription:
         """Returns the server's description, after it has generated a token. Raises
         ConfigurationError if it cannot be used."""
+
+    def use(self, tokenizer: HuggingFaceTokenizer) -> None:
+        """Sets the model's tokenizer. Call this before `generate`."""
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         """Returns a text's token ids without special tokens; None if the server cannot tokenise."""

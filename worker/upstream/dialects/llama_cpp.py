@@ -25,9 +25,9 @@ from promptq.worker.upstream.dialects.dialect import (
     server_abilities,
 )
 from promptq.worker.upstream.dialects.transport import (
-    RefusedError,
     Server,
     ServerFaultError,
+    answering_as,
     message_of,
     read_json,
 )
@@ -49,8 +49,7 @@ class LlamaCppDialect(Dialect):
     A slot reuses the longest beginning that a prompt shares with an earlier one of any tenant.
     """
 
-    def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
-        del shares_prefixes  # it knows no tenants
+    def __init__(self, *, is_exact: bool = False, **_: object) -> None:
         self.abilities = server_abilities(
             logprobs=False,  # it reports no ranks
             unheeded=frozenset(
@@ -87,7 +86,7 @@ class LlamaCppDialect(Dialect):
         return [*command, *settings.engine_arguments]
 
     async def describe(self, server: Server) -> ServerDescription:
-        try:
+        with answering_as("llama.cpp's server", server):
             props = await server.get("/props")
             slots = int(props["total_slots"])
             length = int(props["default_generation_settings"]["n_ctx"])
@@ -99,11 +98,6 @@ class LlamaCppDialect(Dialect):
                 max_num_seqs=slots,
                 kv_tokens=slots * length,
             )
-        except (RefusedError, KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"--upstream: {server.url} does not answer as llama.cpp's server does"
-                f" ({error!s:.500})"
-            ) from error
         probe = {"prompt": [0], "n_predict": 1, "temperature": 0.0, "return_tokens": True}
         answer = await server.post(_COMPLETION, probe)
         if not answer.get("tokens"):

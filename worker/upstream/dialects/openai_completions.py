@@ -20,9 +20,9 @@ from promptq.worker.upstream.dialects.dialect import (
     server_abilities,
 )
 from promptq.worker.upstream.dialects.transport import (
-    RefusedError,
     Server,
     ServerFaultError,
+    answering_as,
     check_event,
     read_json,
 )
@@ -54,8 +54,7 @@ class OpenAIDialect(Dialect):
         }
     )
 
-    def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
-        del shares_prefixes  # the API knows no tenants
+    def __init__(self, *, is_exact: bool = False, **_: object) -> None:
         self.abilities = server_abilities(
             logprobs=False,
             unheeded=self.unheeded,
@@ -72,16 +71,11 @@ class OpenAIDialect(Dialect):
         )
 
     async def describe(self, server: Server) -> ServerDescription:
-        try:
+        with answering_as("an OpenAI server that takes token ids", server):
             (model, *_) = (await server.get("/v1/models"))["data"]
             name, longest = str(model["id"]), int(model.get("max_model_len") or 0)
             probe = _body([0], {"max_tokens": 1, "temperature": 0.0}, name)
             (choice,) = (await server.post(COMPLETIONS, probe))["choices"]
-        except (RefusedError, KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"--upstream: {server.url} does not answer as an OpenAI server that takes token ids"
-                f" does ({error!s:.500})"
-            ) from error
         if not choice.get("token_ids"):
             raise ConfigurationError(
                 f"--upstream: {server.url} gives no token ids (`return_token_ids`), without which"

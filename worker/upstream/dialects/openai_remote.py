@@ -39,12 +39,11 @@ class OpenAIRemoteDialect(OpenAIDialect):
         "stop_token_ids",
     }
 
-    def __init__(self, *, model: str, max_model_len: int | None, **_: bool) -> None:
+    def __init__(self, *, model: str, max_model_len: int | None, **_: object) -> None:
         super().__init__()
         self._model, self._max_model_len = model, max_model_len
 
     def use(self, tokenizer: HuggingFaceTokenizer) -> None:
-        """Sets the model's tokenizer. Call this before `generate`."""
         self._tokenizer = tokenizer
         self._decode = tokenizer.decoder(["".join(tokenizer.special_tokens)])
         self._begin = tokenizer.encode_text("", add_special_tokens=True)

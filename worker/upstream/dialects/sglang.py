@@ -22,18 +22,16 @@ from promptq.worker.upstream.dialects.dialect import (
     server_abilities,
 )
 from promptq.worker.upstream.dialects.openai_completions import COMPLETIONS, chunk_of, event_of
-from promptq.worker.upstream.dialects.transport import (
-    RefusedError,
-    Server,
-    ServerFaultError,
-)
+from promptq.worker.upstream.dialects.transport import Server, ServerFaultError, answering_as
 
 
 class SglangDialect(Dialect):
     """SGLang's dialect. `is_exact`: the server computes in fp32, so greedy streams resume
     exactly."""
 
-    def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
+    def __init__(
+        self, *, is_exact: bool = False, shares_prefixes: bool = False, **_: object
+    ) -> None:
         self._shares_prefixes = shares_prefixes
         self.abilities = server_abilities(
             logprobs=False,  # it reports no ranks, and the values after temperature and biases
@@ -61,7 +59,7 @@ class SglangDialect(Dialect):
         return [*command, *settings.engine_arguments]
 
     async def describe(self, server: Server) -> ServerDescription:
-        try:
+        with answering_as("SGLang's server", server):
             info = await server.get("/server_info")
             description = ServerDescription(
                 software=f"SGLang {info['version']!s:.80}",
@@ -75,10 +73,6 @@ class SglangDialect(Dialect):
             probe = {"max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
             body = {"model": description.model, "prompt": _prompt([0]), **probe}
             (choice,) = (await server.post(COMPLETIONS, body))["choices"]
-        except (RefusedError, KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"--upstream: {server.url} does not answer as SGLang's server does ({error!s:.500})"
-            ) from error
         if not choice.get("token_ids"):
             raise ConfigurationError(
                 f"--upstream: SGLang at {server.url} gives no token ids (`return_token_ids`); use"

@@ -74,6 +74,18 @@ def malformed_as_fault() -> Iterator[None]:
         raise ServerFaultError(f"the server's answer is malformed: {error!r:.500}") from error
 
 
+@contextmanager
+def answering_as(kind: str, server: Server) -> Iterator[None]:
+    """Raise ConfigurationError if the server refuses a call, or if an answer lacks a field that
+    this kind of server sends."""
+    try:
+        yield
+    except (RefusedError, KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"--upstream: {server.url} does not answer as {kind} does ({error!s:.500})"
+        ) from error
+
+
 class Server:
     """One inference server. An instance belongs to one event loop, and `close` ends it.
 

@@ -38,6 +38,7 @@ from promptq.worker.upstream.dialects.transport import (
     Server,
     ServerFaultError,
     UnusableAnswerError,
+    answering_as,
     check_event,
     read_json,
 )
@@ -69,6 +70,7 @@ class VllmDialect(Dialect):
         is_exact: bool = False,
         shares_prefixes: bool = False,
         adapter: Adapter | None = None,
+        **_: object,
     ) -> None:
         self._shares_prefixes, self._adapter = shares_prefixes, adapter
         self.abilities = server_abilities(
@@ -97,7 +99,7 @@ class VllmDialect(Dialect):
         return [*command, *settings.engine_arguments]
 
     async def describe(self, server: Server) -> ServerDescription:
-        try:
+        with answering_as("vLLM's server", server):
             version = (await server.get("/version"))["version"]
             (model, *_) = cards = (await server.get("/v1/models"))["data"]
             metrics = str(await server.get("/metrics"))
@@ -111,10 +113,6 @@ class VllmDialect(Dialect):
                 block_size=_number(cache.get("block_size")) or 1,
                 model_dir=model.get("root"),
             )
-        except (RefusedError, KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"--upstream: {server.url} does not answer as vLLM's server does ({error!s:.500})"
-            ) from error
         if self._adapter is not None:
             await self._load(server, self._adapter, cards)
         return await self._try(server, description)

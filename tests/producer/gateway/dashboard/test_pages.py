@@ -216,6 +216,8 @@ async def test_requests_are_found_by_state_tenant_and_id(
     await expect(page.locator(".timeline li")).to_have_text(
         [re.compile("Enqueued"), re.compile("Finished cancelled")]
     )
+    await expect(page.locator(".facts dt", has_text="Output")).to_be_visible()
+    await expect(page.locator(".facts dt", has_text="Prompt")).to_have_count(0)  # never counted
     await page.evaluate("location.hash = '#/requests?prefix=no*one'")
     await expect(page.get_by_text("No request matches")).to_be_visible()
 

@@ -82,7 +82,8 @@ function facets(request, now) {
       ["Ended with", request.finish_reason],
       ["Priority", String(request.priority)], ["Tenant", request.tenant], ["Attempts", String(request.attempts)],
       ["Crashes", request.crashes ? String(request.crashes) : null],
-      ["Prompt", request.usage && `${counted(request.usage.prompt_tokens, "token")}, ${count(request.usage.cached_tokens)} from the cache`],
+      // A request that ended before a worker counted its tokens has 0.
+      ["Prompt", request.usage?.prompt_tokens ? `${counted(request.usage.prompt_tokens, "token")}, ${count(request.usage.cached_tokens)} from the cache` : null],
       ["Output", request.usage && counted(request.usage.completion_tokens, "token")],
       ["Speed", request.stats && `${rate(request.stats.tokens_per_second)}\u00a0tokens/s`],
       ["Recomputed", request.stats?.recomputed_tokens ? counted(request.stats.recomputed_tokens, "token") : null],
@@ -109,10 +110,11 @@ function happened({ what, detail }) {
   return isSaid ? [name] : [name, h("span", { class: "quiet" }, ` ${detail}`)];
 }
 
+// Lists of numbers, such as token ids, are not broken into lines.
 function payload(text) {
   let shown = text;
   try {
-    shown = JSON.stringify(JSON.parse(text), null, 2);
+    shown = JSON.stringify(JSON.parse(text), null, 2).replace(/\[\n[\s\d,.e+-]+\]/g, (list) => list.replace(/\s+/g, " "));
   } catch {
     // It is not JSON, so it is shown unchanged.
   }
