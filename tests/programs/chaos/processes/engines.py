@@ -23,10 +23,10 @@ from tests.worker.text.grammars.structured import assert_valid, prepare, run, se
 from tests.worker.upstream.test_watched_streams import built, close, masked
 
 _IDLE_SECONDS = 30.0
-_SERVING_SECONDS = 6.0
-"""The longest time that a real server generates before it is killed."""
-_REAL_START_SECONDS = "300"
-"""The longest wait of a worker for a real server, which compiles when it starts."""
+_SERVING_SECONDS = 15.0
+"""The longest time that a real server computes before it is killed. Workers probe it first."""
+_REAL_START_SECONDS = "3600"
+"""The longest wait of a worker for a real server, which may be killed while it is probed."""
 
 
 class KillableStandIn:
