@@ -58,6 +58,8 @@ class WatchedStream:
         self._rejected: list[int] = []
         """The token that broke a rule, until another one has its place."""
         self._breaks_rule = self._is_refused = self._is_over = self._needs_call = False
+        self._names_ends = "ignore_eos" not in dialect.abilities.unheeded
+        """Whether each end is a token. If it is no end of the request, another call continues."""
         self._takes_grammars = description.takes_grammars
         self._resumes_grammars = description.resumes_grammars
 
@@ -166,7 +168,7 @@ class WatchedStream:
                 chunk.cut(number + 1)
                 break
         else:
-            if reason is FinishReason.STOP and self._request.params.ignore_eos:
+            if reason is FinishReason.STOP and self._names_ends:  # the request ignores it
                 if len(self._output) == self._num_before_call:
                     raise UnusableAnswerError("the server ended without its end token")
                 self._needs_call, reason = True, None
@@ -194,7 +196,8 @@ class WatchedStream:
                 self._takes_grammars = False
                 continue
             if not chunk.token_ids:
-                if chunk.finish_reason is FinishReason.STOP and self._rules.may_end:
+                is_end = chunk.finish_reason is FinishReason.STOP and not self._names_ends
+                if is_end and self._rules.may_end:
                     return chunk
                 raise UnusableAnswerError("the server chose no token under a mask")
             chunk.cut(1)

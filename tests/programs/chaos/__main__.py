@@ -51,6 +51,8 @@ def save_model_of(kind: str, folder: Path) -> Path:
 
 
 ENGINES = ("stand-in", "vllm", "llama.cpp", "sglang")
+SLOW_ENGINES = ("vllm", "sglang")
+"""Servers that take 40 s to start, so faults are a fifth as frequent."""
 
 
 def main() -> int:
@@ -139,6 +141,8 @@ def run(options: argparse.Namespace, seed: int, mutant: str = "") -> Outcome:
                 from tests.programs.chaos.processes.engines import Engines  # with torch
 
                 engines = Engines(options.engine, folder)
+                if options.engine in SLOW_ENGINES:
+                    means = {fault: 5 * mean for fault, mean in means.items()}
             if options.cluster:
                 cluster = ChaoticCluster(options.cluster, may_lose=options.may_lose)
                 means = dict(MEAN_SECONDS_ON_A_CLUSTER)

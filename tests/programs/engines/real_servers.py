@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -87,22 +88,23 @@ class RealServer:
     def num_running(self) -> int:
         """Returns the number of running sequences that the server reports."""
         if self.name == "vllm":
-            text = httpx2.get(f"{self.url}/metrics").text
+            text = httpx2.get(f"{self.url}/metrics", timeout=60).text
             lines = [it for it in text.splitlines() if it.startswith("vllm:num_requests_")]
             of = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
             return sum(int(float(it.split()[-1])) for it in lines if it.startswith(of))
         if self.name == "sglang":
-            (load,) = httpx2.get(f"{self.url}/v1/loads").json()["loads"]
+            (load,) = httpx2.get(f"{self.url}/v1/loads", timeout=60).json()["loads"]
             return int(load["num_running_reqs"] + load["num_waiting_reqs"])
-        slots = httpx2.get(f"{self.url}/slots").json()
+        slots = httpx2.get(f"{self.url}/slots", timeout=60).json()
         return sum(slot["is_processing"] for slot in slots)
 
     def _answers(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, (self.folder / f"{self.name}.log").read_text()[-3000:]
         try:
+            socket.create_connection(("127.0.0.1", self.port)).close()  # cheaper than a client
             return httpx2.get(f"{self.url}/health").status_code == 200
-        except httpx2.HTTPError:
+        except (OSError, httpx2.HTTPError):
             return False
 
     def _command(self) -> tuple[list[str], dict[str, str]]:
@@ -125,6 +127,8 @@ class RealServer:
                 "HOME": str(self.folder),
                 "LD_PRELOAD": ":".join(str(it) for it in libraries[:2]),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "DO_NOT_TRACK": "1",
                 "HF_HUB_OFFLINE": "1",
@@ -148,7 +152,7 @@ class RealServer:
                 "HOME": str(self.folder),
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "HF_HUB_OFFLINE": "1",
-                "OMP_NUM_THREADS": "2",
+                "OMP_NUM_THREADS": "1",
             }
             return command, environment
         file = gguf_file(self.model, peer / "gguf-py", "F32", folder=self.folder)
@@ -157,7 +161,7 @@ class RealServer:
             *("--host", "127.0.0.1", "--port", str(self.port), "--parallel", str(self.slots)),
             *("--ctx-size", str(self.slots * self.length), "--threads-http", "64", "--no-webui"),
             *("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"),
-            *("--threads", "2", "--slots", "--metrics"),
+            *("--threads", "1", "--slots", "--metrics"),
         ]
         return command, {}
 

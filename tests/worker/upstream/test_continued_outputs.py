@@ -141,9 +141,12 @@ class EndingModel(Model):
                 return
 
 
-async def test_an_output_that_ignores_end_tokens_goes_on_after_them() -> None:
-    params = SamplingParams(temperature=0.0, ignore_eos=True)
-    request = EngineRequest(1, [7], params, seed=0, max_tokens=40)
+@pytest.mark.parametrize("ends", [(), (3, 200)])
+async def test_an_output_goes_on_after_end_tokens_that_the_request_ignores(
+    ends: tuple[int, ...],
+) -> None:
+    params = SamplingParams(temperature=0.0, ignore_eos=not ends)
+    request = EngineRequest(1, [7], params, seed=0, max_tokens=40, end_token_ids=frozenset(ends))
     whole = await output_of(Model(), request)
     model = EndingModel(names_its_end=True)
     assert await output_of(model, request) == whole
@@ -151,6 +154,29 @@ async def test_an_output_that_ignores_end_tokens_goes_on_after_them() -> None:
     assert model.num_calls == 1 + num_ends > 1
     with pytest.raises(UnusableAnswerError, match="without its end token"):
         await output_of(EndingModel(names_its_end=False), request)
+
+
+class EndingUnderMasks(Model):
+    async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[Chunk]:
+        if len(args) > 4 and args[4] is not None:
+            yield Chunk([], finish_reason=FinishReason.STOP)
+            return
+        async for chunk in super().generate(*args, **more):
+            yield chunk
+
+
+async def test_only_a_server_that_cannot_ignore_end_tokens_ends_without_one() -> None:
+    """The others would be called again and again."""
+    params = SamplingParams(temperature=0.0)
+    request = EngineRequest(1, [7], params, seed=0, max_tokens=40)
+    whole = await output_of(Model(), request)
+    banned = replace(request, bad_token_sequences=((whole[3],),))
+    model = EndingUnderMasks()
+    with pytest.raises(UnusableAnswerError, match="chose no token"):
+        await output_of(model, banned)
+    abilities = model.abilities
+    model.abilities = replace(abilities, unheeded=abilities.unheeded | {"ignore_eos"})
+    assert await output_of(model, banned) == whole[: whole.index(whole[3])]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.upstream.dialects.dialect import BANNED, Chunk, Mask
+from promptq.worker.upstream.dialects.dialect import BANNED, Chunk, Mask, ServerDescription
 from promptq.worker.upstream.dialects.sglang import SglangDialect
 from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
@@ -21,6 +21,7 @@ from promptq.worker.upstream.dialects.transport import (
     Server,
     ServerFaultError,
 )
+from promptq.worker.upstream.watched_stream import WatchedStream
 from tests.worker.upstream.test_server import answering
 
 ENDS = frozenset({9})
@@ -49,33 +50,34 @@ async def chunks(server: Server, *, mask: Mask | None = None, **params: Any) -> 
     return [each async for each in SglangDialect().generate(server, request, [3], "m", mask)]
 
 
-async def test_an_end_token_that_the_request_ignores_ends_no_stream() -> None:
+async def watched(server: Server, request: EngineRequest) -> list[int]:
+    description = ServerDescription("SGLang", "m", 1024)
+    stream = WatchedStream(SglangDialect(), server, request, [3], description, 256)
+    return [token_id async for chunk in stream.chunks() for token_id in chunk.token_ids]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+async def test_an_end_token_that_the_request_ignores_ends_no_stream(penalty: float) -> None:
+    """A further call counts the penalties of all tokens."""
+    params = SamplingParams(frequency_penalty=penalty)
+    request = EngineRequest(1, [1, 2], params, 0, 5, end_token_ids=ENDS)
     first = [event(4), event(5, reason="stop")]
     async with scripted(first, [event(9, reason="stop")]) as (server, bodies):
-        found = await chunks(server)
-    assert [chunk.token_ids for chunk in found] == [[4], [5], [9]]
-    assert [chunk.finish_reason for chunk in found] == [None, None, FinishReason.STOP]
+        assert await watched(server, request) == [4, 5, 9]
     assert [body["prompt"] for body in bodies] == [[1, 2, 3], [1, 2, 3, 4, 5]]
     assert [body["max_tokens"] for body in bodies] == [4, 2]
+    biases = {"3": -penalty}, {"3": -penalty, "4": -penalty, "5": -penalty}
+    assert [body["logit_bias"] for body in bodies] == ([*biases] if penalty else [None, None])
 
 
-@pytest.mark.parametrize(
-    ("params", "ignores"), [({}, False), ({"presence_penalty": 0.5}, True), ({"top_k": 5}, False)]
-)
-async def test_only_the_worker_ends_a_stream_whose_penalties_another_call_would_not_count(
-    params: dict[str, Any], ignores: bool
+@pytest.mark.parametrize(("ends", "ignores"), [(ENDS, False), (frozenset[int](), True)])
+async def test_the_server_ignores_end_tokens_only_if_the_request_has_none(
+    ends: frozenset[int], ignores: bool
 ) -> None:
+    request = EngineRequest(1, [1], SamplingParams(), 0, 2, end_token_ids=ends)
     async with scripted([event(4, reason="length")]) as (server, bodies):
-        await chunks(server, **params)
-    assert (bodies[0]["ignore_eos"], bodies[0]["stop_token_ids"]) == (ignores, [9])
-
-
-@pytest.mark.parametrize("first", [[], [event(reason="stop")], [event(4)]])
-async def test_a_stream_without_its_end_is_a_fault(first: list[dict[str, Any]]) -> None:
-    """Also an end without a token: another call might get this end again, for ever."""
-    async with scripted(first) as (server, _):
-        with pytest.raises(ServerFaultError, match="without a finish reason"):
-            await chunks(server)
+        await watched(server, request)
+    assert (bodies[0]["ignore_eos"], bodies[0]["stop_token_ids"]) == (ignores, [*ends])
 
 
 @pytest.mark.parametrize(

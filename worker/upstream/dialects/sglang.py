@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.dialect import (
@@ -22,7 +21,7 @@ from promptq.worker.upstream.dialects.dialect import (
     server_abilities,
 )
 from promptq.worker.upstream.dialects.openai_completions import COMPLETIONS, chunk_of, event_of
-from promptq.worker.upstream.dialects.transport import Server, ServerFaultError, answering_as
+from promptq.worker.upstream.dialects.transport import Server, answering_as
 
 
 class SglangDialect(Dialect):
@@ -94,27 +93,15 @@ class SglangDialect(Dialect):
         mask: Mask | None = None,
         grammar: str | None = None,
     ) -> AsyncGenerator[Chunk]:
-        output, is_over = [*emitted], False
-        while not is_over:
-            num_before, is_foreign = len(output), False
-            body = self._body(request, output, model)
-            if mask is not None:
-                _put_mask(body, mask)
-            if grammar is not None:
-                body["ebnf"] = grammar
-            async with server.stream(COMPLETIONS, body) as events:
-                async for data in events:
-                    if (chunk := chunk_of(event_of(data))) is None:
-                        continue
-                    output += chunk.token_ids
-                    is_unknown = request.end_token_ids.isdisjoint(output[-1:])
-                    if chunk.finish_reason is FinishReason.STOP and is_unknown:
-                        # An end token that this request ignores.
-                        chunk.finish_reason, is_foreign = None, len(output) > num_before
-                    is_over = chunk.finish_reason is not None
+        body = self._body(request, emitted, model)
+        if mask is not None:
+            _put_mask(body, mask)
+        if grammar is not None:
+            body["ebnf"] = grammar
+        async with server.stream(COMPLETIONS, body) as events:
+            async for data in events:
+                if (chunk := chunk_of(event_of(data))) is not None:
                     yield chunk
-            if not (is_over or is_foreign):
-                raise ServerFaultError("the stream ended without a finish reason")
 
     def _body(self, request: EngineRequest, output: Sequence[int], model: str) -> dict[str, Any]:
         params, ends = request.params, sorted(request.end_token_ids)
@@ -130,10 +117,9 @@ class SglangDialect(Dialect):
             "frequency_penalty": params.frequency_penalty,
             "logit_bias": params.logit_bias,
             "seed": request.seed,
-            # It also stops at its own end tokens. Another call would not count the penalties of
-            # the tokens so far, so with penalties only the worker ends the stream.
+            # It also stops at its own end tokens, and ignores all of these or none.
             "stop_token_ids": ends,
-            "ignore_eos": not ends or params.has_penalties,
+            "ignore_eos": not ends,
             "return_token_ids": True,
             "stream": True,
             **salt_of(request, shares_prefixes=self._shares_prefixes),

@@ -127,7 +127,7 @@ class Outcome:
     faults: Counter[str] = field(default_factory=Counter)
     ends: dict[Queue, Counter[str]] = field(default_factory=dict)
     requests: Counter[tuple[Queue, str]] = field(default_factory=Counter)
-    """Numbers of requests, by queue, kind and final state."""
+    """Numbers of requests, by queue, and by kind, final state and form."""
     num_swallowed: int = 0
     """Number of swallowed replies: a link that sends nothing gets none."""
     num_streams: int = 0
@@ -176,7 +176,7 @@ class Outcome:
             snapshots = {it: Snapshot(requests=held.requests) for it, held in snapshots.items()}
         states = [snapshots[it.queue].requests.get(it.request_id, {}).get("state") for it in sent]
         told = zip(sent, states, strict=True)
-        self.requests = Counter((it.queue, f"{it.kind} {state}") for it, state in told)
+        self.requests = Counter((it.queue, f"{it.kind} {state}{it.form}") for it, state in told)
         logs = sorted(folder.glob("*.log"))
         self.num_changes = sum(path.read_text().count('"another model') for path in logs)
         claimed = [(path, claim) for path in logs for claim in read_claimed(path)]

@@ -80,6 +80,12 @@ class Sent:
     cancel_status: str = ""
     """Status of its first answered cancel."""
 
+    @property
+    def form(self) -> str:
+        """The rule that its output obeys, for people."""
+        rules = {"response_format": ", by a schema", "tool_choice": ", as a call"}
+        return "".join(words for name, words in rules.items() if name in self.fields)
+
     def expected(self, references: dict[str, Expected]) -> Expected:
         """Returns the reference answer, or the model-free engine's answer for the seed."""
         if self.template:

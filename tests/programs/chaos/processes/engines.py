@@ -23,8 +23,10 @@ from tests.worker.text.grammars.structured import assert_valid, prepare, run, se
 from tests.worker.upstream.test_watched_streams import built, close, masked
 
 _IDLE_SECONDS = 30.0
-_REAL_START_SECONDS = "300"
-"""The longest wait of a worker for a real server, which compiles when it starts."""
+_SERVING_SECONDS = 15.0
+"""The longest time that a real server computes before it is killed. Workers probe it first."""
+_REAL_START_SECONDS = "3600"
+"""The longest wait of a worker for a real server, which may be killed while it is probed."""
 
 
 class KillableStandIn:
@@ -108,11 +110,15 @@ class Engines:
 
     async def hurt(self, fault: Fault, rng: random.Random) -> bool:
         """Inflict a fault on one server at a time. Returns whether the fault is possible."""
-        if self._is_real and self._lock.locked():
+        if self._is_real and (fault is Fault.ENGINE_FAULT or self._lock.locked()):
             return False  # it still starts, and faults would queue up for longer than the run
         async with self._lock:
             server = rng.choice(self._servers)
             if fault is Fault.ENGINE_KILL:
+                if self._is_real:
+                    if not await asyncio.to_thread(server.num_running):
+                        return False
+                    await asyncio.sleep(rng.uniform(0.0, _SERVING_SECONDS))
                 server.kill()
                 await asyncio.sleep(rng.uniform(0.0, 1.0))
                 await asyncio.to_thread(server.start)
@@ -120,7 +126,7 @@ class Engines:
                 server.fail(rng.choice(("break", "abort", "end", "freeze", "overload")))
                 await asyncio.sleep(rng.uniform(0.1, 4.0))
                 server.fail("")
-            return fault is Fault.ENGINE_KILL or not self._is_real
+            return True
 
     async def busy(self) -> AsyncIterator[Violation]:
         """Yields the servers that still compute something a while after the last request."""
