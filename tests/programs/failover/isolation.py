@@ -1,0 +1,93 @@
+"""Machines of a small network, each a network namespace on one bridge. A machine's cable can be
+pulled out: then its programs reach only one another, as in a real partition."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_INSIDE = "PROMPTQ_TESTS_ISOLATED"
+_NET = "10.77.0"
+HERE = f"{_NET}.254"
+"""The address of this program, which is a machine of the network too."""
+
+
+def isolate() -> None:
+    """Start this program again in a network without a way out, unless it already runs there."""
+    if os.environ.get(_INSIDE):
+        _run("ip", "link", "set", "lo", "up")
+        _run("ip", "link", "add", "switch", "type", "bridge")
+        _run("ip", "address", "add", f"{HERE}/24", "dev", "switch")
+        _run("ip", "link", "set", "switch", "up")
+        return
+    enter = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.getuid():
+        enter.append("--map-root-user")
+    if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
+        sys.exit(
+            "This machine allows no network namespaces: run as root, or allow user namespaces."
+        )
+    command = [*enter, sys.executable, "-m", "tests.programs.failover", *sys.argv[1:]]
+    os.execvpe(enter[0], command, {**os.environ, _INSIDE: "1"})  # noqa: S606
+
+
+class Machine:
+    """A machine of the network, with an address and a cable."""
+
+    def __init__(self, number: int) -> None:
+        self.address = f"{_NET}.{number}"
+        self._cable = f"cable{number}"
+        self._processes: list[subprocess.Popen[str]] = []
+        self._keeper = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+        self._within = ["nsenter", "--net", f"--target={self._keeper.pid}"]
+        mine = os.readlink("/proc/self/ns/net")
+        while os.readlink(f"/proc/{self._keeper.pid}/ns/net") == mine:
+            time.sleep(0.005)
+        far_end = ("peer", "name", "eth0", "netns", str(self._keeper.pid))
+        _run("ip", "link", "add", self._cable, "type", "veth", *far_end)
+        _run("ip", "link", "set", self._cable, "master", "switch", "up")
+        for command in (
+            ("ip", "link", "set", "lo", "up"),
+            ("ip", "address", "add", f"{self.address}/24", "dev", "eth0"),
+            ("ip", "link", "set", "eth0", "up"),
+        ):
+            _run(*self._within, *command)
+
+    def start(
+        self, command: Sequence[str | Path], log: Path, **environment: str
+    ) -> subprocess.Popen[str]:
+        """Start a program on this machine. Its output goes to the file `log`."""
+        with log.open("a") as output:
+            process = subprocess.Popen(
+                [*self._within, *map(str, command)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                text=True,
+                env={**os.environ, **environment},
+            )
+        self._processes.append(process)
+        return process
+
+    def unplug(self) -> None:
+        _run("ip", "link", "set", self._cable, "down")
+
+    def plug_in(self) -> None:
+        _run("ip", "link", "set", self._cable, "up")
+
+    def close(self) -> None:
+        """End all programs of the machine, and the machine."""
+        for process in [*self._processes, self._keeper]:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        # The cable ends with the namespace, perhaps a moment later.
+        subprocess.run(["ip", "link", "delete", self._cable], check=False, capture_output=True)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
