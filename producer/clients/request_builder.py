@@ -13,6 +13,8 @@ from promptq.shared.protocol.keys import check_request_id
 from promptq.shared.protocol.request import MAX_MS, NewRequest, Request, TokenAccount, check_size
 from promptq.shared.queue.request_queue import new_request_id
 
+_REPLACEMENT = "\ufffd".encode()
+
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
 
@@ -61,8 +63,8 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
         request = Request.build(fields)
         payload = request.to_payload().encode()
         from_json(payload)  # workers cannot read JSON that is nested so deeply
-        # A surrogate in the name of a member would be replaced silently.
-        to_json(request.model_dump(exclude={"prompt"}, exclude_defaults=True))
+        if _REPLACEMENT in payload:  # perhaps for a surrogate in a member's name: this raises then
+            to_json(request.model_dump(exclude={"prompt"}, exclude_defaults=True))
     except (ValueError, RecursionError):
         raise _unfit_for_json(fields) from None
     check_size(len(payload))

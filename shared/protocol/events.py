@@ -44,7 +44,7 @@ class _Wire(BaseModel):
 
     def to_json(self) -> str:
         """Returns the public JSON form, without fields that are not set."""
-        return self.model_dump_json(exclude_none=True)
+        return self.__pydantic_serializer__.to_json(self, exclude_none=True).decode()
 
 
 class TopLogprob(_Wire):
@@ -144,7 +144,7 @@ class Stats(_Wire):
 
     def to_json(self) -> str:
         """Returns the public JSON form, with all fields."""
-        return self.model_dump_json()
+        return self.__pydantic_serializer__.to_json(self).decode()
 
 
 class ErrorInfo(_Wire):

@@ -373,8 +373,9 @@ class Request(SamplingParams):
     @classmethod
     def build(cls, fields: dict[str, Any]) -> Self:
         """Returns a request with these field values. Raises InvalidRequestError like `parse`."""
+        known = cls.model_fields
         for name in fields:  # before pydantic, which would report all unknown fields
-            if name not in cls.model_fields:
+            if name not in known:
                 raise _unknown_field(name)
         try:
             return cls.model_validate(fields)
@@ -383,7 +384,7 @@ class Request(SamplingParams):
 
     def to_payload(self) -> str:
         """Returns the JSON form, without fields that have their default value."""
-        return self.model_dump_json(exclude_defaults=True)
+        return self.__pydantic_serializer__.to_json(self, exclude_defaults=True).decode()
 
 
 def _check_sum(what: str, texts: list[str], most: int) -> None:

@@ -12,7 +12,6 @@ import operator
 import secrets
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -63,7 +62,8 @@ def new_request_id() -> str:
     fraction = rest * 4096 // 1_000_000
     value = (milliseconds & (2**48 - 1)) << 80 | 0x7 << 76 | fraction << 64
     value |= 0b10 << 62 | secrets.randbits(62)
-    return str(uuid.UUID(int=value))
+    text = f"{value:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
 class _Queue:

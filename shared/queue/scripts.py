@@ -140,9 +140,10 @@ def claim(
 
 def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
     events: list[TokenEvent] = []
-    with suppress(ValidationError):
-        events.extend(TokenEvent.model_validate_json(event) for event in item[9])
-    turn, tenant, weight, foreign, *_ = [*item[12:], b"", b"", b"", b""]
+    if item[9]:
+        with suppress(ValidationError):
+            events.extend(TokenEvent.model_validate_json(event) for event in item[9])
+    turn, tenant, weight, foreign, *_ = (*item[12:], b"", b"", b"", b"")
     return Claim(
         request_id=text_of(item[0]),
         payload=item[1],

@@ -223,7 +223,7 @@ class Leases:
     def preemptible(self) -> list[Holding]:
         """The running sequences that a more urgent request may preempt."""
         return [
-            Holding(lease.prepared.priority, 1, lease.kv_need, lease.claim.tenant)
+            Holding(lease.prepared.priority, 1, lease.prepared.kv_need, lease.claim.tenant)
             for lease in self._preemptible_leases
         ]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 from promptq.shared.protocol.claims import Claim, Held
 from promptq.shared.protocol.rows import Row
 from promptq.worker.leases.rows import PreparedRequest
 
 
-class LeaseState(Enum):
+class LeaseState(IntEnum):
     """States of a lease, from the claim until the worker has nothing left to do for the request."""
 
     PREPARING = auto()

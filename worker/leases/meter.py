@@ -23,6 +23,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.histograms = {spec: Histogram(spec) for spec in metrics.WORKER_HISTOGRAMS}
+        self.histograms[metrics.REQUEST_MOST_OUTPUT] = self.histograms[metrics.REQUEST_OUTPUT]
         self.num_claimed = 0
         self.num_refused = 0
         self.num_published = 0
@@ -83,7 +84,6 @@ class Meter:
             self.observe(metrics.TOKEN_TIME, 1 / stats.tokens_per_second)
         self.observe(metrics.REQUEST_PROMPT, prepared.num_prompt_tokens)
         self.observe(metrics.REQUEST_OUTPUT, prepared.num_emitted)
-        self.observe(metrics.REQUEST_MOST_OUTPUT, prepared.num_emitted)
         self.observe(metrics.REQUEST_MAX_TOKENS, prepared.engine_request.max_tokens)
         self.observe(metrics.ATTEMPTS, claim.attempt)
 

@@ -80,14 +80,6 @@ class Preparation:
     pooling: Pooling | None = "last"
     """Embedding requests' default pooling. None: each request must name its pooling."""
 
-    @property
-    def limits(self) -> EngineLimits:
-        return self.engine.limits
-
-    @property
-    def abilities(self) -> EngineAbilities:
-        return self.engine.abilities
-
     def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
         """Parse, check and tokenise a request, and restore the state that earlier attempts reached.
 
@@ -104,12 +96,13 @@ class Preparation:
         if only_quick and len(request.messages or ()) > _QUICK_MESSAGES:
             raise TakesLongError
         prompt = self.tokenizer.encode_prompt(request)
-        pictures = request.pictures
-        room = self.limits.max_model_len - len(prompt)
-        picture_tokens = min(sum(picture.num_tokens - 1 for picture in pictures), room)
+        room = self.engine.limits.max_model_len - len(prompt)
+        pictures, picture_tokens = request.pictures if request.messages else (), 0
         if pictures and claim.prompt_tokens is not None:
             picture_tokens = claim.prompt_tokens - len(prompt)
             room -= picture_tokens
+        elif pictures:
+            picture_tokens = min(sum(picture.num_tokens - 1 for picture in pictures), room)
         self._check_tokens(request, prompt)
         stop_tokens = self._stop_tokens(request)
         ends = frozenset([*stop_tokens, *(request.stop_token_ids or ())])
@@ -122,7 +115,7 @@ class Preparation:
         if claim.events:
             emitted = [token_id for event in claim.events for token_id in event.token_ids]
         is_inexact = bool(claim.events) and (
-            claim.is_foreign or not self.abilities.resumes_exactly(request, emitted)
+            claim.is_foreign or not self.engine.abilities.resumes_exactly(request, emitted)
         )
         if is_inexact and request.resume == "exact_only":
             raise self._cannot_resume(request, emitted)
@@ -184,7 +177,7 @@ class Preparation:
             token_id: stop
             for stop in request.stop_strings
             if (token_id := self.tokenizer.added_token(stop)) is not None
-            and token_id < self.limits.vocab_size
+            and token_id < self.engine.limits.vocab_size
         }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
@@ -197,20 +190,20 @@ class Preparation:
             prefix.pop()
         if wanted.text:
             prefix += self.tokenizer.encode_output(wanted.text)
-        longest = self.limits.max_model_len - 1 - num_prompt
+        longest = self.engine.limits.max_model_len - 1 - num_prompt
         if len(prefix) > longest:
             raise _invalid(
                 "output_prefix",
-                f"this model's maximum context length is {self.limits.max_model_len} tokens, and"
-                f" after the prompt's {num_prompt} the prefix may have {longest} at most; it has"
-                f" {len(prefix)}",
+                f"this model's maximum context length is {self.engine.limits.max_model_len} tokens,"
+                f" and after the prompt's {num_prompt} the prefix may have {longest} at most; it"
+                f" has {len(prefix)}",
                 code="context_length_exceeded",
             )
         return prefix
 
     def _check_values(self, payload: bytes) -> None:
         # Counts values before the payload is parsed.
-        most = _MAX_VALUES + self.limits.max_model_len
+        most = _MAX_VALUES + self.engine.limits.max_model_len
         if len(payload) > most and sum(map(payload.count, _SEPARATORS)) > most < _num_values(
             payload
         ):
@@ -221,20 +214,20 @@ class Preparation:
     def _check_served(self, request: Request) -> None:
         if request.model is not None and self.model.name and request.model != self.model.name:
             raise _invalid("model", f"this queue serves {self.model.name!r}, not {request.model!r}")
-        unheeded = self.abilities.unheeded
-        if not self.abilities.logprobs:
+        unheeded = self.engine.abilities.unheeded
+        if not self.engine.abilities.logprobs:
             unheeded |= {"logprobs"}
         for name in sorted(unheeded & request.model_fields_set):
             if getattr(request, name) != Request.model_fields[name].default:
                 raise UnservedFieldError(name)
-        if request.pictures and not self.abilities.pictures:
+        if request.messages and request.pictures and not self.engine.abilities.pictures:
             raise UnservedFieldError("messages", "pictures")
-        if not (self.abilities.generates or request.embed or request.tokenize):
+        if not (self.engine.abilities.generates or request.embed or request.tokenize):
             raise _unsupported("embed", "computes only vectors, so a request must have this field")
-        lowest = self.abilities.lowest_temperature
+        lowest = self.engine.abilities.lowest_temperature
         if 0.0 < request.temperature < lowest:
             # The engine can correct its draws by log-probabilities, which know no such field.
-            others = [] if self.abilities.logprobs else ["this engine"]
+            others = [] if self.engine.abilities.logprobs else ["this engine"]
             others += filter(request.is_set, _CHANGES_LOGITS)
             others += [request.wanted_output.field] if request.wanted_output else []
             if others:
@@ -245,7 +238,7 @@ class Preparation:
         """Raise InvalidRequestError if the engine would not count penalties of earlier calls."""
         if not (prefix or request.bad_words or request.wanted_output is not None):
             return
-        uncounted = {*self.abilities.inexact_fields(request, prefix)} - {"temperature"}
+        uncounted = {*self.engine.abilities.inexact_fields(request, prefix)} - {"temperature"}
         if uncounted:
             other = "output_prefix" if prefix else request.field_that_bounds
             why = f"would not count the tokens of all its calls, as it must with {other}"
@@ -254,14 +247,14 @@ class Preparation:
     def _pooling(self, embed: Embed | None) -> Pooling | None:
         if embed is None:
             return None
-        size = self.limits.embedding_size
+        size = self.engine.limits.embedding_size
         if embed.dimensions is not None and embed.dimensions > size:
             raise _invalid(
                 "embed",
                 f"dimensions: {embed.dimensions} is more than the {size} that the vectors of this"
                 " model have",
             )
-        if not self.abilities.generates:
+        if not self.engine.abilities.generates:
             if embed.pooling not in (None, self.pooling):
                 raise _unsupported("embed", f"pools as its model does, not by {embed.pooling!r}")
             return self.pooling or "last"  # the server knows better
@@ -275,7 +268,7 @@ class Preparation:
         return pooling
 
     def _cannot_resume(self, request: Request, emitted: list[int]) -> InvalidRequestError:
-        fields = self.abilities.inexact_fields(request, emitted)
+        fields = self.engine.abilities.inexact_fields(request, emitted)
         why = "with it," if fields else "in its number format,"
         return _invalid(
             fields[0] if fields else "resume",
@@ -291,12 +284,12 @@ class Preparation:
             if request.prompt == "":
                 why = "is empty, and this model's tokenizer puts no token in front of a text"
             raise _invalid(field_name, f"{why}, so there is nothing to continue")
-        longest = self.limits.max_model_len - 1
+        longest = self.engine.limits.max_model_len - 1
         if len(prompt) > longest:
             raise _invalid(
                 field_name,
                 "the prompt is too long: this model's maximum context length is"
-                f" {self.limits.max_model_len} tokens, of which at most {longest} can be the"
+                f" {self.engine.limits.max_model_len} tokens, of which at most {longest} can be the"
                 f" prompt; this one has {len(prompt)}",
                 code="context_length_exceeded",
             )
@@ -319,8 +312,8 @@ class Preparation:
             named.append(("logit_bias", [int(key) for key in request.logit_bias]))
         for name, token_ids in named:
             worst = max(token_ids)
-            if worst >= self.limits.vocab_size:
-                why = f"is outside the vocabulary of {self.limits.vocab_size} tokens"
+            if worst >= self.engine.limits.vocab_size:
+                why = f"is outside the vocabulary of {self.engine.limits.vocab_size} tokens"
                 raise _invalid(name, f"token id {worst} {why}")
 
     def _grammar(
@@ -335,7 +328,7 @@ class Preparation:
         wanted, grammars = request.wanted_output, self.grammars
         if wanted is None:
             return None
-        if grammars is None or not self.abilities.grammars:
+        if grammars is None or not self.engine.abilities.grammars:
             raise UnservedFieldError(wanted.field, "response_format")
 
         def after_emitted(output: Output) -> Grammar:

@@ -109,7 +109,7 @@ class PreparedRequest:
     @property
     def kv_need(self) -> int:
         """Expected number of tokens in the KV cache, at least the current one."""
-        return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
+        return max(self.claim.cost, self.num_prompt_tokens + len(self.token_ids))
 
     @property
     def is_at_end(self) -> bool:

@@ -15,10 +15,9 @@ end
 
 -- Fields of a request's hash as a table; nil if the key is of another type.
 function requests.read(id, ...)
-  local values = redis.pcall('HMGET', keys.request(id), ...)
-  if values.err then return nil end
-  local names, fields = {...}, {}
-  for i = 1, #names do fields[names[i]] = values[i] or nil end
+  local names, fields = {...}, redis.pcall('HMGET', keys.request(id), ...)
+  if fields.err then return nil end
+  for i = 1, #names do fields[names[i]] = fields[i] or nil end
   return fields
 end
 
@@ -67,9 +66,7 @@ end
 
 -- The payload's max_tokens, found as in `numbers.in_json`: 0 if the request generates nothing, nil if not set.
 function requests.requested_output(payload)
-  for _, kind in ipairs({'"embed":', '"tokenize":true'}) do
-    if string.find(payload, kind, 1, true) then return 0 end
-  end
+  if string.find(payload, '"embed":', 1, true) or string.find(payload, '"tokenize":true', 1, true) then return 0 end
   return numbers.in_json(payload, 'max_tokens')
 end
 

@@ -4,7 +4,7 @@
 
 local NUM_CHECKED = 8 -- ids that a claim at the limit, or a sweep, compares with the leases
 
-local numbers_held, claimed = {}, {} -- by the key of the tenant
+local limits, numbers_held, claimed = {}, {}, {} -- by tenant; the others by the tenant's key
 
 -- Remove ids that no worker holds, as workers of earlier releases leave them. The score is the time of the last
 -- check, so each call checks other ids.
@@ -24,7 +24,8 @@ end
 
 -- Whether a tenant has reached its limit.
 function running_limits.is_reached(tenant)
-  local limit = server.number('max_running:' .. tenant, server.number('tenant_max_running', 0))
+  local limit = limits[tenant] or server.number('max_running:' .. tenant, server.number('tenant_max_running', 0))
+  limits[tenant] = limit
   if limit <= 0 then return false end
   local key = keys.running_of(tenant)
   if not numbers_held[key] then
@@ -37,9 +38,9 @@ end
 -- Count a claimed request.
 function running_limits.count(tenant, id)
   local key = keys.running_of(tenant)
-  claimed[key] = claimed[key] or {}
-  table.insert(claimed[key], server.now_text)
-  table.insert(claimed[key], id)
+  local ids = claimed[key] or {}
+  claimed[key], ids[#ids + 1] = ids, server.now_text
+  ids[#ids + 1] = id
 end
 
 server.at_the_end(function()

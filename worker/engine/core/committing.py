@@ -100,7 +100,8 @@ class Committer:
         is_first = timing.first_token_at is None
         if is_first:
             timing.first_token_at = time.monotonic()
-        if is_first or timing.preemptions > sequence.num_reported_preemptions:
+        is_new = is_first or timing.preemptions > sequence.num_reported_preemptions
+        if is_new and finish_reason is None:  # a last output gets the timing without a copy
             sequence.num_reported_preemptions = timing.preemptions
             reported_timing = timing.copy()
         logprobs = [token.logprob for token in tokens[:num_appended] if token.logprob is not None]

@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, takewhile
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from promptq.worker.engine.core.block_manager import BlockManager
@@ -22,6 +23,8 @@ class _Room(NamedTuple):
     prefix: list[int]
     victims: list[Sequence]
 
+
+_order, _urgency = attrgetter("order"), attrgetter("urgency")
 
 _Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
 """Returns running sequences to preempt, in order, for a waiting one and its number of blocks."""
@@ -376,15 +379,6 @@ class Scheduler:
         if sequence.slot is not None:
             heapq.heappush(self._free_slots, sequence.slot)
             sequence.slot = None
-
-
-def _order(sequence: Sequence) -> tuple[Any, ...]:
-    return (sequence.request.order, sequence.sequence_id)
-
-
-def _urgency(sequence: Sequence) -> tuple[Any, ...]:
-    """Returns a sort key: the most urgent sequence comes first. The last one is preempted first."""
-    return (sequence.request.priority, *_order(sequence))
 
 
 def _remove(sequences: list[Sequence], sequence: Sequence, key: Callable[[Sequence], Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs, SequenceTiming
 from promptq.worker.engine.core.drafting import MAX_ROWS, Drafter
@@ -50,15 +50,20 @@ class Sequence:
     pool: Pool = field(default_factory=Pool)  # engine, if the request is for a vector
     num_shortages: int = 0  # engine; how often it lacked memory alone, since its last token
     num_reported_preemptions: int = 0  # engine; preemptions that an output has reported
+    order: tuple[Any, ...] = ()  # sort key: the queue's order
+    urgency: tuple[Any, ...] = ()  # sort key: most urgent first; the last is preempted first
 
     @classmethod
     def of(cls, request: EngineRequest, max_model_len: int | None = None) -> Sequence:
         limit = len(request.prompt_token_ids) + request.max_tokens
+        order = (request.order, request.sequence_id)
         return cls(
             request=request,
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
             max_num_tokens=limit if max_model_len is None else min(limit, max_model_len),
             timing=SequenceTiming(),
+            order=order,
+            urgency=(request.priority, *order),
             num_rows_to_report=(
                 len(request.prompt_token_ids) - 1 if request.wants_prompt_logprobs else 0
             ),
