@@ -104,7 +104,7 @@ def step_of(num_rows: int, packer: Packer) -> PackedStep:
     return packer.pack(Batch([ScheduledSequence(sequence, 0, num_rows, samples=True)]))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [

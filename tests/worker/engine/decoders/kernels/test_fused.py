@@ -336,7 +336,7 @@ def test_passes_the_check_at_load_in_bf16(seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("family", sorted(FUSED))
 def test_each_family_passes_the_check_at_load(family: str, seed: int) -> None:
     """With whatever parts its layers have."""
