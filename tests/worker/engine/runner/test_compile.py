@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +25,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
+from promptq.worker.engine.runner import model_runner
 from promptq.worker.engine.runner.compiled import CompiledModel
 from promptq.worker.engine.runner.load_runner import runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
@@ -162,6 +164,13 @@ def test_padded_decodes_on_the_triton_backend() -> None:
         torch.testing.assert_close(padded, plain, atol=1e-3, rtol=1e-3)
 
 
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners trace the graphs and generate no code, which takes long."""
+    compiled = partial(CompiledModel, backend="eager")
+    monkeypatch.setattr(model_runner, "CompiledModel", compiled)
+
+
 class Meddling(torch.nn.Module):
     """An activation that a compiler cannot, or must not, take as it is."""
 
@@ -183,6 +192,7 @@ def meddled(kind: str) -> Any:
     return model
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("kind", "reason"), [("breaks", "Unsupported: Call to"), ("differs", "off by")]
 )
@@ -200,6 +210,7 @@ def test_what_cannot_be_compiled_is_served_as_it_is(
     assert serve(engine_of(runner)) == expected
 
 
+@pytest.mark.usefixtures("traced")
 def test_what_fails_later_goes_on_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     prompt = [3 + index % 60 for index in range(80)]
     expected = generate(make_model("llama", 7), prompt, 10)
