@@ -47,6 +47,8 @@ from tests.support.servers import Server, embedded_server, in_database, redis_se
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Inductor would start processes that compile for a GPU, and each would import torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# It would compile six programs to find out whether the compiler knows this processor.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # As workers do. More processes than cores would else spin while they wait for their threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

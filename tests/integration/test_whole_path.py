@@ -51,7 +51,7 @@ def served(directory: Path, *, num_blocks: int) -> Served:
     return Served(engine, ByteTokenizer(), identity, frozenset(), "cpu", "float32")
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("num_blocks", [400, 30], ids=["with-room", "with-preemption"])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_tokens_are_those_of_generate(

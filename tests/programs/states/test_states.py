@@ -37,7 +37,7 @@ MOST_STATES = 10_000
 """The most states of a small world. With a broken script, a world may be infinite."""
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", SMALL)
 def test_every_invariant_holds_in_every_state(embedded_url: str, name: str) -> None:
     seen = explore(SMALL[name], emptied(embedded_url), most_states=MOST_STATES)

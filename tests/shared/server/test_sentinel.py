@@ -81,10 +81,10 @@ async def test_a_change_of_the_master_interrupts_no_call(guarded: Guarded) -> No
         pool: Any = client.connection_pool
 
         async def ask_sentinels() -> set[tuple[str, int]]:
-            return {await pool.sentinel_manager.discover_master(SERVICE) for _ in range(50)}
+            return {await pool.sentinel_manager.discover_master(SERVICE) for _ in range(20)}
 
         async def ask_master() -> list[bytes]:
-            return [await client.echo(f"{each}") for each in range(300)]
+            return [await client.echo(f"{each}") for each in range(100)]
 
         asking_sentinels = [asyncio.create_task(ask_sentinels()) for _ in range(8)]
         asking_master = [asyncio.create_task(ask_master()) for _ in range(8)]
@@ -97,7 +97,7 @@ async def test_a_change_of_the_master_interrupts_no_call(guarded: Guarded) -> No
         await pool.disconnect(inuse_connections=False)
         assert not any(it.is_connected for it in pool._available_connections), "idle ones close"
         for said in await asyncio.gather(*asking_master):
-            assert said == [f"{each}".encode() for each in range(300)]
+            assert said == [f"{each}".encode() for each in range(100)]
 
 
 async def check_both_clients(url: str) -> None:

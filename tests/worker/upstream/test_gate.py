@@ -116,6 +116,7 @@ async def shares(worker: Worker) -> None:
     await async_until(is_lowered)
 
 
+@pytest.mark.matrix(1)
 async def test_other_clients_find_room_once_one_had_to_wait(
     redis_url: str, queue: AsyncRequestQueue, stand_in: tuple[str, StandIn]
 ) -> None:
@@ -134,6 +135,7 @@ async def test_other_clients_find_room_once_one_had_to_wait(
         assert "at most" in worker.heartbeat.stats().holds_back
 
 
+@pytest.mark.matrix(1)
 async def test_a_worker_alone_never_holds_back(
     redis_url: str, queue: AsyncRequestQueue, stand_in: tuple[str, StandIn]
 ) -> None:
@@ -199,6 +201,7 @@ async def test_refusals_lower_the_limit_to_the_number_that_the_server_takes(
         assert server.told()["refused"] < 40
 
 
+@pytest.mark.matrix(1)
 async def test_several_workers_share_a_server_without_upstream_share(
     redis_url: str, queue: AsyncRequestQueue, stand_in: tuple[str, StandIn]
 ) -> None:

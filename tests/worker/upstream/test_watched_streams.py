@@ -170,6 +170,7 @@ async def test_greedy_tokens_are_those_of_an_engine_that_masks_each_of_them(
                 assert (await last_of(engine, prepared)).token_ids == whole[at:], (at, fields)
 
 
+@pytest.mark.matrix(1)
 async def test_sampled_tokens_obey_the_schema(name: str, stand_in: StandIn, model: Path) -> None:
     here = await served(name, stand_in.url, model)
     async with started_engine(here) as engine:
@@ -181,6 +182,7 @@ async def test_sampled_tokens_obey_the_schema(name: str, stand_in: StandIn, mode
             jsonschema.validate(json.loads(bytes(output.token_ids)), LONG_SCHEMA)
 
 
+@pytest.mark.matrix(1)
 async def test_a_forced_call_comes_as_a_call(
     redis_url: str, queue: AsyncRequestQueue, name: str, stand_in: StandIn, model: Path
 ) -> None:
@@ -212,6 +214,7 @@ async def test_a_stream_that_is_broken_off_goes_on_inside_of_its_grammar(
     jsonschema.validate(json.loads(result["text"]), LONG_SCHEMA)
 
 
+@pytest.mark.matrix(1)
 def test_another_worker_goes_on_inside_of_a_grammar(
     redis_url: str, tmp_path: Path, name: str, model: Path
 ) -> None:
@@ -236,6 +239,7 @@ def test_another_worker_goes_on_inside_of_a_grammar(
     jsonschema.validate(json.loads(result.text), LONG_SCHEMA)
 
 
+@pytest.mark.matrix(1)
 async def test_a_server_that_chooses_outside_of_a_mask_is_to_blame(
     name: str, stand_in: StandIn, model: Path
 ) -> None:
@@ -271,6 +275,7 @@ async def test_penalties_that_would_not_count_all_tokens_are_refused(
     close(here)
 
 
+@pytest.mark.matrix(1)
 async def test_rules_that_leave_no_token_are_the_requests_fault(
     name: str, stand_in: StandIn, model: Path
 ) -> None:
@@ -334,6 +339,7 @@ async def test_a_refusal_by_a_proxy_takes_no_ability_away(model: Path) -> None:
             assert "response_format" not in engine.abilities.refused
 
 
+@pytest.mark.matrix(1)
 async def test_an_ability_is_lost_only_if_the_server_lacks_it_twice(
     name: str, stand_in: StandIn, model: Path
 ) -> None:

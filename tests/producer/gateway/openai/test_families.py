@@ -199,7 +199,7 @@ def test_a_stream_read_again_from_anywhere_is_the_same(
             assert again.rest() == frames
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", RENDERED)
 def test_all_apis_read_what_a_template_renders(families_gateway: LiveGateway, name: str) -> None:
     """The chat, Anthropic's messages and the responses, whole and streamed."""

@@ -107,7 +107,7 @@ def test_a_worker_on_standby_may_serve_it(client: Any, queue: RequestQueue) -> N
 
 def test_claims_continue_behind_many_that_are_for_others(client: Any, queue: RequestQueue) -> None:
     report(queue, "w2", "")
-    for number in range(700):
+    for number in range(560):
         put(queue, f"a{number}")
         client.hset(queue.keys.request(f"a{number}"), "needs", "response_format")
     for number in range(3):

@@ -194,7 +194,7 @@ def bound_of(weights: list[float]) -> float:
 # --- the bound
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("weights", [[1, 1, 1, 1], [1, 2, 1, 5]], ids=["equal", "weighted"])
 @pytest.mark.parametrize("priority", [0, -3])
 def test_no_tenant_is_served_beyond_the_bound(

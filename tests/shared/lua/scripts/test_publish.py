@@ -241,7 +241,7 @@ def test_only_answers_that_ended_by_themselves_are_measured(
     for claim in queue.take_batch(ROOM)[:135]:
         queue.publish([row(claim, 0, reason=FinishReason.STOP)])
     assert client.llen(queue.keys.prefix + "outputs") == 128
-    for request_id in [put(queue) for _ in range(200)]:
+    for request_id in [put(queue) for _ in range(140)]:
         queue.cancel(request_id)
     newest = put(queue)
     (claim,) = queue.take_batch(ROOM)

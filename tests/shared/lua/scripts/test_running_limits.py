@@ -148,7 +148,7 @@ def test_at_random_times_no_tenant_has_more_than_its_limit(client: Any, seed: in
         client.hset(queue.keys.config, f"max_running:{tenant}", limit)
     held: list[tuple[str, Claim]] = []
     num_ended = 0
-    for n in range(200):
+    for n in range(100):
         put(queue, f"{n}", tenant=rng.choice(list(limits)) or None, priority=rng.randint(-1, 1))
         held += [(it.tenant, it) for it in queue.take_batch(Room(rng.randint(0, 5), 10**6))]
         counts = Counter(tenant for tenant, _ in held)
@@ -167,5 +167,5 @@ def test_at_random_times_no_tenant_has_more_than_its_limit(client: Any, seed: in
             finish(queue, claim)
         num_ended += len(held)
         held = [(it.tenant, it) for it in queue.take_batch(ROOM)]
-    assert num_ended == 200
+    assert num_ended == 100
     assert not [*client.scan_iter(f"{queue.keys.prefix}tenants:running*")]

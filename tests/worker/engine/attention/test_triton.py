@@ -319,7 +319,7 @@ def test_kinds_of_graphs() -> None:
     assert max(graph_kinds(64, 2048)) == StepKind(512, is_mixed=True)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_pass_the_check_at_load(family: str) -> None:
     """Packed steps on these kernels give what the library's own attention gives."""

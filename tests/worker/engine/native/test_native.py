@@ -139,7 +139,7 @@ def test_gemma_4_in_its_variants(shape: dict[str, Any], tmp_path: Path) -> None:
     assert outputs_of(native) == outputs_of(load(directory, dtype="float32", native=False))
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int4")],

@@ -107,6 +107,7 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
         QuantizedWeight.of(weight, 8)
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3"])
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.2), ("int4", 1.0)])
 def test_log_probabilities_are_near_those_of_the_whole_numbers(

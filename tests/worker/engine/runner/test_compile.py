@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +25,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.load_check.formula import check_model
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
+from promptq.worker.engine.runner import model_runner
 from promptq.worker.engine.runner.compiled import CompiledModel
 from promptq.worker.engine.runner.load_runner import runner_of
 from promptq.worker.engine.runner.model_runner import ModelRunner
@@ -104,7 +106,7 @@ def step_of(num_rows: int, packer: Packer) -> PackedStep:
     return packer.pack(Batch([ScheduledSequence(sequence, 0, num_rows, samples=True)]))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [
@@ -144,7 +146,9 @@ def test_padded_decodes_on_the_triton_backend() -> None:
     for layer in tiny.cache.layers:
         layer.key.zero_()
         layer.value.zero_()
-    compiled = CompiledModel(tiny.model, tiny.cache, 13)  # a prime, like TRIAL_ROWS
+    # 13 is a prime, like TRIAL_ROWS. Attention is an operator in the same graphs as elsewhere, and
+    # the test above runs the code that is generated from them.
+    compiled = CompiledModel(tiny.model, tiny.cache, 13, backend="aot_eager")
     tiny.prefill()
     kinds = [StepKind(size) for size in (1, 2, 4)]
     graphed = PaddedModel(
@@ -160,6 +164,13 @@ def test_padded_decodes_on_the_triton_backend() -> None:
         compiled.undo()
     for padded, plain in zip(outputs[:3], outputs[3:], strict=True):
         torch.testing.assert_close(padded, plain, atol=1e-3, rtol=1e-3)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners trace the graphs and generate no code, which takes long."""
+    compiled = partial(CompiledModel, backend="eager")
+    monkeypatch.setattr(model_runner, "CompiledModel", compiled)
 
 
 class Meddling(torch.nn.Module):
@@ -183,6 +194,7 @@ def meddled(kind: str) -> Any:
     return model
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("kind", "reason"), [("breaks", "Unsupported: Call to"), ("differs", "off by")]
 )
@@ -200,6 +212,7 @@ def test_what_cannot_be_compiled_is_served_as_it_is(
     assert serve(engine_of(runner)) == expected
 
 
+@pytest.mark.usefixtures("traced")
 def test_what_fails_later_goes_on_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     prompt = [3 + index % 60 for index in range(80)]
     expected = generate(make_model("llama", 7), prompt, 10)

@@ -247,7 +247,7 @@ def test_drafts_change_no_token_in_bf16(family: str, tmp_path: Path) -> None:
         assert stats.drafted_tokens > 0
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "native"),
     [
@@ -328,7 +328,7 @@ def drafts_of_library(directory: Path, token_ids: list[int], count: int) -> list
     return text[len(token_ids) :]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "native"),
     [

@@ -152,7 +152,7 @@ def greedy_requests(family: Family) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_joining_and_leaving(name: str, family_of: Callable[[str], Family]) -> None:
     """Requests join and leave all the time, and nothing is computed twice."""
@@ -168,7 +168,7 @@ def test_joining_and_leaving(name: str, family_of: Callable[[str], Family]) -> N
     assert [timing.recomputed_tokens for timing in timings] == [0] * len(timings)
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_preemption_and_prefixes(name: str, family_of: Callable[[str], Family]) -> None:
     """Prompts come in chunks of three, the cache is too small for all, and prefixes are shared."""
@@ -272,7 +272,7 @@ def repeating_requests(family: Family) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "native"),
     [

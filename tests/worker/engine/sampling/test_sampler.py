@@ -223,6 +223,7 @@ def test_equals_the_librarys_processors(vocab_size: int, native: bool) -> None:
     assert len(set(tokens)) > 20
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("vocab_size", [1, 128, 5000, 40_000])
 @pytest.mark.parametrize("spread", [0.1, 4.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

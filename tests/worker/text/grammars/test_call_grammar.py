@@ -208,6 +208,7 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
+@pytest.mark.matrix(52)
 @pytest.mark.parametrize("name", SCHEMAS)
 @BY_NAME
 def test_what_a_grammar_allows_is_read_as_what_the_schema_allows(

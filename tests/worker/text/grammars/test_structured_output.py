@@ -113,6 +113,7 @@ def test_rows_without_a_grammar_get_the_tokens_they_get_alone(model: Served) -> 
     assert [outputs[3 * n + 2].token_ids for n in range(4)] == alone
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["nested", "ref", "pattern", "array"])
 def test_a_resumed_output_goes_on_as_it_would_have(model: Served, name: str) -> None:
     fields: dict[str, Any] = {"seed": 4, "response_format": json_schema(SCHEMAS[name])}

@@ -256,6 +256,7 @@ def live_bytes() -> int:
 @torch.inference_mode()
 def test_no_weight_is_held_twice(seed: int) -> None:
     """The library's modules compute with the same weights, and no second decoder copies them."""
+    gc.freeze()  # so that nothing looks through what earlier tests left
     tiny = Tiny("llama", seed)
     expected, before = tiny.alone(), live_bytes()
     FusedDecoder.arrange(tiny.library)
@@ -336,7 +337,7 @@ def test_passes_the_check_at_load_in_bf16(seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("family", sorted(FUSED))
 def test_each_family_passes_the_check_at_load(family: str, seed: int) -> None:
     """With whatever parts its layers have."""

@@ -80,7 +80,7 @@ class FusedMixer(Mixer):
             return recurrent_layer(self._mixer.parts, pool)(hidden, StepSequences.of(rows))
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "row by row"])
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 @torch.inference_mode()
