@@ -3,7 +3,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip
 SET_UP := $(VENV)/.set-up
 
 .PHONY: help demo test check format wheel bench chaos model clean
@@ -59,6 +58,6 @@ $(SET_UP): pyproject.toml constraints.txt
 	@echo "Stage 2 of 3: packages, 3 GB to download, 6 GB once installed; 2.7 GB if PyTorch is only for CPUs"
 	@# At a terminal pip shows each package with its size and a bar; else only what goes wrong.
 	@quiet=--quiet; test ! -t 1 || quiet=; \
-		$(PIP) install $$quiet --constraint constraints.txt --editable '.[dev]'
+		$(BIN)/python -m pip install $$quiet --constraint constraints.txt --editable '.[dev]'
 	@echo "Stage 3 of 3: done, $$(du -sh $(VENV) | cut -f1) in $(VENV)"
 	@touch $@

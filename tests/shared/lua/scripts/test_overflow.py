@@ -297,7 +297,7 @@ def test_racing_claims_and_cancels_lose_nothing_and_repeat_nothing(
 ) -> None:
     """Workers of both kinds, which also give requests back in the middle, beside cancels."""
     rng = random.Random(seed := random.randrange(2**32))
-    names = [f"r{number}" for number in range(100)]
+    names = [f"r{number}" for number in range(200)]
     put_late(measured, *names)
     taken, is_over = Counter[bool](), threading.Event()
 
@@ -320,7 +320,7 @@ def test_racing_claims_and_cancels_lose_nothing_and_repeat_nothing(
     threads = [threading.Thread(target=serve, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    for name in rng.sample(names, 20):
+    for name in rng.sample(names, 40):
         measured.cancel(name)
     until(lambda: client.zcard(measured.keys.deadlines) == 0)  # until all have ended
     is_over.set()
