@@ -94,6 +94,14 @@ LATENT_FAMILIES: dict[str, dict[str, Any]] = {  # with a rotation of each kind
     "glm4_moe_lite": {**LATENT, "q_lora_rank": None, "rope_interleave": False},
     "minicpm3": LATENT,
 }
+LONGCAT: dict[str, Any] = {  # each layer attends twice
+    **LATENT,
+    "num_layers": 2,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 24,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+}
 RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**LLAMA_SHAPED, **GATED_DELTA_NET, **EXPERTS},
     "qwen3_5_text": {**LLAMA_SHAPED, **GATED_DELTA_NET},
@@ -301,6 +309,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
     },
     **LATENT_FAMILIES,
+    "longcat_flash": LONGCAT,
     "gpt_bigcode": GPT_SHAPED,
     "opt": {
         "vocab_size": VOCAB_SIZE,
@@ -326,10 +335,10 @@ NATIVE = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid"),
     *("bamba", "lfm2", "falcon_h1", "nemotron_h", "gemma4_text", "apertus"),
     *MIXTURES,
+    *LATENT_FAMILIES,
+    "kimi_linear",
 }
 """Families of which all parts have native code."""
-FUSED_ALONE = {*LATENT_FAMILIES, "kimi_linear"}
-"""Families of which all parts have fused kernels, but some parts have no native code."""
 
 
 def check_on_torch(loaded: LoadedModel, backend: AttentionBackend, max_length: int) -> CheckedModel:

@@ -88,25 +88,30 @@ class LayerSpec:
         key_bytes = self.key_size * self.key_dtype.itemsize
         return self.num_kv_heads * (key_bytes + self.value_size * self.value_dtype.itemsize)
 
+    @property
+    def _scale_bytes(self) -> tuple[int, int]:
+        """The bytes of scales in int8 rows of K and V. Latents, which are V, are a part of K."""
+        return (SCALE_BYTES, SCALE_BYTES) if self.value_size else (2 * SCALE_BYTES, 0)
+
     def in_int8(self) -> LayerSpec:
         """Returns this layer with K and V in int8: a row has integers, then their scale in bf16."""
         if self.key_dtype == torch.uint8:
             return self
         return replace(
             self,
-            key_size=self.key_size + SCALE_BYTES,
-            value_size=self.value_size + SCALE_BYTES,
+            key_size=self.key_size + self._scale_bytes[0],
+            value_size=self.value_size + self._scale_bytes[1],
             key_dtype=torch.uint8,
             value_dtype=torch.uint8,
         )
 
     def in_float32(self) -> LayerSpec:
         """Returns this layer with K and V in fp32, whatever their format was."""
-        scale_bytes = SCALE_BYTES if self.key_dtype == torch.uint8 else 0
+        of_key, of_value = self._scale_bytes if self.key_dtype == torch.uint8 else (0, 0)
         return replace(
             self,
-            key_size=self.key_size - scale_bytes,
-            value_size=self.value_size - scale_bytes,
+            key_size=self.key_size - of_key,
+            value_size=self.value_size - of_value,
             key_dtype=torch.float32,
             value_dtype=torch.float32,
         )

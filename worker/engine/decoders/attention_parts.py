@@ -54,6 +54,11 @@ class Attention:
     def linears(self) -> tuple[nn.Linear, ...]:
         return (*self.qkv, self.output)
 
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """The number of KV heads, and the size of a row of K."""
+        return self.num_kv_heads, self.head_size
+
     @classmethod
     def of(cls, attention: Any, rotary: nn.Module | None, found: Found) -> Attention:
         """Returns the parts of an attention module. `rotary` computes the model's rotations. Raises

@@ -21,8 +21,7 @@ from torch import nn
 
 from promptq.worker.engine.attention.types import LayerSpec, StepLayout
 from promptq.worker.engine.core.sequence import Sequence
-from promptq.worker.engine.decoders.attention_parts import Attention
-from promptq.worker.engine.decoders.layer_parts import Layer, layer_of
+from promptq.worker.engine.decoders.layer_parts import Attending, Layer, layer_of
 from promptq.worker.engine.decoders.norm_parts import Norm, require
 from promptq.worker.engine.sampling.sampler import Sampler
 
@@ -47,9 +46,8 @@ class HeadParts:
         require(not is_swapped, "a head whose hidden states come first")
         require(head.eh_proj.bias is None, "a head whose projection has a bias")
         layer = layer_of(head.mtp_block, rotary, {})
-        fits = isinstance(layer.mixer, Attention) and (
-            (layer.mixer.num_kv_heads, layer.mixer.head_size)
-            == (spec.num_kv_heads, spec.in_float32().key_size)
+        fits = isinstance(layer.mixer, Attending) and (
+            layer.mixer.cache_shape == (spec.num_kv_heads, spec.in_float32().key_size)
         )
         require(fits, "a head with other attention than the model's")
         require(layer.input is None, "a head whose layer has inputs beside its hidden states")

@@ -99,6 +99,16 @@ class LatentAttention:
         by_head = weight.view(self.num_heads, -1, weight.shape[1])
         return by_head[:, : self.key_size], by_head[:, self.key_size :]
 
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """The number of KV heads and the size of a row, of a cache with one row for each token."""
+        return 1, self.up.in_features + self.rotated_size
+
+    def joined_spec(self, recorded: LayerSpec) -> LayerSpec:
+        """Returns the spec of a cache without V. A row of K is the latent, then the rotated key."""
+        num_kv_heads, key_size = self.cache_shape
+        return replace(recorded, num_kv_heads=num_kv_heads, key_size=key_size, value_size=0)
+
     def spec(self, recorded: LayerSpec) -> LayerSpec:
         """Returns the spec of a cache with the rotated key as K, and the latent as V."""
         return replace(

@@ -8,6 +8,7 @@ those of the transformers model. If they differ, transformers' modules serve the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from promptq.worker.engine.attention.types import LayerSpec
 from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.expert_parts import ExpertParts
 from promptq.worker.engine.decoders.experts_beside import PARTS_BESIDE, ExpertsBeside
@@ -191,6 +193,23 @@ def has_known_parts(model: PreTrainedModel) -> bool:
     except Exception:  # a family may have anything under these names
         return False
     return True
+
+
+def specs_of_latents(
+    model: PreTrainedModel,
+    specs: list[LayerSpec],
+    spec_of: Callable[[LatentAttention, LayerSpec], LayerSpec],
+) -> list[LayerSpec]:
+    """Returns the specs of a KV cache for attention layers recorded as `specs`. `spec_of` returns
+    the spec of latent attention. Raises NotOfThisKindError."""
+    if not any(map(LatentAttention.knows, model.modules())):
+        return specs  # finding all parts takes longer
+    mixers = [layer.mixer for layer in ModelParts.of(model, len(specs)).layers]
+    attending = [mixer for mixer in mixers if isinstance(mixer, Attending)]
+    return [
+        spec_of(part, spec) if isinstance(part, LatentAttention) else spec
+        for part, spec in zip(attending, specs, strict=True)
+    ]
 
 
 def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:

@@ -13,10 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.attention.types import FULL, LayerCache
+from promptq.worker.engine.attention.types import FULL, LayerCache, LayerSpec
 from promptq.worker.engine.decoders.base import Decoder, Placement
 from promptq.worker.engine.decoders.head_parts import DraftStep, HeadParts
-from promptq.worker.engine.decoders.layer_parts import ModelParts
+from promptq.worker.engine.decoders.latent_parts import LatentAttention
+from promptq.worker.engine.decoders.layer_parts import ModelParts, specs_of_latents
 from promptq.worker.engine.decoders.native_weights import NativeWeights
 from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.device.memory import give_back
@@ -167,6 +168,10 @@ class NativeDecoder(NativeWeights, Decoder):
         except NativeCodeError:
             return False
         return True
+
+    @classmethod
+    def cache_specs(cls, model: PreTrainedModel, specs: list[LayerSpec]) -> list[LayerSpec]:
+        return specs_of_latents(model, specs, LatentAttention.joined_spec)
 
     @classmethod
     def takes(cls, weight: FewBits) -> bool:

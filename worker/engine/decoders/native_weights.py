@@ -17,7 +17,7 @@ from promptq.worker.engine.decoders.layer_inputs import LayerInput, LayerInputs
 from promptq.worker.engine.decoders.layer_parts import Layer, Recurrent
 from promptq.worker.engine.decoders.mlp_parts import ACTIVATIONS, DenseMLP
 from promptq.worker.engine.decoders.native_tensors import NativeTensors
-from promptq.worker.engine.decoders.norm_parts import Norm, require
+from promptq.worker.engine.decoders.norm_parts import Norm
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
 from promptq.worker.engine.native import library
 from promptq.worker.engine.recurrent.parts import (
@@ -28,6 +28,9 @@ from promptq.worker.engine.recurrent.parts import (
 
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 """Codes of the pattern kinds, as in native/src/attention/work_pieces.h."""
+
+_MOST_SHARING = 8
+"""The most heads of a group that read shared blocks once (kSharingQueries in work_pieces.h)."""
 
 _ACTIVATIONS = (*ACTIVATIONS, "limited", "xielu")
 """Names of activations, in the order of their codes in native/src/layers/activation.h."""
@@ -60,16 +63,15 @@ class NativeWeights(NativeTensors):
             mlp_scale=layer.mlp_scale,
             output_scale=layer.output_scale,
         )
-        require(not isinstance(layer.mixer, LatentAttention), "latent attention")
         if isinstance(layer.mixer, Attention):
             weights.attention = pointer(self._attention(layer.mixer, *next(attended)))
+        elif isinstance(layer.mixer, LatentAttention):
+            weights.latent = pointer(self._latent(layer.mixer, *next(attended)))
         if (mixer := layer.recurrent) is None:
             pass
         elif isinstance(mixer.parts, ShortConvolutionParts):
             weights.convolution = pointer(self._convolution(mixer.parts, *next(states)))
         else:
-            unknown = f"recurrent layers of an unknown kind ({mixer.mixer.name})"
-            require(not mixer.parts.has_key_decays, unknown)
             weights.recurrence = pointer(self._recurrence(mixer, mixer.parts, *next(states)))
         if isinstance(layer.mlp, ExpertParts):
             weights.experts = pointer(self._experts(layer.mlp))
@@ -113,6 +115,34 @@ class NativeWeights(NativeTensors):
             cache=native_cache(cache, pattern),
         )
 
+    def _latent(
+        self, parts: LatentAttention, cache: LayerCache, pattern: Pattern
+    ) -> library.LatentAttentionWeights:
+        query, down = parts.inputs
+        queries, has_rank = parts.query_up or query, parts.query_up is not None
+        rotation = self._rotation(parts.rotation)
+        rotation.is_interleaved = parts.is_interleaved
+        self._kept.append(cache.key)
+        return library.LatentAttentionWeights(
+            num_heads=parts.num_heads,
+            key_size=parts.key_size,
+            value_size=parts.output.in_features // parts.num_heads,
+            query_rank=query.out_features if has_rank else 0,
+            query_down=self._weight(query) if has_rank else library.Weight(),
+            down=self._weight(down),
+            input_bias=self._bias(parts.inputs if has_rank else [down]),
+            query_norm=self._norm(parts.query_norm),
+            query=self._weight(queries),
+            query_bias=self._bias([queries]),
+            norm=self._norm(parts.norm),
+            rotation=rotation,
+            scoring=library.Scoring(scale=parts.scale),
+            up=self._weight(parts.up),
+            output=self._weight(parts.output),
+            output_bias=self._bias([parts.output]),
+            cache=latent_cache(cache, pattern, parts.num_heads, parts.up.in_features),
+        )
+
     def _convolution(
         self, parts: ShortConvolutionParts, windows: torch.Tensor
     ) -> library.ShortConvolutionWeights:
@@ -135,6 +165,8 @@ class NativeWeights(NativeTensors):
             library.RowsOfWeight(self._weight(rows.linear), rows.first, rows.count)
             for rows in parts.inputs
         ]
+        further = [[] if up is None else [up] for up in (parts.gates_up, parts.times_up)]
+        gates, times = (self._weights(linears, 1)[0] for linears in further)
         self._kept.append(states)
         least_time, most_time = parts.time_limits
         return library.RecurrenceWeights(
@@ -147,6 +179,13 @@ class NativeWeights(NativeTensors):
             inputs=(library.RowsOfWeight * len(inputs))(*inputs),
             input_bias=self._bias_of(parts.inputs),
             input_scale=self._in_float32(parts.input_scale),
+            gate_inputs=parts.gate_inputs,
+            time_inputs=parts.time_inputs,
+            gates=gates,
+            times=times,
+            gates_bias=self._bias(further[0]),
+            times_bias=self._bias(further[1]),
+            has_key_decays=parts.has_key_decays,
             convolution=self._channels(parts.convolution, windows),
             query_first=parts.query_first,
             key_first=parts.key_first,
@@ -161,6 +200,7 @@ class NativeWeights(NativeTensors):
             norm=self._norm(recurrent.norm),
             norm_size=0 if parts.norm is None else parts.norm.group,
             gates_first=parts.norm is not None and parts.norm.gates_first,
+            has_sigmoid=parts.norm is not None and parts.norm.is_sigmoid,
             output=self._weight(parts.output),
             output_bias=self._bias([parts.output]),
             states=states.data_ptr(),
@@ -302,6 +342,20 @@ def _gates_last(attention: Attention) -> list[RowsOfLinear]:
     return [*queries, RowsOfLinear.all_of(key), RowsOfLinear.all_of(value), *gates]
 
 
+def latent_cache(
+    cache: LayerCache, pattern: Pattern, num_heads: int, rank: int
+) -> library.LayerCache:
+    """Returns the description of K whose rows are latents of `rank` numbers, then rotated keys.
+    Groups of heads count as KV heads with the same rows, because threads divide KV heads."""
+    group = max(size for size in range(1, _MOST_SHARING + 1) if num_heads % size == 0)
+    described = native_cache(LayerCache(cache.key, cache.key), pattern)
+    described.num_kv_heads, described.head_stride = num_heads // group, 0
+    described.value_size = rank
+    if described.is_int8:
+        described.head_size -= SCALE_BYTES
+    return described
+
+
 def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
     """Returns the description of a layer's K and V. Native code keeps using their memory."""
     key, value = cache.key, cache.value
@@ -309,12 +363,14 @@ def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
     assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"
     _, num_kv_heads, block_size, row_size = key.shape
     is_int8 = key.dtype == torch.uint8
+    head_size = row_size - SCALE_BYTES if is_int8 else row_size
     return library.LayerCache(
         keys=key.data_ptr(),
         values=value.data_ptr(),
         num_kv_heads=num_kv_heads,
         block_size=block_size,
-        head_size=row_size - SCALE_BYTES if is_int8 else row_size,
+        head_size=head_size,
+        value_size=head_size,
         block_stride=key.stride(0) * key.itemsize,
         head_stride=key.stride(1) * key.itemsize,
         position_stride=row_size * key.itemsize,

@@ -24,7 +24,7 @@ class Pattern(Structure):
 class LayerCache(Structure):
     _fields_ = (
         *_all(c_void_p, "keys", "values"),
-        *_all(c_int64, "num_kv_heads", "block_size", "head_size"),
+        *_all(c_int64, "num_kv_heads", "block_size", "head_size", "value_size"),
         *_all(c_int64, "block_stride", "head_stride", "position_stride", "is_int8"),
         ("pattern", Pattern),
     )
@@ -121,6 +121,23 @@ class AttentionWeights(Structure):
     )
 
 
+class LatentAttentionWeights(Structure):
+    _fields_ = (
+        *_all(c_int64, "num_heads", "key_size", "value_size", "query_rank"),
+        *_all(Weight, "query_down", "down"),
+        ("input_bias", c_void_p),
+        ("query_norm", Norm),
+        ("query", Weight),
+        ("query_bias", c_void_p),
+        ("norm", Norm),
+        ("rotation", Rotation),
+        ("scoring", Scoring),
+        *_all(Weight, "up", "output"),
+        ("output_bias", c_void_p),
+        ("cache", LayerCache),
+    )
+
+
 class MlpWeights(Structure):
     _fields_ = (
         *_all(c_int64, "inner_size", "activation", "is_gated"),
@@ -180,6 +197,10 @@ class RecurrenceWeights(Structure):
         ("num_inputs", c_int64),
         ("inputs", POINTER(RowsOfWeight)),
         *_all(c_void_p, "input_bias", "input_scale"),
+        *_all(c_int64, "gate_inputs", "time_inputs"),
+        *_all(Weight, "gates", "times"),
+        *_all(c_void_p, "gates_bias", "times_bias"),
+        ("has_key_decays", c_int64),
         ("convolution", Convolution),
         *_all(c_int64, "query_first", "key_first", "value_first"),
         ("query_scale", c_double),
@@ -187,7 +208,7 @@ class RecurrenceWeights(Structure):
         *_all(c_double, "least_time", "most_time", "most_rate"),
         ("skip", c_void_p),
         ("norm", Norm),
-        *_all(c_int64, "norm_size", "gates_first"),
+        *_all(c_int64, "norm_size", "gates_first", "has_sigmoid"),
         ("output", Weight),
         ("output_bias", c_void_p),
         ("states", c_void_p),
@@ -200,6 +221,7 @@ class LayerWeights(Structure):
         ("is_parallel", c_int64),
         *_all(c_double, "mixer_scale", "beside_scale", "mlp_scale", "output_scale"),
         ("attention", POINTER(AttentionWeights)),
+        ("latent", POINTER(LatentAttentionWeights)),
         ("convolution", POINTER(ShortConvolutionWeights)),
         ("recurrence", POINTER(RecurrenceWeights)),
         ("mlp", POINTER(MlpWeights)),

@@ -119,6 +119,17 @@ class RecurrenceParts:
         return len(self.time_bias) > self.num_value_heads
 
     @property
+    def gate_inputs(self) -> int:
+        """The number of outputs in `inputs` that are gates or the inputs of `gates_up`."""
+        num_values = self.num_value_heads * self.value_size
+        return num_values if self.gates_up is None else self.gates_up.in_features
+
+    @property
+    def time_inputs(self) -> int:
+        """The number of outputs in `inputs` that are time steps or the inputs of `times_up`."""
+        return len(self.time_bias) if self.times_up is None else self.times_up.in_features
+
+    @property
     def projections(self) -> tuple[nn.Linear, ...]:
         """The linear layers whose outputs are in `inputs`, without repetition."""
         return tuple(dict.fromkeys(rows.linear for rows in self.inputs))

@@ -88,7 +88,7 @@ def test_low_precision(step: str, dtype: torch.dtype, seed: int) -> None:
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_keys_and_values_in_fp8(step: str, seed: int) -> None:
-    for shape in SHAPES[1:]:
+    for shape in (*SHAPES[1:], LATENT_SHAPES[0]):
         case = Case(
             *(STEPS[step], shape),
             dtype=torch.bfloat16,

@@ -16,7 +16,7 @@ from promptq.worker.engine.decoders.attention_parts import Attention
 from promptq.worker.engine.decoders.layer_parts import Layer, ModelParts, has_known_parts
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError
 from promptq.worker.engine.decoders.rotation_parts import Rotation, RotationTables
-from tests.worker.engine.tiny_models import FAMILIES, FUSED_ALONE, NATIVE, make_model
+from tests.worker.engine.tiny_models import FAMILIES, NATIVE, make_model
 
 
 class OtherLinear(nn.Linear):
@@ -102,11 +102,26 @@ def test_an_unknown_part_is_named(reason: str, seed: int) -> None:
         ModelParts.of(model)
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("longcat_flash", {}, "a layer of .*mlps"),
+        ("nemotron_h", {"moe_latent_size": 16}, "an MLP of .*fc1_latent_proj"),
+    ],
+)
+def test_the_unknown_part_of_a_family_is_named(
+    family: str, settings: dict[str, Any], reason: str, seed: int
+) -> None:
+    """The library's modules serve these families."""
+    with pytest.raises(NotOfThisKindError, match=reason):
+        ModelParts.of(make_model(family, seed, **settings))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_known_before_weights_are_loaded(family: str) -> None:
     """Whether a saved format is kept is decided for a model without values."""
     model: Any = make_model(family)
-    assert has_known_parts(model.to("meta")) == (family in NATIVE | FUSED_ALONE)
+    assert has_known_parts(model.to("meta")) == (family in NATIVE)
 
 
 @pytest.mark.parametrize(

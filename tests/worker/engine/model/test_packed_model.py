@@ -108,13 +108,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT | {"topk_method": "greedy"},
     "glm4_moe_lite": LATENT,
-    "longcat_flash": LATENT
-    | {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "moe_topk": 2}
-    | {"zero_expert_num": 2},
     "minicpm3": LATENT,
     "bailing_hybrid": LATENT
     | {"num_hidden_layers": 2, "layer_group_size": 2, "num_experts": 4, "linear_head_dim": 8},
     "lfm2_moe": FAMILIES["lfm2"] | EXPERTS | {"num_dense_layers": 1},
+    "nemotron_h": FAMILIES["nemotron_h"] | {"moe_latent_size": 16},
 }
 
 

@@ -153,6 +153,7 @@ def test_gemma_4_in_its_variants(shape: dict[str, Any], tmp_path: Path) -> None:
         *(("qwen3_5_text", 64, None), ("olmo_hybrid", 40, None), ("granitemoehybrid", 64, None)),
         *(("lfm2", 64, None), ("qwen3_next", 24, None), ("gemma4_text", 64, 20)),
         *(("falcon_h1", 24, None), ("nemotron_h", 64, None)),
+        *(("deepseek_v3", 64, None), ("minicpm3", 64, None), ("kimi_linear", 24, None)),
     ],
 )
 @pytest.mark.usefixtures("costless")
@@ -169,10 +170,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         "sliding_window": window,
         "linear_key_head_dim": head_dim,
         "linear_value_head_dim": head_dim + 8,
+        "linear_head_dim": head_dim,
+        "kv_lora_rank": 4 * head_dim,
         "mamba_n_heads": 16,
         "mamba_d_head": 32,
         "mamba_d_ssm": 512,
     }
+    if "kv_lora_rank" in FAMILIES.get(family, {}):
+        shape |= {"num_key_value_heads": 8, "qk_rope_head_dim": head_dim}
     directory = save_model(tmp_path, family, SEED, **shape)
     runner = load(directory, dtype=dtype, quantization=quantization, max_num_seqs=8)
     assert runner.why_no_own_code == ""

@@ -10,8 +10,15 @@ import torch
 
 from benchmarks.gpu.cases import Case, Shape, off_by
 from promptq.worker.engine.attention.backend import AttentionBackend
-from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern, Scoring, StepLayout
-from promptq.worker.engine.decoders.native_weights import native_cache
+from promptq.worker.engine.attention.types import (
+    FULL,
+    SCALE_BYTES,
+    LayerCache,
+    Pattern,
+    Scoring,
+    StepLayout,
+)
+from promptq.worker.engine.decoders.native_weights import latent_cache, native_cache
 from promptq.worker.engine.native import library
 from promptq.worker.engine.native.library import Layout, load_native
 
@@ -24,6 +31,8 @@ SHAPES = [
     Shape(3, 1, 24, 24, block_size=16),
     Shape(18, 2, 32, 32, block_size=5),
     Shape(10, 2, 40, 40, block_size=8),
+    Shape(16, 1, 64, 512, block_size=16, is_latent=True),
+    Shape(10, 1, 12, 40, block_size=5, is_latent=True),
 ]
 STEPS = {
     "decodes": [(170, 1), (33, 1), (32, 1), (16, 1), (1, 1)],
@@ -64,10 +73,19 @@ def over(
     contexts: list[int],
     tables: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention over a cache that holds all K and V."""
+    """Attention over a cache that holds all K and V. Queries of latents are longer than K."""
     query, tables = query.contiguous(), tables.contiguous()
+    key, value = cache.key, cache.value
+    key_size, value_size = (
+        each.shape[3] - (SCALE_BYTES if each.dtype == torch.uint8 else 0) for each in (key, value)
+    )
+    if query.shape[2] > key_size:
+        cache = LayerCache(torch.cat([value, key], dim=-1), value)
+        described = latent_cache(cache, scoring.pattern, query.shape[1], value_size)
+    else:
+        described = native_cache(cache, scoring.pattern)
     found, starts_at, lengths = (
-        torch.empty_like(query),
+        query.new_empty(*query.shape[:2], value_size),
         torch.tensor(starts),
         torch.tensor(contexts),
     )
@@ -82,7 +100,7 @@ def over(
         query.dtype == torch.bfloat16,
         query.data_ptr(),
         query.shape[1],
-        byref(native_cache(cache, scoring.pattern)),
+        byref(described),
         byref(layout),
         byref(
             library.Scoring(

@@ -108,7 +108,9 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
 
 
 @pytest.mark.matrix(6)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "minicpm3"]
+)
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.2), ("int4", 1.0)])
 def test_log_probabilities_are_near_those_of_the_whole_numbers(
     family: str, quantization: str, most: float, tmp_path: Path, seed: int
@@ -186,9 +188,15 @@ def test_a_rounded_embedding_keeps_its_scale(dtype: torch.dtype, seed: int) -> N
     assert float((found - wanted.float()).norm() / wanted.float().norm()) < 0.02
 
 
-def test_a_cache_in_int8_holds_nearly_twice_the_tokens(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("qwen3", {"head_dim": 64}), ("minicpm3", {"kv_lora_rank": 64, "qk_rope_head_dim": 32})],
+)
+def test_a_cache_in_int8_holds_nearly_twice_the_tokens(
+    family: str, sizes: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
     """Prompts that share a prefix share it there too, and log-probabilities hardly change."""
-    directory = str(save_model(tmp_path, "qwen3", SEED, **{**SHAPE, "head_dim": 64}))
+    directory = str(save_model(tmp_path, family, SEED, **{**SHAPE, **sizes}))
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB_SIZE, (60,), generator=generator).tolist()
     found, tokens = {}, {}

@@ -38,7 +38,7 @@ from tests.worker.engine.tiny_models import (
 )
 
 CPU = torch.device("cpu")
-ONE_OF_EACH_KIND = ["qwen3_5_text", "granitemoehybrid", "lfm2"]
+ONE_OF_EACH_KIND = ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2"]
 MAMBA_ALONE = {  # without attention
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,

@@ -252,7 +252,7 @@ def test_drafts_change_no_token_in_bf16(family: str, tmp_path: Path) -> None:
     ("family", "native"),
     [
         *(("llama", True), ("qwen3", True), ("glm4_moe", True)),
-        *(("glm4_moe", False), ("deepseek_v3", False)),
+        *(("glm4_moe", False), ("deepseek_v3", False), ("deepseek_v3", True)),
         ("qwen3_next", True),
     ],
 )
@@ -333,7 +333,7 @@ def drafts_of_library(directory: Path, token_ids: list[int], count: int) -> list
     ("family", "native"),
     [
         *(("llama", True), ("qwen3", True), ("glm4_moe", True)),
-        *(("llama", False), ("deepseek_v3", False)),
+        *(("llama", False), ("deepseek_v3", False), ("deepseek_v3", True)),
     ],
 )
 @pytest.mark.usefixtures("costless")

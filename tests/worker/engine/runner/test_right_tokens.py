@@ -279,6 +279,7 @@ def repeating_requests(family: Family) -> list[EngineRequest]:
         *(("llama", True), ("mistral", True), ("llama", False), ("gpt2", False)),
         *(("llama4_text", False), ("qwen3_5_text", True), ("granitemoehybrid", True)),
         *(("lfm2", True), ("olmo_hybrid", True)),
+        *(("deepseek_v3", True), ("kimi_linear", True)),
     ],
 )
 @pytest.mark.usefixtures("costless")

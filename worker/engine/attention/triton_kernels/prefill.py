@@ -74,6 +74,7 @@ def prefill(
         most_keys //= 2
     if is_latent:
         most_keys = 16
+        most_queries //= 2 if is_widened else 1
     query_tile = max(padded(group), min(most_queries, padded(work.longest_chunk * group)))
     tiles = work.tiles(query_tile // group)
     _prefill_kernel[(tiles.shape[0], num_kv_heads)](

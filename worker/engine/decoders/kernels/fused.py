@@ -48,6 +48,7 @@ from promptq.worker.engine.decoders.layer_parts import (
     Layer,
     ModelParts,
     Recurrent,
+    specs_of_latents,
 )
 from promptq.worker.engine.decoders.mlp_parts import DenseMLP
 from promptq.worker.engine.decoders.norm_parts import Norm, NotOfThisKindError, require
@@ -261,12 +262,7 @@ class FusedDecoder(Decoder):
 
     @classmethod
     def cache_specs(cls, model: PreTrainedModel, specs: list[LayerSpec]) -> list[LayerSpec]:
-        mixers = [layer.mixer for layer in ModelParts.of(model, len(specs)).layers]
-        attending = [mixer for mixer in mixers if isinstance(mixer, Attending)]
-        return [
-            part.spec(spec) if isinstance(part, LatentAttention) else spec
-            for part, spec in zip(attending, specs, strict=True)
-        ]
+        return specs_of_latents(model, specs, LatentAttention.spec)
 
     @classmethod
     def arrange(cls, model: PreTrainedModel) -> None:

@@ -50,13 +50,13 @@ class DecoderOf : public Decoder {
 
   void add_layer(const LayerWeights& weights) override {
     Layer<T>& layer = layers_.emplace_back(weights, shape_.size, num_threads_, packed_);
-    if (layer.attention) {
-      const auto is_like = [&](size_t first) {
-        return layers_[first].attention->has_pieces_of(*layer.attention);
-      };
+    if (layer.cache()) {
+      const auto is_like = [&](size_t first) { return layers_[first].has_pieces_of(layer); };
       layer.pieces = std::find_if(with_other_pieces_.begin(), with_other_pieces_.end(), is_like) -
                      with_other_pieces_.begin();
       if (layer.pieces == with_other_pieces_.size()) with_other_pieces_.push_back(layers_.size() - 1);
+    }
+    if (layer.attention) {
       gates_size_ = std::max(gates_size_, layer.attention->gates_size());
       query_size_ = std::max(query_size_, layer.attention->query_size());
       qkv_size_ = std::max(qkv_size_, layer.attention->whole_row_size());
@@ -67,6 +67,7 @@ class DecoderOf : public Decoder {
       if (mixer) mixed_size_ = std::max(mixed_size_, mixer->output().inputs());
     };
     make_room(layer.attention);
+    make_room(layer.latent);
     make_room(layer.convolution);
     make_room(layer.recurrence);
     if (layer.mlp) inner_size_ = std::max(inner_size_, layer.mlp->inner_size());
@@ -89,7 +90,7 @@ class DecoderOf : public Decoder {
     if (!head_input_) throw std::logic_error("there is no head");
     const int64_t size = shape_.size, vocab_size = shape_.vocab_size, last_layer = num_layers();
     const Layout& layout = draft.step.layout;
-    const int64_t block_size = layers_[last_layer].attention->cache().block_size;
+    const int64_t block_size = layers_[last_layer].cache()->block_size;
     const int64_t num_sequences = layout.num_sequences;
     std::vector<int64_t> rows(num_sequences), ids(num_sequences), positions(num_sequences);
     std::vector<int64_t> starts(num_sequences + 1), contexts(num_sequences);
@@ -169,6 +170,7 @@ class DecoderOf : public Decoder {
     for (auto layer = first_layer; layer != end_of_layers; ++layer) {
       if (layer->experts) layer->experts->reserve(num_rows, experts_memory_);
       if (layer->experts_beside) layer->experts_beside->reserve(num_rows, experts_memory_);
+      if (layer->latent) layer->latent->reserve(num_rows, latent_memory_);
       if (layer->convolution) layer->convolution->reserve(num_rows, convolution_memory_);
       if (layer->recurrence) layer->recurrence->reserve(num_rows, recurrence_memory_);
     }
@@ -176,8 +178,7 @@ class DecoderOf : public Decoder {
     if (has_states_ && !given_states) chunks.emplace(step.layout, step.entries);
     std::vector<Pieces> pieces;
     for (const size_t first : with_other_pieces_) {
-      const Attention<T>& attention = *layers_[first].attention;
-      pieces.emplace_back(step.layout, attention.cache(), attention.group(), num_threads_);
+      pieces.emplace_back(step.layout, *layers_[first].cache(), layers_[first].group(), num_threads_);
     }
     Team::run(num_threads_, [&](Team& team) {
       std::vector<float> scratch;
@@ -232,6 +233,10 @@ class DecoderOf : public Decoder {
         if (layer.attention) {
           layer.attention->attend(team, x, step, pieces[layer.pieces], heads, scratch);
           leave_mixer(layer.attention, layer.mixer_scale);
+        }
+        if (layer.latent) {
+          layer.latent->attend(team, x, step, pieces[layer.pieces], latent_memory_, mixed, scratch);
+          leave_mixer(layer.latent, layer.mixer_scale);
         }
         if (layer.convolution) {
           layer.convolution->mix(team, x, num_rows, *chunks, convolution_memory_, mixed);
@@ -334,6 +339,7 @@ class DecoderOf : public Decoder {
   Buffer<T> hidden_, normed_, update_, qkv_, query_, gates_, mixed_, inner_, last_, layer_inputs_;
   Buffer<T> both_, draft_logits_, draft_states_[2];
   ExpertsMemory<T> experts_memory_;
+  LatentMemory<T> latent_memory_;
   ShortConvolutionMemory<T> convolution_memory_;
   RecurrenceMemory<T> recurrence_memory_;
 };

@@ -85,6 +85,25 @@ struct AttentionWeights {
   LayerCache cache;
 };
 
+// `cache` has the latents: K is the latent [value_size of `cache`] and the rotated key, V the latent alone. Its KV
+// heads are groups of heads, which all read the same rows.
+struct LatentAttentionWeights {
+  int64_t num_heads, key_size, value_size;  // of a head: the numbers of a key that come from the latent, values
+  int64_t query_rank;               // the size of the inputs of `query`; 0: the hidden states, without a norm
+  Weight query_down, down;          // [query_rank, size], [row of the cache, size]
+  const void* input_bias;           // of both, one after the other
+  Norm query_norm;                  // [query_rank]
+  Weight query;                     // [num_heads (key_size + rotated size), inputs]
+  const void* query_bias;
+  Norm norm;                        // of the latent
+  Rotation rotation;
+  Scoring scoring;
+  Weight up;                        // [num_heads (key_size + value_size), latent], a head's keys before its values
+  Weight output;                    // [size, num_heads value_size]
+  const void* output_bias;
+  LayerCache cache;
+};
+
 struct MlpWeights {
   int64_t inner_size, activation, is_gated;
   double gate_scale;                // the factor of the inputs of the activation
@@ -142,19 +161,25 @@ struct RecurrenceWeights {
   int64_t is_delta;                 // see layers/scan.h
   int64_t num_key_heads, num_value_heads, key_size, value_size;
   int64_t num_inputs;
-  const RowsOfWeight* inputs;       // one after the other: the channels, a gate for each value, in the delta
-                                    // rule a rate for each value head, and a time step for each value head
+  const RowsOfWeight* inputs;       // one after the other: the channels, inputs of gates, in the delta rule a rate
+                                    // for each value head, and inputs of time steps
   const void* input_bias;
   const float* input_scale;         // factors of these outputs, or null
+  int64_t gate_inputs, time_inputs;
+  Weight gates, times;              // compute a gate for each value, and time steps; without numbers, the inputs
+  const void *gates_bias, *times_bias;  // are these
+  int64_t has_key_decays;           // whether each number of a value head's keys has a time step, or the head has one
   Convolution convolution;          // followed by SiLU
   int64_t query_first, key_first, value_first;  // the channels with which these begin
   double query_scale;
-  const float *time_bias, *decay;   // [num_value_heads]: a token decays the state by e^(decay time)
+  const float *time_bias, *decay;   // of each time step, [num_value_heads]: a token decays the state by
+                                    // e^(decay time)
   double least_time, most_time;
   double most_rate;                 // of the delta rule; otherwise the rate is the time step
   const float* skip;                // [num_value_heads], or null
   Norm norm;                        // [values] in groups of norm_size, or none
   int64_t norm_size, gates_first;   // `gates_first`: before the norm
+  int64_t has_sigmoid;              // the sigmoid of a gate is the factor, not its SiLU
   Weight output;                    // [size, num_value_heads value_size]
   const void* output_bias;
   float* states;                    // [entries, num_value_heads, key_size value_size]
@@ -168,7 +193,8 @@ struct LayerWeights {
   int64_t is_parallel;              // the MLP has the input of the mixer
   double mixer_scale, beside_scale, mlp_scale;  // factors of the results of the parts
   double output_scale;              // the factor of the hidden states at the end of the layer
-  const AttentionWeights* attention;            // the mixer is one of these three
+  const AttentionWeights* attention;            // the mixer is one of these four
+  const LatentAttentionWeights* latent;
   const ShortConvolutionWeights* convolution;
   const RecurrenceWeights* recurrence;          // or it is beside attention, and has the same input
   const MlpWeights* mlp;                        // one of these two

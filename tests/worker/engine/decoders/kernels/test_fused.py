@@ -57,7 +57,6 @@ from promptq.worker.engine.runner import load_runner
 from promptq.worker.engine.runner.load_runner import runner_of
 from tests.worker.engine.tiny_models import (
     FAMILIES,
-    FUSED_ALONE,
     LLAMA_SHAPED,
     NATIVE,
     VOCAB_SIZE,
@@ -73,7 +72,7 @@ WITHOUT_KERNELS = {
     "apertus": "an activation with learned numbers",
 }
 """Parts of families that have no fused kernels."""
-FUSED = (NATIVE | FUSED_ALONE) - {*WITHOUT_KERNELS}
+FUSED = NATIVE - {*WITHOUT_KERNELS}
 TAKEN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 3, "num_key_value_heads": 1},

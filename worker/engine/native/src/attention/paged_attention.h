@@ -101,7 +101,7 @@ void over_blocks(
           const uint8_t* row = current[i] + head * piece.head_stride;
           for (int64_t byte = 0; byte < piece.position_stride; byte += kCacheLine)
             __builtin_prefetch(next[i] + head * piece.head_stride + byte);
-          if (piece.is_int8) load_int8_row(row, piece.size, widened + i * piece.size);
+          if (piece.is_int8) load_int8_row_of(piece, row, widened + i * piece.size);
           rows[i] = piece.is_int8 ? widened + i * piece.size : reinterpret_cast<const R*>(row);
         }
         in_groups(stretch.num_queries, [&](auto group, int64_t query) {
@@ -119,7 +119,7 @@ struct Around {
   [[gnu::noinline]] static void lay_out_queries(const Piece<T>& piece, R* widened, Factor<R>* queries) {
     const int64_t size = piece.size;
     for (int64_t query = 0; query < piece.num_queries(); ++query, queries += spans_of(size) * kSpan) {
-      const T* row = piece.query + offset_of(piece, query);
+      const T* row = piece.query_at(query / piece.queries_each(), query % piece.queries_each());
       if constexpr (std::is_same_v<R, T>) {
         lay_out(row, size, queries);
       } else {
@@ -138,56 +138,56 @@ struct Around {
 
   // Rounds the sums [num_queries, padded size] to their places.
   [[gnu::noinline]] static void place_output(const Piece<T>& piece, const float* sums) {
-    const int64_t size = piece.size, padded_size = spans_of(size) * kSpan;
+    const int64_t size = piece.value_size, padded_size = spans_of(size) * kSpan;
     for (int64_t query = 0; query < piece.num_queries(); ++query, sums += padded_size) {
-      T* out = piece.out + offset_of(piece, query);
+      T* out = piece.out_at(query / piece.queries_each(), query % piece.queries_each());
       for (int64_t place = 0; place < padded_size; ++place)
         if (const int64_t d = place / kSpan * kSpan + TwoValues<R>::index_of(place % kSpan); d < size)
           store(out[d], sums[place]);
     }
   }
-
- private:
-  static int64_t offset_of(const Piece<T>& piece, int64_t query) {
-    return piece.offset_of(query / piece.queries_each(), query % piece.queries_each());
-  }
 };
 
 // Computes attention of one piece over cache rows of type R, or of integers widened to R. Reuses `scratch`.
-template <int NumSpans, typename R, typename T>
+template <int KeySpans, int ValueSpans, typename R, typename T>
 void attend(const Piece<T>& piece, std::vector<float>& scratch) {
   const std::vector<Stretch> stretches = piece.stretches();
-  const int64_t size = piece.size, padded_size = spans_of(size) * kSpan, num_queries = piece.num_queries();
+  const int64_t size = piece.size, num_queries = piece.num_queries();
+  const int64_t padded_size = spans_of(size) * kSpan, padded_value_size = spans_of(piece.value_size) * kSpan;
   const int64_t begin = piece.begin(), length = piece.num_scores();
-  scratch.assign(num_queries * (2 * padded_size + length) + kLanes * size, 0.0f);
-  float* sums = scratch.data();                      // [num_queries, padded_size]
-  float* scores = sums + num_queries * padded_size;  // [num_queries, length], and then the weights
+  scratch.assign(num_queries * (padded_size + padded_value_size + length) + kLanes * size, 0.0f);
+  float* sums = scratch.data();                            // [num_queries, padded_value_size]
+  float* scores = sums + num_queries * padded_value_size;  // [num_queries, length], and then the weights
   auto* queries = reinterpret_cast<Factor<R>*>(scores + num_queries * length);  // [num_queries, padded_size]
   auto* widened = reinterpret_cast<R*>(scores + num_queries * (length + padded_size));  // [kLanes, size]
 
   Around<R, T>::lay_out_queries(piece, widened, queries);
   over_blocks(piece, stretches, piece.keys, begin, widened, [&](auto group, int64_t query, int64_t i,
                                                                 const R* const* rows) {
-    score<group(), NumSpans>(
+    score<group(), KeySpans>(
         queries + query * padded_size, rows, size, scores + query * length + i, length);
   });
   Around<R, T>::weigh(piece, begin, length, scores);
   over_blocks(piece, stretches, piece.values, begin, widened, [&](auto group, int64_t query, int64_t i,
                                                                   const R* const* rows) {
-    accumulate<group(), NumSpans>(
-        reinterpret_cast<const Factor<R>*>(scores + query * length) + i, rows, size,
-        sums + query * padded_size, length * sizeof(float) / sizeof(Factor<R>));
+    accumulate<group(), ValueSpans>(
+        reinterpret_cast<const Factor<R>*>(scores + query * length) + i, rows, piece.value_size,
+        sums + query * padded_value_size, length * sizeof(float) / sizeof(Factor<R>));
   });
   Around<R, T>::place_output(piece, sums);
 }
 
 template <typename R, typename T>
 void attend_over(const Piece<T>& piece, std::vector<float>& scratch) {
+  if (piece.size != piece.value_size) {  // latents, usually of these sizes
+    if (piece.size == 576 && piece.value_size == 512) return attend<576 / kSpan, 512 / kSpan, R>(piece, scratch);
+    return attend<0, 0, R>(piece, scratch);
+  }
   switch (piece.size) {  // the usual sizes, as constants
-    case 64: return attend<64 / kSpan, R>(piece, scratch);
-    case 128: return attend<128 / kSpan, R>(piece, scratch);
-    case 256: return attend<256 / kSpan, R>(piece, scratch);
-    default: return attend<0, R>(piece, scratch);
+    case 64: return attend<64 / kSpan, 64 / kSpan, R>(piece, scratch);
+    case 128: return attend<128 / kSpan, 128 / kSpan, R>(piece, scratch);
+    case 256: return attend<256 / kSpan, 256 / kSpan, R>(piece, scratch);
+    default: return attend<0, 0, R>(piece, scratch);
   }
 }
 

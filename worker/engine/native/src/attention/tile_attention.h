@@ -26,13 +26,14 @@ class TileAttention {
   TileAttention(const Piece<Bf16>& piece, std::vector<float>& scratch)
       : piece_(piece), stretches_(piece.stretches()), begin_(piece.begin()),
         num_scores_(piece.num_scores()),
-        num_spans_(ceil_div(piece.size, kTileInputs)), queries_each_(piece.queries_each()),
+        num_spans_(ceil_div(piece.size, kTileInputs)), num_value_spans_(ceil_div(piece.value_size, kTileInputs)),
+        queries_each_(piece.queries_each()),
         num_columns_(queries_each_ <= kTileRows ? queries_each_ : round_up(queries_each_, kTileRows)),
         num_sums_(2 * round_up(queries_each_, kHalf)) {
     const int64_t num_heads = piece.num_kv_heads, num_queries = num_heads * queries_each_;
     const int64_t most_halves = ceil_div(queries_each_, kHalf);
     constexpr int64_t kFloats = kTileSize / 2, kFloatsOfLine = kLine / 2;  // of a tile, of a line
-    const int64_t sums_size = num_heads * num_spans_ * num_sums_ * kTileRows;
+    const int64_t sums_size = num_heads * num_value_spans_ * num_sums_ * kTileRows;
     const int64_t scores_size = num_queries * num_scores_;
     const int64_t queries_size = num_heads * num_spans_ * num_columns_ * kTileRows;
     scratch.resize(std::max<size_t>(
@@ -142,7 +143,7 @@ class TileAttention {
     const int64_t whole = num_spans_ * kTileInputs;
     for (int64_t row = 0; row < kTileRows; ++row) {
       if (piece_.is_int8)
-        load_int8_row(rows[row], piece_.size, copy_ + row * whole);
+        load_int8_row_of(piece_, rows[row], copy_ + row * whole);
       else
         std::memcpy(copy_ + row * whole, rows[row], bytes(piece_.size));
       std::fill_n(copy_ + row * whole + piece_.size, whole - piece_.size, Bf16(0));
@@ -156,7 +157,7 @@ class TileAttention {
       for (int64_t span = 0; span < num_spans_; ++span) {
         Vector columns[kTileRows] = {};
         for (int64_t i = 0; i < std::min(kTileRows, queries_each_ - first); ++i) {
-          const Bf16* query = piece_.query + piece_.offset_of(head, first + i);
+          const Bf16* query = piece_.query_at(head, first + i);
           Bf16 padded[kTileInputs];
           columns[i] = load_as<Vector>(whole_span(query, span, piece_.size, padded));
         }
@@ -200,7 +201,7 @@ class TileAttention {
     const int64_t num_halves = ceil_div(stretch.num_queries, kHalf);
     for (int64_t half = 0; half < num_halves; ++half) lay_out_weights(tile, head, half);
     for_pairs(num_halves, [&](auto halves, int64_t half) {
-      for_pairs(num_spans_, [&](auto spans, int64_t span) {
+      for_pairs(num_value_spans_, [&](auto spans, int64_t span) {
         TileProducts::add<halves(), spans(), false>(
             1, [&](int64_t, int64_t i) { return TilePlace{weights_ + (half + i) * kTileSize}; },
             [&](int64_t, int64_t j) {
@@ -233,10 +234,10 @@ class TileAttention {
 
   void store_sums(int64_t head) const {
     for (int64_t query = 0; query < queries_each_; ++query)
-      for (int64_t span = 0; span < num_spans_; ++span) {
+      for (int64_t span = 0; span < num_value_spans_; ++span) {
         const float* sums = sums_of(head, span, query);  // of the even numbers, then of the odd ones
-        Bf16* out = piece_.out + piece_.offset_of(head, query) + span * kTileInputs;
-        for (int64_t d = 0; d < std::min(kTileInputs, piece_.size - span * kTileInputs); ++d)
+        Bf16* out = piece_.out_at(head, query) + span * kTileInputs;
+        for (int64_t d = 0; d < std::min(kTileInputs, piece_.value_size - span * kTileInputs); ++d)
           store(out[d], sums[d % 2 * kTileRows + d / 2]);
       }
   }
@@ -254,7 +255,7 @@ class TileAttention {
     return scores_ + (head * queries_each_ + query) * num_scores_;
   }
   float* sums_of(int64_t head, int64_t span, int64_t query) const {
-    return sums_ + ((head * num_spans_ + span) * num_sums_ + 2 * query) * kTileRows;
+    return sums_ + ((head * num_value_spans_ + span) * num_sums_ + 2 * query) * kTileRows;
   }
   Bf16* queries_at(int64_t head, int64_t span, int64_t query) const {
     return queries_ + ((head * num_spans_ + span) * kTileRows * num_columns_ + query) * 2;
@@ -262,10 +263,10 @@ class TileAttention {
 
   const Piece<Bf16>& piece_;
   const std::vector<Stretch> stretches_;
-  int64_t begin_, num_scores_, num_spans_;         // the piece's, and spans of a head's size
+  int64_t begin_, num_scores_, num_spans_, num_value_spans_;  // the piece's, and spans of K and of V
   int64_t queries_each_, num_columns_, num_sums_;  // of a KV head; the last two with padding
   std::vector<Tile> tiles_;
-  float* sums_;    // [num_kv_heads, spans, num_sums, kTileRows], two rows a query
+  float* sums_;    // [num_kv_heads, value spans, num_sums, kTileRows], two rows a query
   float* scores_;  // [num_kv_heads * queries_each, num_scores], and then the weights
   Bf16* weights_;  // [halves] of tiles, for some positions
   Bf16* copy_;     // [kTileRows, spans * kTileInputs]

@@ -32,10 +32,11 @@ struct Scoring {
 };
 
 // One layer's K [num_blocks, num_kv_heads, block_size] of rows, and its V. A row has head_size of the model's
-// numbers, or the format of cache_rows.h. The strides are in bytes.
+// numbers, or the format of cache_rows.h. Of V, the first value_size numbers are used. So in latent attention,
+// the rows of K are those of V, too. The strides are in bytes.
 struct LayerCache {
   void *keys, *values;
-  int64_t num_kv_heads, block_size, head_size, block_stride, head_stride, position_stride, is_int8;
+  int64_t num_kv_heads, block_size, head_size, value_size, block_stride, head_stride, position_stride, is_int8;
   Pattern pattern;
 };
 
@@ -69,22 +70,21 @@ template <typename T>
 struct Piece {
   const T* query;  // of the step's first row, the first query head
   T* out;          // likewise
-  int64_t row_stride;
+  int64_t num_heads;  // of a row of the step
   const Row* rows;
   int64_t num_rows, shared;
   const uint8_t *keys, *values;  // of the first KV head in block 0
   int64_t block_stride, head_stride, position_stride;  // in bytes
   bool is_int8;
-  int64_t block_size, num_kv_heads, group, size;
+  int64_t block_size, num_kv_heads, group, size, value_size;
   Pattern pattern;
   Scoring scoring;  // with the sinks of these heads
 
   int64_t queries_each() const { return num_rows * group; }  // of a KV head
   int64_t num_queries() const { return queries_each() * num_kv_heads; }
   int64_t position_of(int64_t query) const { return rows[query / group].position; }
-  int64_t offset_of(int64_t head, int64_t query) const {  // in `query` and `out`
-    return rows[query / group].index * row_stride + (head * group + query % group) * size;
-  }
+  const T* query_at(int64_t head, int64_t query) const { return this->query + place_of(head, query) * size; }
+  T* out_at(int64_t head, int64_t query) const { return out + place_of(head, query) * value_size; }
 
   int64_t first() const {
     int64_t least = pattern.first(rows[0].position);
@@ -149,6 +149,11 @@ struct Piece {
       if (start + i >= stretch.first && start + i < last && ++offset == block_size) offset = 0, ++block;
     }
   }
+
+ private:
+  int64_t place_of(int64_t head, int64_t query) const {
+    return rows[query / group].index * num_heads + head * group + query % group;
+  }
 };
 
 // A step's pieces, longest first. None takes much longer than a thread's part of the work.
@@ -175,21 +180,22 @@ class Pieces {
 
   int64_t count() const { return static_cast<int64_t>(parts_.size()); }
 
-  // `query` and `out` are [T, num_heads * size].
+  // `query` is [T, num_heads, head_size], `out` [T, num_heads, value_size].
   template <typename T>
   Piece<T> at(
       int64_t index, const T* query, T* out, const LayerCache& cache, const Scoring& scoring) const {
     const Part& part = parts_[index];
-    const int64_t size = cache.head_size, offset = part.kv_head * group_ * size;
+    const int64_t size = cache.head_size, first_head = part.kv_head * group_;
     const int64_t in_block = part.kv_head * cache.head_stride;
     Scoring of_heads = scoring;
-    if (scoring.sinks) of_heads.sinks += part.kv_head * group_;
+    if (scoring.sinks) of_heads.sinks += first_head;
     return Piece<T>{
-        query + offset, out + offset, num_kv_heads_ * group_ * size, &rows_[part.first_row], part.num_rows,
-        part.shared, static_cast<const uint8_t*>(cache.keys) + in_block,
+        query + first_head * size, out + first_head * cache.value_size, num_kv_heads_ * group_,
+        &rows_[part.first_row], part.num_rows, part.shared, static_cast<const uint8_t*>(cache.keys) + in_block,
         static_cast<const uint8_t*>(cache.values) + in_block, cache.block_stride, cache.head_stride,
         cache.position_stride, cache.is_int8 != 0, block_size_,
-        std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group_, size, cache.pattern, of_heads};
+        std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group_, size, cache.value_size,
+        cache.pattern, of_heads};
   }
 
  private:

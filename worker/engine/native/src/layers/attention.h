@@ -41,14 +41,6 @@ class Attention {
   const LayerCache& cache() const { return weights_.cache; }
   const Linear<T>& output() const { return output_; }
 
-  // Whether the pieces of a step are the same for both.
-  bool has_pieces_of(const Attention& other) const {
-    const LayerCache &one = cache(), &two = other.cache();
-    return group() == other.group() && one.num_kv_heads == two.num_kv_heads &&
-           one.block_size == two.block_size && one.pattern.kind == two.pattern.kind &&
-           one.pattern.size == two.pattern.size;
-  }
-
   // Computes `rows.attended`, the input of output(), from `x` [T, size]. Writes its K and V to the cache.
   void attend(
       Team& team, const T* x, const Step& step, const Pieces& pieces, const HeadRows<T>& rows,
@@ -132,11 +124,7 @@ class Attention {
       }
       const int64_t kv_head = (index - num_heads_) % num_kv_heads_;
       auto* stored = static_cast<uint8_t*>(is_value ? cache.values : cache.keys);
-      uint8_t* target = stored + place + kv_head * cache.head_stride;
-      if (cache.is_int8)
-        store_int8_row(head, size, target);
-      else
-        std::copy_n(head, size, reinterpret_cast<T*>(target));
+      store_row(head, cache, stored + place + kv_head * cache.head_stride);
     }
   }
 

@@ -10,6 +10,7 @@
 #include "layers/dense_mlp.h"
 #include "layers/experts.h"
 #include "layers/experts_beside.h"
+#include "layers/latent_attention.h"
 #include "layers/layer_inputs.h"
 #include "layers/norm.h"
 #include "layers/recurrence.h"
@@ -31,6 +32,7 @@ struct Layer {
       if (given) part = std::make_unique<Part>(*given, size, num_threads, memory);
     };
     make(attention, weights.attention);
+    make(latent, weights.latent);
     make(convolution, weights.convolution);
     make(recurrence, weights.recurrence);
     make(mlp, weights.mlp);
@@ -43,6 +45,7 @@ struct Layer {
   bool is_parallel;
   float mixer_scale, beside_scale, mlp_scale, output_scale;
   std::unique_ptr<Attention<T>> attention;  // see LayerWeights
+  std::unique_ptr<LatentAttention<T>> latent;
   std::unique_ptr<ShortConvolution<T>> convolution;
   std::unique_ptr<Recurrence<T>> recurrence;
   std::unique_ptr<DenseMlp<T>> mlp;
@@ -51,7 +54,21 @@ struct Layer {
   std::unique_ptr<LayerInput<T>> input;
   size_t pieces = 0;  // the index of the attention's pieces in a step
 
-  bool has_mixer() const { return attention || convolution || recurrence; }
+  // The cache of the layer's attention; null if the layer has none.
+  const LayerCache* cache() const {
+    return attention ? &attention->cache() : latent ? &latent->cache() : nullptr;
+  }
+  int64_t group() const { return attention ? attention->group() : latent->group(); }
+
+  // Whether the pieces of a step are the same for both layers, which attend.
+  bool has_pieces_of(const Layer& other) const {
+    const LayerCache &one = *cache(), &two = *other.cache();
+    return group() == other.group() && one.num_kv_heads == two.num_kv_heads &&
+           one.block_size == two.block_size && one.pattern.kind == two.pattern.kind &&
+           one.pattern.size == two.pattern.size;
+  }
+
+  bool has_mixer() const { return attention || latent || convolution || recurrence; }
   bool has_mlp() const { return mlp || experts; }
 };
 

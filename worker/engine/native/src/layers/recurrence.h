@@ -1,9 +1,10 @@
 // A gated linear recurrence (layers/scan.h) with its projections, a convolution of queries, keys and values,
-// their rates, and a gated norm. Gated DeltaNet and Mamba 2 are of this kind.
+// their rates, and a gated norm. Gated DeltaNet, Kimi Delta Attention and Mamba 2 are of this kind.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "interface.h"
@@ -18,8 +19,9 @@ namespace promptq {
 template <typename T>
 struct RecurrenceMemory {
   Buffer<T> projected;               // [T, width()]
+  Buffer<T> narrow, gates, times;    // [T, inputs] of gates or times, and what is computed from these
   Buffer<float> query, key, value;   // [heads, T, stride]
-  Buffer<float> decay, rate;         // [value heads, T]
+  Buffer<float> decay, rate;         // [value heads, T, decays_each()], [value heads, T]
   Buffer<float> scratch;             // [threads, scratch_size()]
 };
 
@@ -34,17 +36,30 @@ class Recurrence {
             static_cast<const T*>(weights.input_bias), kGranule, num_threads, memory),
         output_(
             size, side_by_side({matrix(weights.output, size, mixed_size())}),
-            static_cast<const T*>(weights.output_bias), kGranule, num_threads, memory) {}
+            static_cast<const T*>(weights.output_bias), kGranule, num_threads, memory) {
+    const auto expand = [&](std::unique_ptr<Linear<T>>& part, const Weight& weight, int64_t inputs, int64_t outputs,
+                            const void* bias) {
+      if (weight.numbers)
+        part = std::make_unique<Linear<T>>(
+            outputs, side_by_side({matrix(weight, outputs, inputs)}), static_cast<const T*>(bias), kGranule,
+            num_threads, memory);
+    };
+    expand(gates_, weights.gates, weights.gate_inputs, mixed_size(), weights.gates_bias);
+    expand(times_, weights.times, weights.time_inputs, num_times(), weights.times_bias);
+  }
 
   int64_t mixed_size() const { return weights_.num_value_heads * weights_.value_size; }
   const Linear<T>& output() const { return output_; }
 
   void reserve(int64_t num_rows, RecurrenceMemory<T>& memory) const {
     memory.projected.reserve(num_rows * width());
+    if (gates_ || times_) memory.narrow.reserve(num_rows * std::max(weights_.gate_inputs, weights_.time_inputs));
+    if (gates_) memory.gates.reserve(num_rows * mixed_size());
+    if (times_) memory.times.reserve(num_rows * num_times());
     memory.query.reserve(weights_.num_key_heads * num_rows * key_stride_);
     memory.key.reserve(weights_.num_key_heads * num_rows * key_stride_);
     memory.value.reserve(weights_.num_value_heads * num_rows * value_stride_);
-    memory.decay.reserve(weights_.num_value_heads * num_rows);
+    memory.decay.reserve(weights_.num_value_heads * num_rows * decays_each());
     memory.rate.reserve(weights_.num_value_heads * num_rows);
     memory.scratch.reserve(num_threads_ * scratch_size());
   }
@@ -65,6 +80,20 @@ class Recurrence {
       }
     });
     const int64_t num_channels = weights_.convolution.num_channels;
+    const int64_t first_rate = num_channels + weights_.gate_inputs;
+    const int64_t first_time = width() - weights_.time_inputs;
+    const auto expanded = [&](const std::unique_ptr<Linear<T>>& part, int64_t first, T* outputs, int64_t count) {
+      const T* from = projected + first;
+      if (!part) return RowsAt{from, width()};
+      T* narrow = memory.narrow.data();
+      team.share_rows(num_rows, [&](int64_t row) {
+        std::copy_n(from + row * width(), part->inputs(), narrow + row * part->inputs());
+      });
+      part->multiply_into(team, narrow, num_rows, outputs);
+      return RowsAt{outputs, count};
+    };
+    const RowsAt gates = expanded(gates_, num_channels, memory.gates.data(), mixed_size());
+    const RowsAt times = expanded(times_, first_time, memory.times.data(), num_times());
     float* scratch = memory.scratch.data() + Team::thread() * scratch_size();
     const ConvolutionInputs<T> inputs(weights_.convolution, projected, width());
     share_rows(team, chunks, inputs, [&](int64_t row) {
@@ -73,7 +102,7 @@ class Recurrence {
 #pragma omp simd
       for (int64_t d = 0; d < num_channels; ++d) convolved[d] = gated(convolved[d], convolved[d]);
       place_tokens(convolved, row, num_rows, memory);
-      place_rates(projected + row * width() + num_channels + mixed_size(), row, num_rows, memory);
+      place_rates(projected + row * width() + first_rate, times.at(row), row, num_rows, memory);
     });
     // The last chunks are the longest.
     const int64_t num_heads = weights_.num_value_heads, num_spans = spans_of(weights_.value_size);
@@ -84,18 +113,27 @@ class Recurrence {
     });
     team.share(ceil_div(num_rows, kRowsOfItem), [&](int64_t item) {
       for (int64_t row = item * kRowsOfItem; row < std::min((item + 1) * kRowsOfItem, num_rows); ++row)
-        gate(
-            projected + row * width() + num_channels, row, num_rows, memory, scratch,
-            mixed + row * mixed_size());
+        gate(gates.at(row), row, num_rows, memory, scratch, mixed + row * mixed_size());
     });
   }
 
  private:
-  // Numbers of a projected row: inputs of the convolution, the gate, and the rates of each value head.
+  // Rows that begin `stride` numbers apart.
+  struct RowsAt {
+    const T* first;
+    int64_t stride;
+    const T* at(int64_t row) const { return first + row * stride; }
+  };
+
+  // Numbers of a projected row: inputs of the convolution, of the gate, the rates of each value head in the
+  // delta rule, and inputs of time steps.
   int64_t width() const {
-    const int64_t rates = (weights_.is_delta ? 2 : 1) * weights_.num_value_heads;
-    return weights_.convolution.num_channels + mixed_size() + rates;
+    const int64_t num_rates = weights_.is_delta ? weights_.num_value_heads : 0;
+    return weights_.convolution.num_channels + weights_.gate_inputs + num_rates + weights_.time_inputs;
   }
+
+  int64_t num_times() const { return weights_.num_value_heads * (weights_.has_key_decays ? weights_.key_size : 1); }
+  int64_t decays_each() const { return weights_.has_key_decays ? key_stride_ : 1; }  // of a value head
 
   // Numbers of a thread, in whole cache lines.
   int64_t scratch_size() const {
@@ -141,18 +179,21 @@ class Recurrence {
     }
   }
 
-  void place_rates(const T* rates, int64_t row, int64_t num_rows, const RecurrenceMemory<T>& memory) const {
-    const int64_t num_heads = weights_.num_value_heads;
+  void place_rates(
+      const T* rates, const T* times, int64_t row, int64_t num_rows, const RecurrenceMemory<T>& memory) const {
+    const int64_t num_heads = weights_.num_value_heads, count = num_times() / num_heads;
+    const float least = static_cast<float>(weights_.least_time), most = static_cast<float>(weights_.most_time);
     for (int64_t head = 0; head < num_heads; ++head) {
-      const float x = load(rates[weights_.is_delta ? num_heads + head : head]) + weights_.time_bias[head];
-      float time = x > 20.0f ? x : std::log1p(std::exp(x));
-      time = std::min(std::max(time, static_cast<float>(weights_.least_time)),
-                      static_cast<float>(weights_.most_time));
       const int64_t place = head * num_rows + row;
-      memory.decay.data()[place] = std::exp(time * weights_.decay[head]);
-      memory.rate.data()[place] = time;
-      if (weights_.is_delta)
-        memory.rate.data()[place] = static_cast<float>(weights_.most_rate) / (1.0f + std::exp(-load(rates[head])));
+      float *decay = memory.decay.data() + place * decays_each(), &rate = memory.rate.data()[place];
+      const auto time_of = [&](int64_t i) __attribute__((always_inline)) {
+        const float time = softplus(load(times[head * count + i]) + weights_.time_bias[head * count + i]);
+        return std::min(std::max(time, least), most);
+      };
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) decay[i] = exponential(time_of(i) * weights_.decay[head]);
+      std::fill(decay + count, decay + decays_each(), 0.0f);
+      rate = weights_.is_delta ? gated(static_cast<float>(weights_.most_rate), load(rates[head])) : time_of(0);
     }
   }
 
@@ -164,17 +205,22 @@ class Recurrence {
     const int64_t first = head * num_rows + chunk.first;
     const ScanRows rows{
         memory.query.data() + first_key, memory.key.data() + first_key,
-        memory.value.data() + first * value_stride_, memory.decay.data() + first, memory.rate.data() + first,
-        weights_.skip ? weights_.skip[head] : 0.0f, chunk.count, chunk.num_known,
-        weights_.key_size, weights_.value_size};
+        memory.value.data() + first * value_stride_, memory.decay.data() + first * decays_each(),
+        memory.rate.data() + first, weights_.skip ? weights_.skip[head] : 0.0f, chunk.count, chunk.num_known,
+        weights_.key_size, weights_.value_size, decays_each()};
     const int64_t size = weights_.key_size * weights_.value_size;
     const auto state = [&](int64_t entry) {
       return weights_.states + (entry * weights_.num_value_heads + head) * size;
     };
-    if (weights_.is_delta)
-      scan_span<true>(rows, span, state(chunk.read), state(chunk.written), scratch);
+    const auto scan_with = [&](auto is_delta, auto has_key_decays) {
+      scan_span<is_delta(), has_key_decays()>(rows, span, state(chunk.read), state(chunk.written), scratch);
+    };
+    if (!weights_.is_delta)
+      scan_with(std::false_type(), std::false_type());
+    else if (weights_.has_key_decays)
+      scan_with(std::true_type(), std::true_type());
     else
-      scan_span<false>(rows, span, state(chunk.read), state(chunk.written), scratch);
+      scan_with(std::true_type(), std::false_type());
   }
 
   // Norms the values that a row read. The gate multiplies them before or after the norm.
@@ -187,7 +233,8 @@ class Recurrence {
           memory.value.data() + (head * num_rows + row) * value_stride_, value_size, read + head * value_size);
     const auto apply_gate = [&] {
 #pragma omp simd
-      for (int64_t d = 0; d < size; ++d) read[d] *= gated(load(gates[d]), load(gates[d]));
+      for (int64_t d = 0; d < size; ++d)
+        read[d] *= gated(weights_.has_sigmoid ? 1.0f : load(gates[d]), load(gates[d]));
     };
     if (weights_.gates_first) apply_gate();
     if (weights_.norm)
@@ -204,6 +251,7 @@ class Recurrence {
   const RecurrenceWeights weights_;
   const int64_t num_threads_, key_stride_, value_stride_;
   Linear<T> inputs_, output_;
+  std::unique_ptr<Linear<T>> gates_, times_;  // null: a projected row has gates or times themselves
 };
 
 }  // namespace promptq

@@ -1,5 +1,5 @@
 // Gated linear recurrences. A head has a state S [key size, value size]. A token with a query q, a key k, a
-// value v, a decay a and a rate b reads o and changes the state:
+// value v, a decay a and a rate b reads o and changes the state. A decay may be a number for each key's number:
 //
 //   S' = a S + k c'    o = S'' q + skip v    c = b (v - a S' k) in the delta rule, otherwise c = b v
 //
@@ -26,28 +26,32 @@ constexpr int kKeysAtOnce = 4;
 struct ScanRows {
   const float *query, *key;   // [count, key_stride]
   float* value;               // [count, value_stride], replaced by what the rows read
-  const float *decay, *rate;  // [count]
+  const float *decay, *rate;  // [count, decays_each], [count]
   float skip;
   int64_t count, num_known, key_size, value_size;
+  int64_t decays_each;        // 1, or key_stride() with zeros after the key size
 
   int64_t key_stride() const { return round_up(key_size, kKeysAtOnce); }
   int64_t value_stride() const { return round_up(value_size, kSpan); }
 };
 
 // Changes some columns [key_stride, kSpan] of a state by one token. Returns what the token reads.
-template <bool kIsDelta>
+template <bool kIsDelta, bool kHasKeyDecays>
 [[gnu::always_inline]] inline Pair scan_token(
-    float* state, int64_t key_stride, const float* query, const float* key, const Pair& value, float decay,
-    float rate, float skip) {
+    float* state, int64_t key_stride, const float* query, const float* key, const Pair& value,
+    const float* decays, float rate, float skip) {
+  const auto decay_of = [&](int64_t i) { return decays[kHasKeyDecays ? i : 0]; };
   Pair change = {rate * value.a, rate * value.b};
   if constexpr (kIsDelta) {
     Pair seen[kKeysAtOnce] = {};
     for (int64_t i = 0; i < key_stride; i += kKeysAtOnce)
       each<kKeysAtOnce>([&](auto j) __attribute__((always_inline)) {
         const Pair row = load_pair(state + (i + j) * kSpan);
-        seen[j].a += key[i + j] * row.a;
-        seen[j].b += key[i + j] * row.b;
+        const float by = kHasKeyDecays ? decay_of(i + j) * key[i + j] : key[i + j];
+        seen[j].a += by * row.a;
+        seen[j].b += by * row.b;
       });
+    const float decay = kHasKeyDecays ? 1.0f : *decays;
     change.a = rate * (value.a - decay * (seen[0].a + seen[1].a + (seen[2].a + seen[3].a)));
     change.b = rate * (value.b - decay * (seen[0].b + seen[1].b + (seen[2].b + seen[3].b)));
   }
@@ -55,8 +59,8 @@ template <bool kIsDelta>
   for (int64_t i = 0; i < key_stride; i += kKeysAtOnce)
     each<kKeysAtOnce>([&](auto j) __attribute__((always_inline)) {
       Pair row = load_pair(state + (i + j) * kSpan);
-      row.a = decay * row.a + key[i + j] * change.a;
-      row.b = decay * row.b + key[i + j] * change.b;
+      row.a = decay_of(i + j) * row.a + key[i + j] * change.a;
+      row.b = decay_of(i + j) * row.b + key[i + j] * change.b;
       store_pair(state + (i + j) * kSpan, row);
       read[j].a += query[i + j] * row.a;
       read[j].b += query[i + j] * row.b;
@@ -68,7 +72,7 @@ template <bool kIsDelta>
 
 // Computes the columns of span `index`. A head's state is stored span by span, each [key size, columns].
 // `before` and `after` are its states; `memory` is [key_stride, kSpan].
-template <bool kIsDelta>
+template <bool kIsDelta, bool kHasKeyDecays>
 void scan_span(const ScanRows& rows, int64_t index, const float* before, float* after, float* memory) {
   const int64_t key_stride = rows.key_stride(), value_stride = rows.value_stride();
   const int64_t first = index * kSpan, columns = std::min(kSpan, rows.value_size - first);
@@ -79,9 +83,9 @@ void scan_span(const ScanRows& rows, int64_t index, const float* before, float* 
   for (int64_t row = 0; row < rows.count; ++row) {
     float* value = rows.value + row * value_stride + first;
     store_pair(
-        value, scan_token<kIsDelta>(
+        value, scan_token<kIsDelta, kHasKeyDecays>(
                    memory, key_stride, rows.query + row * key_stride, rows.key + row * key_stride,
-                   load_pair(value), rows.decay[row], rows.rate[row], rows.skip));
+                   load_pair(value), rows.decay + row * rows.decays_each, rows.rate[row], rows.skip));
     if (row + 1 != rows.num_known) continue;
     for (int64_t i = 0; i < rows.key_size; ++i)
       std::copy_n(memory + i * kSpan, columns, after + place + i * columns);

@@ -34,6 +34,14 @@ std::unique_ptr<Packed<T>> pack(const Matrix& weight, WeightMemory& memory) {
   return std::make_unique<VectorLinear<T>>(weight, memory);
 }
 
+// Packs a weight into `memory`. If `memory` is null, which is only for fp32, the weight is read in place.
+template <typename T>
+std::unique_ptr<Packed<T>> pack_or_read(const Matrix& weight, WeightMemory* memory) {
+  if constexpr (std::is_same_v<T, float>)
+    if (!memory) return std::make_unique<UnpackedLinear>(weight);
+  return pack<T>(weight, *memory);
+}
+
 struct Range {
   int64_t first, count;
 };
@@ -177,8 +185,8 @@ class Linear {
         for (next = i + 1; next < parts.size() && parts[next].is_like(parts[i]);) ++next;
         add(pack_together({parts.begin() + i, parts.begin() + next}, *memory));
       }
-    else if constexpr (std::is_same_v<T, float>)
-      for (const Matrix& part : parts) add(std::make_unique<UnpackedLinear>(part));
+    else
+      for (const Matrix& part : parts) add(pack_or_read<T>(part, memory));
     if (bias && outputs.count > 0)
       for (int64_t i = 0; i < slice.num_results / outputs.count; ++i) {
         const T* first = bias + i * num_outputs + outputs.first;

@@ -35,4 +35,13 @@ namespace promptq {
   return magnitude < 0.625f ? near : far;
 }
 
+// Returns ln(1 + e^x) with a relative error of at most 1e-6.
+[[gnu::always_inline]] inline float softplus(float x) {
+  const float power = exponential(-std::fabs(x));  // ln(1 + power) = 2 artanh(s)
+  const float s = power / (2.0f + power), square = s * s;
+  float series = 1.0f / 13;
+  for (const float divisor : {11.0f, 9.0f, 7.0f, 5.0f, 3.0f, 1.0f}) series = series * square + 1.0f / divisor;
+  return std::max(x, 0.0f) + 2.0f * s * series;
+}
+
 }  // namespace promptq
