@@ -261,6 +261,8 @@ class Preparation:
                 f"dimensions: {embed.dimensions} is more than the {size} that the vectors of this"
                 " model have",
             )
+        if self.abilities.normalizes and not embed.normalize:
+            raise _unsupported("embed", "computes only vectors of length 1 (`normalize`)")
         if not self.abilities.generates:
             if embed.pooling not in (None, self.pooling):
                 raise _unsupported("embed", f"pools as its model does, not by {embed.pooling!r}")

@@ -36,7 +36,7 @@ DIALECTS: dict[str, Callable[..., Dialect]] = {
     "openai-remote": OpenAIRemoteDialect,
 }
 """Dialects by the engine's name. Parameters: `is_exact`, whether the server computes in fp32;
-`shares_prefixes`, whether tenants share cached prefixes; for vLLM, the `adapter` of all calls; for
+`shares_prefixes`, whether tenants share cached prefixes; an `adapter` of all calls; for
 openai-remote, `model` and `max_model_len`."""
 
 _PROBE = "Grüße, 世界! 12345\n\tdef f(x): return x # 🙂"

@@ -10,6 +10,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from llguidance import LLTokenizer
@@ -52,6 +53,9 @@ def main() -> None:
         "--grammars", metavar="DIR", help="mask by grammars, with the tokenizer in this folder"
     )
     parser.add_argument("--pictures", action="store_true", help="with vllm: have a vision model")
+    parser.add_argument(
+        "--lora", metavar="NAME=FOLDER", action="append", help="with vllm or llama.cpp: an adapter"
+    )
     parser.add_argument("--pooling", action="store_true", help="compute vectors, and no tokens")
     parser.add_argument(
         "--plugin", action="store_true", help="with --grammars: behave as vLLM with our plugin does"
@@ -83,7 +87,9 @@ def main() -> None:
 
     app = web.Application(middlewares=[check_key])
     more = [_vocabulary(Path(options.grammars)), options.plugin] if options.grammars else []
-    named = {"has_pictures": True} if options.pictures else {}
+    named: dict[str, Any] = {"has_pictures": True} if options.pictures else {}
+    if options.lora:
+        named["adapters"] = dict(each.split("=", 1) for each in options.lora)
     routes = ROUTES[options.dialect](batch, options.model, not options.without_ids, *more, **named)
     if options.pooling:
         routes = [*pooling_routes(batch, options.model), *routes]

@@ -292,6 +292,8 @@ class EngineAbilities:
     """Whether the engine reports log-probabilities, with ranks as in the protocol."""
     generates: bool = True
     """Whether the engine generates tokens. Otherwise it computes vectors, by one pooling alone."""
+    normalizes: bool = False
+    """Whether all vectors have the length 1."""
     grammars: bool = True
     """Whether the engine can make the output match a schema."""
     pictures: bool = False

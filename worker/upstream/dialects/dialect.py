@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -182,7 +183,7 @@ class Dialect(Protocol):
     ) -> npt.NDArray[np.float32]:
         """Returns the prompt's vector, [embedding_size], not normalised. Only for a server whose
         description has an `embedding_size`."""
-        raise NotImplementedError
+        return await vector_of(server, request.prompt_token_ids, model)
 
     def generate(
         self,
@@ -220,6 +221,23 @@ def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbil
     if description.heeds_masks:
         known = replace(known, grammars=True, unheeded=known.unheeded - {"bad_words", "min_tokens"})
     return known
+
+
+async def vector_of(
+    server: Server, token_ids: Sequence[int], model: str, **more: Any
+) -> npt.NDArray[np.float32]:
+    """Returns the vector of a prompt by OpenAI's `/v1/embeddings`. `more` has fields beside those
+    of OpenAI's API."""
+    body = {"model": model, "input": [[*token_ids]], "encoding_format": "base64", **more}
+    (answer,) = (await server.post("/v1/embeddings", body, server.idle_seconds))["data"]
+    return np.frombuffer(b64decode(answer["embedding"], validate=True), "<f4")
+
+
+async def with_vectors(server: Server, description: ServerDescription) -> ServerDescription:
+    """Returns the description with the length of the server's vectors. Raises RefusedError if the
+    server computes none."""
+    size = len(await vector_of(server, [0], description.model))
+    return replace(description, embedding_size=size)
 
 
 def salt_of(request: EngineRequest, *, shares_prefixes: bool) -> dict[str, str]:

@@ -6,18 +6,21 @@ The proof is `return_token_ids`, as vLLM has it. Tried with vLLM 0.32.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialects.adapter import Adapter
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
     Dialect,
     Mask,
     ServerDescription,
     server_abilities,
+    with_vectors,
 )
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
@@ -54,8 +57,15 @@ class OpenAIDialect(Dialect):
         }
     )
 
-    def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        is_exact: bool = False,
+        shares_prefixes: bool = False,
+        adapter: Adapter | None = None,
+    ) -> None:
         del shares_prefixes  # the API knows no tenants
+        self._adapter = adapter
         self.abilities = server_abilities(
             logprobs=False,
             unheeded=self.unheeded,
@@ -63,6 +73,7 @@ class OpenAIDialect(Dialect):
             exact_resume=is_exact,
             inexact_with=frozenset({"temperature"}),
             most_biases=_MOST_BIASES,
+            normalizes=True,
         )
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
@@ -73,16 +84,28 @@ class OpenAIDialect(Dialect):
 
     async def describe(self, server: Server) -> ServerDescription:
         try:
-            (model, *_) = (await server.get("/v1/models"))["data"]
+            (model, *_) = cards = (await server.get("/v1/models"))["data"]
             name, longest = str(model["id"]), int(model.get("max_model_len") or 0)
-            probe = _body([0], {"max_tokens": 1, "temperature": 0.0}, name)
-            (choice,) = (await server.post(COMPLETIONS, probe))["choices"]
+            if (adapter := self._adapter) is not None:
+                name = adapter.name
+                card = {card["id"]: card for card in cards}.get(name)
+                if card is None:
+                    raise ConfigurationError(f"--model: {server.url} has no LoRA adapter {name!r}")
+                adapter.check_card(card, server.url)
+            description = ServerDescription("an OpenAI server", name, longest or 1)
+            try:
+                probe = _body([0], {"max_tokens": 1, "temperature": 0.0}, name)
+                (choice,) = (await server.post(COMPLETIONS, probe))["choices"]
+            except RefusedError as error:
+                if not error.is_servers:
+                    raise
+                description = await with_vectors(server, description)
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"--upstream: {server.url} does not answer as an OpenAI server that takes token ids"
                 f" does ({error!s:.500})"
             ) from error
-        if not choice.get("token_ids"):
+        if not (description.embedding_size or choice.get("token_ids")):
             raise ConfigurationError(
                 f"--upstream: {server.url} gives no token ids (`return_token_ids`), without which"
                 " no stream can survive a fault; llama.cpp gives them with --engine llama.cpp"
@@ -92,12 +115,7 @@ class OpenAIDialect(Dialect):
                 f"--upstream: {server.url} does not say how long a context {name!r:.200} takes"
                 " (`max_model_len` in /v1/models)"
             )
-        return ServerDescription(
-            software="an OpenAI server",
-            model=name,
-            max_model_len=longest,
-            model_dir=model.get("root"),
-        )
+        return replace(description, max_model_len=longest, model_dir=model.get("root"))
 
     async def generate(
         self,
