@@ -51,7 +51,7 @@ class UnservedFieldError(InvalidRequestError):
     worker may serve it. `ability` is the field's name in `EngineAbilities.refused`."""
 
     def __init__(self, field: str, ability: str | None = None) -> None:
-        what = ability if field == "messages" else "it"
+        what = ability if field in ("messages", "embed") and ability else "it"
         super().__init__(
             f"{field}: no live worker's engine serves {what}", field, error_type="unsupported"
         )
@@ -161,6 +161,7 @@ class Preparation:
                 weight=claim.weight,
                 grammar=self._grammar(request, ends, emitted, bool(unsent), only_quick),
                 pooling=pooling,
+                pair=_pair_of(request),
                 pictures=tuple(picture.url for picture in pictures),
                 picture_tokens=picture_tokens,
             ),
@@ -224,7 +225,10 @@ class Preparation:
         unheeded = self.abilities.unheeded
         if not self.abilities.logprobs:
             unheeded |= {"logprobs"}
-        for name in sorted(unheeded & request.model_fields_set):
+        pair = _pair_of(request)
+        if pair and not self.abilities.scores:
+            raise UnservedFieldError("embed", "scores")
+        for name in sorted((unheeded - {"embed"} if pair else unheeded) & request.model_fields_set):
             if getattr(request, name) != Request.model_fields[name].default:
                 raise UnservedFieldError(name)
         if request.pictures and not self.abilities.pictures:
@@ -254,6 +258,8 @@ class Preparation:
     def _pooling(self, embed: Embed | None) -> Pooling | None:
         if embed is None:
             return None
+        if embed.query is not None:
+            return "last"  # the server knows better
         size = self.limits.embedding_size
         if embed.dimensions is not None and embed.dimensions > size:
             raise _invalid(
@@ -372,6 +378,11 @@ def _invalid(field: str, why: str, **more: str) -> InvalidRequestError:
 
 def _unsupported(field: str, why: str) -> InvalidRequestError:
     return _invalid(field, f"this worker's engine {why}", error_type="unsupported")
+
+
+def _pair_of(request: Request) -> tuple[str, str] | None:
+    query, prompt = request.embed and request.embed.query, request.prompt
+    return (query, prompt) if query and isinstance(prompt, str) else None
 
 
 def _num_values(payload: bytes) -> int:

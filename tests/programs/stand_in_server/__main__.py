@@ -57,6 +57,7 @@ def main() -> None:
         "--lora", metavar="NAME=FOLDER", action="append", help="with vllm or llama.cpp: an adapter"
     )
     parser.add_argument("--pooling", action="store_true", help="compute vectors, and no tokens")
+    parser.add_argument("--scores", action="store_true", help="score documents, nothing else")
     parser.add_argument(
         "--plugin", action="store_true", help="with --grammars: behave as vLLM with our plugin does"
     )
@@ -91,8 +92,8 @@ def main() -> None:
     if options.lora:
         named["adapters"] = dict(each.split("=", 1) for each in options.lora)
     routes = ROUTES[options.dialect](batch, options.model, not options.without_ids, *more, **named)
-    if options.pooling:
-        routes = [*pooling_routes(batch, options.model), *routes]
+    if options.pooling or options.scores:
+        routes = [*pooling_routes(batch, options.model, options.scores), *routes]
     app.add_routes(routes)
     app.add_routes([web.get("/stand-in", tell), web.post("/stand-in", fail)])
     web.run_app(app, host="127.0.0.1", port=options.port, print=None, handler_cancellation=True)

@@ -72,6 +72,10 @@ def llama_cpp_routes(
         said = "This server does not support embeddings. Start it with `--embeddings`"
         return error(said, "not_supported_error", 501)
 
+    async def rerank(_: web.Request) -> web.Response:
+        said = "This server does not support reranking. Start it with `--reranking`"
+        return error(said, "not_supported_error", 501)
+
     async def completion(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         prompt, is_stream = body["prompt"], body.get("stream", False)
@@ -144,4 +148,5 @@ def llama_cpp_routes(
         web.post("/completion", completion),
         web.get("/lora-adapters", lora_adapters),
         web.post("/v1/embeddings", embeddings),
+        web.post("/v1/rerank", rerank),
     ]

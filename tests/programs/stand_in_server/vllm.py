@@ -317,7 +317,7 @@ def vector_of(token_ids: Sequence[int]) -> list[float]:
     return [float(len(token_ids)), float(token_ids[0]), float(token_ids[-1]), 0.5]
 
 
-def pooling_routes(batch: Batch, model: str) -> list[web.RouteDef]:
+def pooling_routes(batch: Batch, model: str, only_scores: bool) -> list[web.RouteDef]:
     """Returns the routes of a server that was started for pooling, where they differ."""
 
     async def missing(_: web.Request) -> web.Response:
@@ -346,5 +346,33 @@ def pooling_routes(batch: Batch, model: str) -> list[web.RouteDef]:
             {"id": "embd-1", "object": "list", "model": model, "data": vectors, "usage": usage}
         )
 
+    async def rerank(request: web.Request) -> web.Response:
+        body = await request.json()
+        query, documents = body["query"], body["documents"]
+        if batch.fault == "break":
+            return web.json_response({"error": {"message": "broken"}}, status=500)
+        if batch.fault == "too_long":
+            said = {"message": "the input is too long", "type": "BadRequestError", "code": 400}
+            return web.json_response({"error": said}, status=400)
+        results = [
+            {"index": number, "document": {"text": text}, "relevance_score": score}
+            for number, text in enumerate(documents)
+            for score in [math.nan if batch.fault == "spoil" else score_of(query, text)]
+        ]
+        num_tokens = sum(len(query) + len(text) + 3 for text in documents)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return web.json_response(
+            {"id": "score-1", "model": model, "usage": usage, "results": results}
+        )
+
     others = ("/inference/v1/generate", "/v1/completions", "/completion")
-    return [web.post("/v1/embeddings", embeddings), *(web.post(path, missing) for path in others)]
+    computed = [] if only_scores else [web.post("/v1/embeddings", embeddings)]
+    if only_scores:
+        others = (*others, "/v1/embeddings")
+        computed.append(web.post("/v1/rerank", rerank))
+    return [*computed, *(web.post(path, missing) for path in others)]
+
+
+def score_of(query: str, document: str) -> float:
+    """Returns the share of the query's letters that a document has."""
+    return len({*query} & {*document}) / len({*query})

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, ClassVar
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
@@ -28,8 +25,7 @@ from promptq.worker.upstream.dialects.dialect import (
     Mask,
     ServerDescription,
     server_abilities,
-    vector_of,
-    with_vectors,
+    with_pooling,
 )
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
@@ -55,6 +51,8 @@ class LlamaCppDialect(Dialect):
 
     A slot reuses the longest beginning that a prompt shares with an earlier one of any tenant.
     """
+
+    raw_vectors: ClassVar[Mapping[str, Any]] = {"embd_normalize": -1}
 
     def __init__(
         self,
@@ -125,7 +123,7 @@ class LlamaCppDialect(Dialect):
         except RefusedError as error:
             raise ConfigurationError(f"--model: llama.cpp at {server.url} {error}") from error
         try:
-            return await with_vectors(server, description)
+            return await with_pooling(server, description, may_do_both=False)
         except RefusedError as error:
             if error.status != 501:  # the status without --embeddings
                 raise
@@ -142,12 +140,6 @@ class LlamaCppDialect(Dialect):
         body = {"content": text, "add_special": False, "parse_special": True}
         tokens: list[int] = (await server.post("/tokenize", body))["tokens"]
         return tokens
-
-    async def embedding(
-        self, server: Server, request: EngineRequest, model: str
-    ) -> npt.NDArray[np.float32]:
-        own = {"embd_normalize": -1}  # the worker normalises
-        return await vector_of(server, request.prompt_token_ids, model, **own)
 
     async def _lora_fields(self, server: Server) -> dict[str, Any]:
         """Returns the field of a call for the adapter, which the server knows by its place in a

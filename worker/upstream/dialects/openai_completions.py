@@ -20,7 +20,7 @@ from promptq.worker.upstream.dialects.dialect import (
     Mask,
     ServerDescription,
     server_abilities,
-    with_vectors,
+    with_pooling,
 )
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
@@ -99,13 +99,13 @@ class OpenAIDialect(Dialect):
             except RefusedError as error:
                 if not error.is_servers:
                     raise
-                description = await with_vectors(server, description)
+                description = await with_pooling(server, description)
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"--upstream: {server.url} does not answer as an OpenAI server that takes token ids"
                 f" does ({error!s:.500})"
             ) from error
-        if not (description.embedding_size or choice.get("token_ids")):
+        if not (description.pools or choice.get("token_ids")):
             raise ConfigurationError(
                 f"--upstream: {server.url} gives no token ids (`return_token_ids`), without which"
                 " no stream can survive a fault; llama.cpp gives them with --engine llama.cpp"

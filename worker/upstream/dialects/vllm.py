@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
 from promptq.shared.errors import ConfigurationError
@@ -31,8 +30,7 @@ from promptq.worker.upstream.dialects.dialect import (
     ServerDescription,
     salt_of,
     server_abilities,
-    vector_of,
-    with_vectors,
+    with_pooling,
 )
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
@@ -62,6 +60,8 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 class VllmDialect(Dialect):
     """vLLM's dialect. `is_exact`: the server computes in fp32, so greedy streams resume exactly."""
+
+    raw_vectors: ClassVar[Mapping[str, Any]] = {"use_activation": False}
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class VllmDialect(Dialect):
             if error.status not in (403, 404):
                 raise
             try:
-                return await with_vectors(server, description)
+                return await with_pooling(server, description)
             except RefusedError:
                 raise ConfigurationError(
                     f"--upstream: vLLM at {server.url} takes no token ids; start it with"
@@ -165,12 +165,8 @@ class VllmDialect(Dialect):
             raise ServerFaultError("generated nothing when it was tried")
         return replace(description, takes_pictures=await takes_pictures(server, body))
 
-    async def embedding(
-        self, server: Server, request: EngineRequest, model: str
-    ) -> npt.NDArray[np.float32]:
-        salt = salt_of(request, shares_prefixes=self._shares_prefixes)
-        own = {"use_activation": False, **salt}  # the worker normalises
-        return await vector_of(server, request.prompt_token_ids, model, **own)
+    def salt(self, request: EngineRequest) -> dict[str, str]:
+        return salt_of(request, shares_prefixes=self._shares_prefixes)
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         body = {"prompt": text, "add_special_tokens": False}
@@ -250,7 +246,7 @@ class VllmDialect(Dialect):
             "sampling_params": sampling,
             "reasoning_ended": True,  # else a grammar might wait for the end of a thought
             "stream": True,
-            **(salt := salt_of(request, shares_prefixes=self._shares_prefixes)),
+            **(salt := self.salt(request)),
             **picture_fields(request, salt),
         }
 
