@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "score": "cls.output",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -106,6 +107,10 @@ def _write(model: Path, file: Path, format: str) -> None:
     rotation = config["rope_parameters"]
     writer.add_rope_freq_base(rotation.get("full_attention", rotation)["rope_theta"])
     _add_sizes_of_family(writer, family, config)
+    if config["architectures"][0].endswith("ForSequenceClassification"):
+        labels = [*config.get("id2label", "01")]
+        writer.add_array(f"{_ARCHITECTURES[family]}.classifier.output_labels", labels)
+        writer.add_string("tokenizer.chat_template.rerank", "{query} {document}")
     writer.add_file_type(LlamaFileType["ALL_F32" if format == "F32" else f"MOSTLY_{format}"])
 
     tokenizer = json.loads((model / "tokenizer.json").read_text())

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from promptq.producer.apis.completions.read import read_chat, read_completion
-from promptq.producer.apis.embeddings.read import read_embedding_call
+from promptq.producer.apis.embeddings.read import read_embedding_call, read_rerank_call
 from promptq.producer.apis.messages.read import NAMES as MESSAGE_NAMES
 from promptq.producer.apis.messages.read import read_count_call, read_message_call
 from promptq.producer.apis.responses.read import read_input_count, read_response
@@ -15,7 +15,12 @@ from promptq.producer.apis.responses.response_call import NewResponse, new_respo
 from promptq.producer.calls.call import CompletionCall
 from promptq.producer.calls.call_body import wrong_field
 from promptq.producer.calls.call_reader import Read, Reader, Readers
-from promptq.producer.calls.completion import new_completion_id, new_embedding_id, new_message_id
+from promptq.producer.calls.completion import (
+    new_completion_id,
+    new_embedding_id,
+    new_message_id,
+    new_rerank_id,
+)
 
 
 def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
@@ -35,6 +40,7 @@ READERS: Readers = {
     "completions": Reader(_without_history(read_completion), partial(new_completion_id, False)),
     "chats": Reader(_without_history(read_chat), partial(new_completion_id, True)),
     "embeddings": Reader(_without_history(read_embedding_call), new_embedding_id),
+    "reranks": Reader(_without_history(read_rerank_call), new_rerank_id),
     "messages": Reader(_without_history(read_message_call), new_message_id),
     "message_forks": Reader(_without_history(_read_message_fork), new_message_id),
     "counts": Reader(_without_history(read_count_call), new_message_id),

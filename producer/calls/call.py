@@ -47,7 +47,9 @@ class CompletionCall:
     body_bytes: int = 0
     encoding_format: Literal["float", "base64"] | None = None
     """The encoding of vectors; None if the call requests text."""
-    form: Literal["", "embeddings", "response", "message", "count", "input_count"] = ""
+    top_n: int | None = None
+    """The most documents in the answer of /v1/rerank; None: all."""
+    form: Literal["", "embeddings", "rerank", "response", "message", "count", "input_count"] = ""
     names: Mapping[str, str] = field(default_factory=dict)
     """Maps names of fields in a payload to their names in the body; see `in_api_names`."""
     has_pictures: bool = False

@@ -54,6 +54,7 @@ Endpoint = Literal[
     "completions",
     "chats",
     "embeddings",
+    "reranks",
     "responses",
     "input_counts",
     "messages",

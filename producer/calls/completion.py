@@ -23,7 +23,7 @@ from promptq.shared.queue.request_queue import new_request_id
 
 _NUMBER = re.compile(r"[0-9]{1,3}")
 _PREFIX = re.compile(r"[a-z]+[-_]")
-_CHAT, _TEXT, _VECTOR, _MESSAGE = "chatcmpl-", "cmpl-", "embd-", "msg_"
+_CHAT, _TEXT, _VECTOR, _RERANK, _MESSAGE = "chatcmpl-", "cmpl-", "embd-", "rerank-", "msg_"
 _ECHO_ONLY = "only"
 
 
@@ -51,6 +51,7 @@ class Completion:
     echo_only: bool = False
     encoding_format: str | None = None
     """The encoding of vectors; None if the call requests text."""
+    top_n: int | None = None
     prefill: str = ""
     """Text with which the call lets the output begin. The answer does not repeat this text."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -107,6 +108,10 @@ def new_embedding_id() -> str:
     return _VECTOR + new_request_id()
 
 
+def new_rerank_id() -> str:
+    return _RERANK + new_request_id()
+
+
 def new_message_id() -> str:
     return _MESSAGE + new_request_id().replace("-", "")
 
@@ -155,6 +160,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         echoes=echoes if call.echo else (),
         echo_only=call.echo_only,
         encoding_format=call.encoding_format,
+        top_n=call.top_n,
         prefill=_prefill(**call.fields.get("output_prefix", {})),
         names=call.names,
     )

@@ -239,6 +239,7 @@ class AsyncClient:
         pooling: Pooling | None = None,
         normalize: bool = True,
         dimensions: int | None = None,
+        query: str | None = None,
         timeout: float | None = None,
         **fields: Any,
     ) -> Embeddings:
@@ -246,17 +247,24 @@ class AsyncClient:
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
         tokens) or the worker's default. `dimensions` is the number of components to keep of each
-        vector. `fields` are as in `enqueue`; fields for generation have no effect. `timeout`
-        (seconds) is for all texts together.
+        vector. `query`: see `rerank`. `fields` are as in `enqueue`; fields for generation have no
+        effect. `timeout` (seconds) is for all texts together.
 
         Raises the errors of `enqueue` and `result`, and RequestFailedError without a vector.
         """
-        embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
+        options = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
+        embed = {**options, "query": query}
         new = compose_embeddings(texts, {**fields, "embed": embed})
         request_ids = await self.enqueue_composed(new)
         left = countdown(timeout)
         results = [await self.result(each, timeout=left()) for each in request_ids]
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
+
+    async def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
+        """Returns how well each document answers a query, by the model's server; higher is better.
+        `options` and errors are those of `embed`."""
+        found = await self.embed(documents, query=query, **options)
+        return [score for (score,) in found.vectors]
 
     # One request
 

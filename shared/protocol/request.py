@@ -238,6 +238,15 @@ class Embed(BaseModel):
     pooling: Pooling | None = None
     normalize: bool = True
     dimensions: int | None = Field(None, ge=1)
+    query: str | None = Field(
+        None, min_length=1, description="the vector is one number: how well the prompt answers this"
+    )
+
+    @model_validator(mode="after")
+    def _check_query_alone(self) -> Self:
+        if self.query is not None and self != Embed.model_construct(query=self.query):
+            raise ValueError("query: cannot be combined with other members")
+        return self
 
 
 class OutputPrefix(BaseModel):
@@ -322,6 +331,8 @@ class Request(SamplingParams):
             raise ValueError("prompt: has no tokens, so there is nothing to continue")
         if self.prompt == "" and self.embed is not None:
             raise ValueError("prompt: is empty, so there is nothing to embed")
+        if self.embed is not None and self.embed.query and not isinstance(self.prompt, str):
+            raise ValueError("prompt: must be a text, because embed has a query")
         if self.messages is not None:
             self.messages = normalised(self.messages)
             if self.pictures and (self.tokenize or self.prompt_logprobs is not None):

@@ -29,7 +29,9 @@ from tests.support.waiting import async_until
 
 QUEUES = {"default": "owl", "b": "wren"}
 """Names of models by their queues."""
-REFUSED = ["embed", "pictures", "prompt_logprobs", "response_format", "tool_choice"]
+REFUSED = [
+    *("embed", "pictures", "prompt_logprobs", "response_format", "scores", "tool_choice"),
+]
 """Fields that the model-free engine cannot serve."""
 
 

@@ -51,7 +51,7 @@ class UnservedFieldError(InvalidRequestError):
     worker may serve it. `ability` is the field's name in `EngineAbilities.refused`."""
 
     def __init__(self, field: str, ability: str | None = None) -> None:
-        what = ability if field == "messages" else "it"
+        what = ability if field in ("messages", "embed") and ability else "it"
         super().__init__(
             f"{field}: no live worker's engine serves {what}", field, error_type="unsupported"
         )
@@ -154,6 +154,7 @@ class Preparation:
                 weight=claim.weight,
                 grammar=self._grammar(request, ends, emitted, bool(unsent), only_quick),
                 pooling=pooling,
+                pair=_pair_of(request),
                 pictures=tuple(picture.url for picture in pictures),
                 picture_tokens=picture_tokens,
             ),
@@ -217,7 +218,10 @@ class Preparation:
         unheeded = self.engine.abilities.unheeded
         if not self.engine.abilities.logprobs:
             unheeded |= {"logprobs"}
-        for name in sorted(unheeded & request.model_fields_set):
+        pair = _pair_of(request)
+        if pair and not self.engine.abilities.scores:
+            raise UnservedFieldError("embed", "scores")
+        for name in sorted((unheeded - {"embed"} if pair else unheeded) & request.model_fields_set):
             if getattr(request, name) != Request.model_fields[name].default:
                 raise UnservedFieldError(name)
         if request.messages and request.pictures and not self.engine.abilities.pictures:
@@ -247,6 +251,8 @@ class Preparation:
     def _pooling(self, embed: Embed | None) -> Pooling | None:
         if embed is None:
             return None
+        if embed.query is not None:
+            return "last"  # the server knows better
         size = self.engine.limits.embedding_size
         if embed.dimensions is not None and embed.dimensions > size:
             raise _invalid(
@@ -254,6 +260,8 @@ class Preparation:
                 f"dimensions: {embed.dimensions} is more than the {size} that the vectors of this"
                 " model have",
             )
+        if self.engine.abilities.normalizes and not embed.normalize:
+            raise _unsupported("embed", "computes only vectors of length 1 (`normalize`)")
         if not self.engine.abilities.generates:
             if embed.pooling not in (None, self.pooling):
                 raise _unsupported("embed", f"pools as its model does, not by {embed.pooling!r}")
@@ -363,6 +371,11 @@ def _invalid(field: str, why: str, **more: str) -> InvalidRequestError:
 
 def _unsupported(field: str, why: str) -> InvalidRequestError:
     return _invalid(field, f"this worker's engine {why}", error_type="unsupported")
+
+
+def _pair_of(request: Request) -> tuple[str, str] | None:
+    query, prompt = request.embed and request.embed.query, request.prompt
+    return (query, prompt) if query and isinstance(prompt, str) else None
 
 
 def _num_values(payload: bytes) -> int:

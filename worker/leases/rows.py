@@ -297,6 +297,8 @@ class RowBuilder:
             field, kind = prepared.request.field_that_bounds, "unsupported"
             if prepared.engine_request.pictures:
                 field, kind = "messages", "invalid_request"
+            elif prepared.engine_request.pair:
+                field, kind = "prompt", "invalid_request"
             return ErrorInfo(type=kind, message=f"{field}: {reason}")
         self._log.error("the engine failed", request_id=prepared.request_id, error=output.error)
         return ErrorInfo(type="internal_error", message=reason)
@@ -343,8 +345,8 @@ def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
 def encoded(vector: npt.NDArray[np.float32], embed: Embed) -> str:
     """Returns the vector as base64 of little-endian float32, cut to `embed.dimensions` numbers, and
-    scaled to length 1 if `embed.normalize`."""
+    scaled to length 1 if `embed.normalize`. A score stays as it is."""
     numbers = vector[: embed.dimensions].astype(np.float64)
-    if embed.normalize:
+    if embed.normalize and embed.query is None:
         numbers /= max(float(np.linalg.norm(numbers)), _SHORTEST)
     return base64.b64encode(numbers.astype("<f4").tobytes()).decode("ascii")

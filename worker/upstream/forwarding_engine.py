@@ -267,10 +267,8 @@ class ForwardingEngine:
                 self._give_back(sequence, str(error), is_blameless=True)
                 self._recover(str(error))
             else:
-                has_pictures = bool(sequence.request.pictures)
-                self._put_end(
-                    sequence, FinishReason.ERROR, error=str(error), is_refused=has_pictures
-                )
+                is_foreign = bool(sequence.request.pictures or sequence.request.pair)
+                self._put_end(sequence, FinishReason.ERROR, error=str(error), is_refused=is_foreign)
         except OverloadedError as error:
             seconds = _OVERLOADED_SECONDS if error.seconds is None else error.seconds
             why = f"the server is overloaded: {error}"
@@ -310,7 +308,8 @@ class ForwardingEngine:
             self.limits.vocab_size,
         )
         if sequence.request.pooling is not None:
-            vector = await stream.embedding(self.limits.embedding_size)
+            vector, num_tokens = await stream.embedding(self.limits.embedding_size)
+            sequence.timing.prompt_tokens = num_tokens
             self._put_end(sequence, FinishReason.STOP, embedding=vector)
             return
         if sequence.request.wants_prompt_logprobs and not sequence.emitted:

@@ -37,7 +37,7 @@ _Tokens = tuple[list[int], list[float]]
 async def describe(dialect: Dialect, server: Server) -> ServerDescription:
     """Returns a server's description with its probed abilities, like `Dialect.describe`."""
     description, is_invariant = await dialect.describe(server), False
-    if description.embedding_size or not description.gives_token_ids:
+    if description.pools or not description.gives_token_ids:
         return description
 
     async def choice(*emitted: int, **rules: Any) -> int:

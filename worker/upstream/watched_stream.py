@@ -97,13 +97,18 @@ class WatchedStream:
             raise UnusableAnswerError("its report on the prompt has a number that is no token id")
         return found
 
-    async def embedding(self, size: int) -> npt.NDArray[np.float32]:
-        """Returns the prompt's vector, [size], checked. Raises UnusableAnswerError."""
+    async def embedding(self, size: int) -> tuple[npt.NDArray[np.float32], int | None]:
+        """Returns the prompt's vector, [size], or its score, [1], checked, and the number of tokens
+        if the server reports this. Raises UnusableAnswerError."""
+        of = (self._server, self._request, self._model)
         with malformed_as_fault():
-            vector = await self._dialect.embedding(self._server, self._request, self._model)
+            vector, num_tokens = await self._dialect.embedding(*of)
+        size = size if self._request.pair is None else 1
+        if type(num_tokens or 0) is not int:
+            raise UnusableAnswerError("its number of prompt tokens is no number")
         if len(vector) != size or not np.isfinite(vector).all():
             raise UnusableAnswerError(f"no vector of {size} finite numbers")
-        return vector
+        return vector, num_tokens
 
     async def _free_chunks(self) -> AsyncGenerator[Chunk]:
         """Yields what the server generates freely, up to a token that breaks a rule."""

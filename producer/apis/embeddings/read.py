@@ -1,8 +1,8 @@
-"""Converts the body of a call of /v1/embeddings to a `CompletionCall`."""
+"""Converts the bodies of calls of /v1/embeddings and /v1/rerank to `CompletionCall`s."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -19,7 +19,7 @@ from promptq.producer.calls.call_body import (
 )
 from promptq.shared.protocol.request import Pooling, SamplingParams
 
-NAMES = {
+_NAMES = {
     "prompt": "input",
     "embed: dimensions": "dimensions",
     "embed: pooling": "pooling",
@@ -27,6 +27,7 @@ NAMES = {
 """Maps names of fields in a payload to their names in the body; see `in_api_names`."""
 MAX_INPUTS = 2048
 """The most inputs of one call, as in the OpenAI API."""
+_NAMES_OF_RERANK = {"prompt": "documents", "embed: query": "query", "embed": "query"}
 _OF_OTHER_ENDPOINTS = ("prompt", "messages", "embed", "tokenize", "detach", "stream")
 
 
@@ -48,18 +49,8 @@ class EmbeddingOptions(BodyOptions):
 def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     """Parses a call of /v1/embeddings. Raises InvalidRequestError."""
     options, fields = read_options(EmbeddingOptions, body, headers)
-    refuse(fields, [*SamplingParams.model_fields, *_OF_OTHER_ENDPOINTS])
-    if not options.input:
-        raise wrong_field("input", "is empty")
-    prompts = prompts_of("input", options.input)
-    if len(prompts) > MAX_INPUTS:
-        raise wrong_field(
-            "input", f"{len(prompts)} inputs are more than the {MAX_INPUTS} of one call"
-        )
-    for place, prompt in enumerate(prompts):
-        if not prompt:
-            raise wrong_field("input", f"item {place} is empty")
-    check_size_of_call(len(body), fields, len(prompts), named="input")
+    prompts = prompts_of("input", options.input) if options.input else []
+    _check("input", fields, prompts, len(body))
     fields["embed"] = without_none({"pooling": options.pooling, "dimensions": options.dimensions})
     if not options.normalize:
         fields["embed"]["normalize"] = False
@@ -70,5 +61,49 @@ def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCa
         prompts=prompts,
         encoding_format=options.encoding_format,
         form="embeddings",
-        names=NAMES,
+        names=_NAMES,
     )
+
+
+class RerankOptions(BodyOptions):
+    """The fields of /v1/rerank, as in vLLM and in Jina's API."""
+
+    query: str = Field(min_length=1)
+    documents: list[str | dict[str, Any]] = Field(description="texts, or objects with a `text`")
+    top_n: int | None = Field(None, ge=1, description="the most documents in the answer")
+    return_documents: bool = Field(False, description="repeat the documents in the answer")
+    user: str | None = Field(None, description="accepted without effect")
+
+
+def read_rerank_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    """Parses a call of /v1/rerank. Raises InvalidRequestError."""
+    options, fields = read_options(RerankOptions, body, headers)
+    texts = [each.get("text") if isinstance(each, dict) else each for each in options.documents]
+    _check("documents", fields, texts, len(body) + len(texts) * len(options.query))
+    fields["embed"] = {"query": options.query}
+    return options.call(
+        fields,
+        len(body),
+        is_chat=False,
+        prompts=texts,
+        form="rerank",
+        names=_NAMES_OF_RERANK,
+        echo=options.return_documents,
+        top_n=options.top_n,
+    )
+
+
+def _check(field: str, fields: dict[str, Any], prompts: Sequence[Any], num_bytes: int) -> None:
+    """Raises InvalidRequestError if a call has fields of other endpoints, or a wrong number or size
+    of prompts."""
+    refuse(fields, [*SamplingParams.model_fields, *_OF_OTHER_ENDPOINTS])
+    if not prompts:
+        raise wrong_field(field, "is empty")
+    if len(prompts) > MAX_INPUTS:
+        raise wrong_field(
+            field, f"{len(prompts)} inputs are more than the {MAX_INPUTS} of one call"
+        )
+    for place, prompt in enumerate(prompts):
+        if not prompt:
+            raise wrong_field(field, f"item {place} is empty")
+    check_size_of_call(num_bytes, fields, len(prompts), named=field)

@@ -1,4 +1,4 @@
-"""Writes vectors in the form of OpenAI's API."""
+"""Writes vectors in the form of OpenAI's API, and scores in that of Jina's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from promptq.producer.apis.embeddings.read import NAMES
 from promptq.producer.calls.completion import Completion, failure
 from promptq.producer.calls.errors import ApiError
 from promptq.shared.protocol.events import Result
 
 
-def failure_of_embedding(result: Result) -> ApiError | None:
+def failure_of_embedding(completion: Completion, result: Result) -> ApiError | None:
     """Returns the error of a request that ended without a vector; None if there is a vector."""
-    return failure(result.finish_reason, result.error, num_tokens=0, names=NAMES)
+    return failure(result.finish_reason, result.error, num_tokens=0, names=completion.names)
 
 
 async def embeddings_json(completion: Completion, results: Sequence[Result]) -> bytes:
@@ -36,7 +35,7 @@ def embeddings_body(completion: Completion, results: Sequence[Result]) -> dict[s
 
 
 def _datum(completion: Completion, index: int, result: Result) -> dict[str, Any]:
-    if (error := failure_of_embedding(result)) is not None:
+    if (error := failure_of_embedding(completion, result)) is not None:
         raise error
     try:
         numbers = result.vector
@@ -45,6 +44,18 @@ def _datum(completion: Completion, index: int, result: Result) -> dict[str, Any]
         raise ApiError(409, message, code="spoilt_record") from None
     shown = result.embedding if completion.encoding_format == "base64" else numbers
     return {"object": "embedding", "index": index, "embedding": shown}
+
+
+async def rerank_json(completion: Completion, results: Sequence[Result]) -> bytes:
+    """Returns the body of the answer of /v1/rerank. Raises ApiError if a result has no score."""
+    ranked = []
+    for index, result in enumerate(results):
+        score, *_ = _datum(completion, index, result)["embedding"]
+        document = {"document": {"text": completion.echoes[index]}} if completion.echoes else {}
+        ranked.append({"index": index, **document, "relevance_score": score})
+    ranked.sort(key=lambda each: -each["relevance_score"])
+    shown = {"model": completion.model, "results": ranked[: completion.top_n]}
+    return json.dumps({"id": completion.id, **shown, **_usage(results)}).encode("ascii")
 
 
 def _usage(results: Sequence[Result]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ local function has_one_of(list, needs)
 end
 
 -- Whether a live worker serves all fields of the list `needs`. Workers of earlier releases report no list. A
--- worker on standby has promptq's own engine, which serves all fields, but not every model embeds.
+-- worker on standby has promptq's own engine, which scores nothing and sees no pictures; not every model embeds.
 local lists, answers = nil, {}
 local function some_worker_serves(needs)
   if not lists then
@@ -22,7 +22,7 @@ local function some_worker_serves(needs)
     end
     local standby_until = redis.pcall('HGET', keys.prefix .. 'model', 'standby_until')
     if type(standby_until) == 'string' and numbers.whole(standby_until, 0) > server.now then
-      lists[#lists + 1] = 'embed'
+      lists[#lists + 1] = 'embed pictures scores'
     end
   end
   if answers[needs] == nil then

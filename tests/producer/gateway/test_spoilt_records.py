@@ -243,6 +243,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9},
     "/v1/responses": {"input": "a"},
     "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
 }
 
 

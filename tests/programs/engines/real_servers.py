@@ -162,6 +162,7 @@ class RealServer:
             *("--ctx-size", str(self.slots * self.length), "--threads-http", "64", "--no-webui"),
             *("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"),
             *("--threads", "1", "--slots", "--metrics"),
+            *self.arguments,
         ]
         return command, {}
 

@@ -1,4 +1,4 @@
-"""A real vLLM applies LoRA adapters that workers load: the tokens are those of merged weights."""
+"""Real servers apply LoRA adapters: the tokens are those of merged weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import httpx2
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.lib.gguf_file import gguf_name
 from promptq import Client
 from promptq.worker.shipped import MODEL_DIR
 from tests.programs.engines.real_servers import (
@@ -71,7 +73,40 @@ def saved_adapter(folder: Path, seed: int) -> tuple[Path, Any]:
     return folder, model
 
 
-def test_tokens_are_those_of_merged_weights_also_behind_an_unload_and_a_killed_worker(
+def saved_gguf(file: Path, folder: Path) -> Path:
+    """Saves an adapter's weights in llama.cpp's format."""
+    writer = gguf.GGUFWriter(file, "qwen3")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(RANK))
+    for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+        place, half, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
+        writer.add_tensor(f"{gguf_name(f'{place}.weight')}.{half.lower()}", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_llama_cpp_applies_the_adapter_of_the_name_also_behind_a_killed_worker(
+    redis_url: str, tmp_path: Path
+) -> None:
+    if why := why_missing("llama.cpp"):
+        pytest.skip(why)
+    tokenizer, arguments, merged = AutoTokenizer.from_pretrained(MODEL_DIR), list[str](), {}
+    for seed in (1, 2):
+        folder, merged[folder] = saved_adapter(tmp_path / f"adapter{seed}", seed)
+        file = saved_gguf(tmp_path / f"{folder.name}.gguf", folder)
+        arguments += ["--lora", str(file)]
+    with real_server("llama.cpp", tmp_path / "server", arguments=arguments) as server:
+        for folder, model in merged.items():
+            wanted = [generate(model, tokenizer.encode(prompt), NUM_TOKENS) for prompt in PROMPTS]
+            assert wanted[0] != undisturbed(PROMPTS[0], NUM_TOKENS)
+            assert tokens_behind_a_kill(redis_url, tmp_path, server, folder) == wanted
+
+
+def test_vllm_loads_adapters_also_behind_an_unload_and_a_killed_worker(
     redis_url: str, tmp_path: Path, server: RealServer
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -79,19 +114,26 @@ def test_tokens_are_those_of_merged_weights_also_behind_an_unload_and_a_killed_w
         folder, merged = saved_adapter(tmp_path / f"adapter{seed}", seed)
         wanted = [generate(merged, tokenizer.encode(prompt), NUM_TOKENS) for prompt in PROMPTS]
         assert wanted[0] != undisturbed(PROMPTS[0], NUM_TOKENS)
-        options = (
-            *("--engine", "vllm", "--upstream", server.url, "--dtype", "float32"),
-            *("--model", str(folder), "--queue", folder.name, "--lease-ms", "2000"),
-        )
-        url = as_role("operator", redis_url)
-        with Client(url, queue=folder.name) as client:
-            with started(tmp_path, redis_url, *options) as first:
-                fields = {**GREEDY, "model": folder.name, "ignore_eos": True}
-                ids = [client.enqueue(prompt, **fields) for prompt in PROMPTS]
-                next(client.stream(ids[0]))
-                first.process.kill()
+        assert tokens_behind_a_kill(redis_url, tmp_path, server, folder) == wanted
+
+
+def tokens_behind_a_kill(
+    redis_url: str, tmp_path: Path, server: RealServer, folder: Path
+) -> list[list[int]]:
+    """Returns the tokens of requests whose first worker is killed. Unloads the adapter of a vLLM
+    meanwhile."""
+    options = (
+        *("--engine", server.name, "--upstream", server.url, "--dtype", "float32"),
+        *("--model", str(folder), "--queue", folder.name, "--lease-ms", "2000"),
+    )
+    with Client(as_role("operator", redis_url), queue=folder.name) as client:
+        with started(tmp_path, redis_url, *options) as first:
+            fields = {**GREEDY, "model": folder.name, "ignore_eos": True}
+            ids = [client.enqueue(prompt, **fields) for prompt in PROMPTS]
+            next(client.stream(ids[0]))
+            first.process.kill()
+        if server.name == "vllm":
             body = {"lora_name": folder.name}
             httpx2.post(f"{server.url}/v1/unload_lora_adapter", json=body).raise_for_status()
-            with started(tmp_path, redis_url, *options):
-                for request_id, tokens in zip(ids, wanted, strict=True):
-                    assert client.result(request_id).token_ids == tokens
+        with started(tmp_path, redis_url, *options):
+            return [client.result(request_id).token_ids for request_id in ids]

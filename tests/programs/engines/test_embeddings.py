@@ -1,4 +1,4 @@
-"""A real vLLM that was started for pooling gives the vectors of transformers through a queue."""
+"""Real servers that were started for pooling give the vectors of transformers through a queue."""
 
 from __future__ import annotations
 
@@ -17,19 +17,29 @@ from tests.support.roles import as_role
 TEXTS = ("Once upon a time", "The old king", "One day a fox")
 
 
-def test_vectors_are_those_of_transformers(redis_url: str, tmp_path: Path) -> None:
-    if why := why_missing("vllm"):
+ARGUMENTS = {
+    "vllm": ("--runner", "pooling", "--convert", "embed", "--enforce-eager"),
+    "llama.cpp": ("--embeddings", "--pooling", "last"),
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"), [("vllm", "vllm"), ("openai", "vllm"), ("llama.cpp", "llama.cpp")]
+)
+def test_vectors_are_those_of_transformers(
+    redis_url: str, tmp_path: Path, engine: str, name: str
+) -> None:
+    if why := why_missing(name):
         pytest.skip(why)
     model = AutoModel.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    arguments = ("--runner", "pooling", "--convert", "embed", "--enforce-eager")
-    with real_server("vllm", tmp_path / "server", arguments=arguments) as server:
-        options = ("--engine", "vllm", "--upstream", server.url, "--model", str(MODEL_DIR))
+    with real_server(name, tmp_path / "server", arguments=ARGUMENTS[name]) as server:
+        options = ("--engine", engine, "--upstream", server.url, "--model", str(MODEL_DIR))
         with (
             started(tmp_path, redis_url, *options),
             Client(as_role("operator", redis_url)) as client,
         ):
-            for normalize in (True, False):
+            for normalize in (True,) if engine == "openai" else (True, False):
                 found = client.embed([*TEXTS], normalize=normalize).vectors
                 for text, vector in zip(TEXTS, found, strict=True):
                     states = model(tokenizer(text, return_tensors="pt").input_ids)[0]

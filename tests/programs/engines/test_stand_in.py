@@ -60,6 +60,9 @@ PROBES: dict[str, list[tuple[str, dict[str, Any] | None]]] = {
             },
         ),
         ("/completion", {"prompt": [99999], "n_predict": 3}),
+        ("/lora-adapters", None),
+        ("/v1/embeddings", {"input": [_IDS]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
         ("/completion", {"prompt": [5] * 2000, "n_predict": 3}),
     ],
     "sglang": [

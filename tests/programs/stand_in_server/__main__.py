@@ -10,6 +10,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from llguidance import LLTokenizer
@@ -52,7 +53,11 @@ def main() -> None:
         "--grammars", metavar="DIR", help="mask by grammars, with the tokenizer in this folder"
     )
     parser.add_argument("--pictures", action="store_true", help="with vllm: have a vision model")
+    parser.add_argument(
+        "--lora", metavar="NAME=FOLDER", action="append", help="with vllm or llama.cpp: an adapter"
+    )
     parser.add_argument("--pooling", action="store_true", help="compute vectors, and no tokens")
+    parser.add_argument("--scores", action="store_true", help="score documents, nothing else")
     parser.add_argument(
         "--plugin", action="store_true", help="with --grammars: behave as vLLM with our plugin does"
     )
@@ -83,10 +88,12 @@ def main() -> None:
 
     app = web.Application(middlewares=[check_key])
     more = [_vocabulary(Path(options.grammars)), options.plugin] if options.grammars else []
-    named = {"has_pictures": True} if options.pictures else {}
+    named: dict[str, Any] = {"has_pictures": True} if options.pictures else {}
+    if options.lora:
+        named["adapters"] = dict(each.split("=", 1) for each in options.lora)
     routes = ROUTES[options.dialect](batch, options.model, not options.without_ids, *more, **named)
-    if options.pooling:
-        routes = [*pooling_routes(batch, options.model), *routes]
+    if options.pooling or options.scores:
+        routes = [*pooling_routes(batch, options.model, options.scores), *routes]
     app.add_routes(routes)
     app.add_routes([web.get("/stand-in", tell), web.post("/stand-in", fail)])
     web.run_app(app, host="127.0.0.1", port=options.port, print=None, handler_cancellation=True)

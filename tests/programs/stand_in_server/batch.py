@@ -57,7 +57,7 @@ POISON = ord("!")
 _OF_STREAMS = ("break", "abort", "end", "malformed", "foreign")
 FAULTS = (
     *(*_OF_STREAMS, "freeze", "overload", "refuse", "refuse_grammars", "unmask"),
-    *("forbid_masks", "unreport", "break_reports", "spoil", "forbid_adapters"),
+    *("forbid_masks", "unreport", "break_reports", "spoil", "forbid_adapters", "too_long"),
 )
 """`break`: streams end with an error object; `abort`: with the reason `abort`; `end`: without any;
 `malformed`: with JSON of another form; `foreign`: with a token that the model does not have;
@@ -66,8 +66,8 @@ with 404; `refuse_grammars`: those with a grammar are refused with 400; `unmask`
 `forbid_masks`: those with a mask are refused with 403, as by a proxy (in vLLM's dialect only);
 `unreport`: log-probabilities of prompts are left out; `break_reports`: calls for them end with 500;
 `spoil`: one of them is NaN; `forbid_adapters`: no more adapters
-are loaded (404). The first five are over when each running stream has failed
-once."""
+are loaded (404); `too_long`: documents are refused with 400. The first five are over when each
+running stream has failed once."""
 
 
 class BrokenError(Exception):

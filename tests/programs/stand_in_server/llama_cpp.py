@@ -4,12 +4,14 @@ Here a space counts as such a token."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
 
 from tests.programs.stand_in_server.batch import VOCAB_SIZE, Batch, BrokenError
+from tests.programs.stand_in_server.vllm import OF_ADAPTER
 
 _LEFT_OUT = ord(" ")
 _MOST_REMEMBERED = 10**9
@@ -23,7 +25,13 @@ llamacpp:requests_deferred {waiting}
 _TYPES = {"stop": "eos", "length": "limit"}
 
 
-def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.RouteDef]:
+def llama_cpp_routes(
+    batch: Batch, model: str, takes_ids: bool, *, adapters: Sequence[str] = ()
+) -> list[web.RouteDef]:
+    """Returns the routes. Of `adapters`, the last name adds OF_ADAPTER to the prompt's first token,
+    and the others more."""
+    names = sorted(adapters, reverse=True)
+
     def error(message: str, kind: str, code: int) -> web.Response:
         told = {"error": {"code": code, "message": message, "type": kind}}
         return web.json_response(told, status=code)
@@ -53,6 +61,21 @@ def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.Rout
     async def tokenize(request: web.Request) -> web.Response:
         return web.json_response({"tokens": [*(await request.json())["content"].encode()]})
 
+    async def lora_adapters(_: web.Request) -> web.Response:
+        cards = [
+            {"id": place, "path": f"/models/{name}.gguf", "scale": 1.0}
+            for place, name in enumerate(adapters)
+        ]
+        return web.json_response(cards)
+
+    async def embeddings(_: web.Request) -> web.Response:
+        said = "This server does not support embeddings. Start it with `--embeddings`"
+        return error(said, "not_supported_error", 501)
+
+    async def rerank(_: web.Request) -> web.Response:
+        said = "This server does not support reranking. Start it with `--reranking`"
+        return error(said, "not_supported_error", 501)
+
     async def completion(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         prompt, is_stream = body["prompt"], body.get("stream", False)
@@ -65,6 +88,9 @@ def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.Rout
         if len(prompt) >= batch.max_model_len:
             said = f"request ({len(prompt)} tokens) exceeds the available context size"
             return error(said, "exceed_context_size_error", 400)
+        for lora in body.get("lora", ()):
+            more = OF_ADAPTER * (1 + names.index([*adapters][lora["id"]])) * int(lora["scale"])
+            prompt = [prompt[0] + more, *prompt[1:]]
         is_penalised = body.get("repeat_penalty", 1.0) != 1.0
         if is_penalised and body.get("repeat_last_n", 64) > _MOST_REMEMBERED:
             said = "Failed to initialize samplers: std::bad_alloc"
@@ -120,4 +146,7 @@ def llama_cpp_routes(batch: Batch, model: str, takes_ids: bool) -> list[web.Rout
         web.get("/slots", slots),
         web.post("/tokenize", tokenize),
         web.post("/completion", completion),
+        web.get("/lora-adapters", lora_adapters),
+        web.post("/v1/embeddings", embeddings),
+        web.post("/v1/rerank", rerank),
     ]

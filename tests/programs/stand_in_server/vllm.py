@@ -40,10 +40,12 @@ def vllm_routes(
     vocabulary: LLTokenizer | None = None,
     has_plugin: bool = False,
     has_pictures: bool = False,
+    adapters: dict[str, str] | None = None,
 ) -> list[web.RouteDef]:
     """Returns the routes. Without a vocabulary, grammars are ignored. With our plugin, grammars
-    begin inside of an output. With pictures, a prompt's places become tokens of the pictures."""
-    adapters: dict[str, str] = {}  # from names to folders
+    begin inside of an output. With pictures, a prompt's places become tokens of the pictures.
+    `adapters` maps names to folders."""
+    adapters = {} if adapters is None else adapters
 
     def error(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
         return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -208,6 +210,34 @@ def vllm_routes(
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def completion(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt = body["prompt"]
+        if body["model"] not in (model, *adapters):
+            said = f"The model `{body['model']}` does not exist."
+            return web.json_response(error(said, "NotFoundError", 404, "model"), status=404)
+        if body["model"] in adapters:
+            prompt = [prompt[0] + OF_ADAPTER, *prompt[1:]]
+        bias = {int(key): by for key, by in (body.get("logit_bias") or {}).items()}
+        seed = body.get("seed", 0) if body["temperature"] else None
+        tokens = batch.generate(prompt, body["max_tokens"], seed=seed, bias=bias)
+        choices = [{"index": 0, "text": "", "token_ids": list[int](), "finish_reason": "length"}]
+        if not body.get("stream"):
+            async with aclosing(tokens):
+                choices[0]["token_ids"] = [token_id async for token_id, _ in tokens]
+            return web.json_response({"object": "text_completion", "choices": choices})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        try:
+            async with aclosing(tokens):
+                async for token_id, reason in tokens:
+                    choices[0] |= {"token_ids": [token_id], "finish_reason": reason}
+                    await response.write(f"data: {json.dumps({'choices': choices})}\n\n".encode())
+        except BrokenError:
+            return response
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
     async def chat(request: web.Request) -> web.Response:
         if not has_pictures:
             return web.json_response(
@@ -227,6 +257,7 @@ def vllm_routes(
         web.post("/v1/load_lora_adapter", load),
         web.post("/v1/unload_lora_adapter", unload),
         web.post("/inference/v1/generate", generate),
+        web.post("/v1/completions", completion),
     ]
 
 
@@ -286,10 +317,10 @@ def vector_of(token_ids: Sequence[int]) -> list[float]:
     return [float(len(token_ids)), float(token_ids[0]), float(token_ids[-1]), 0.5]
 
 
-def pooling_routes(batch: Batch, model: str) -> list[web.RouteDef]:
+def pooling_routes(batch: Batch, model: str, only_scores: bool) -> list[web.RouteDef]:
     """Returns the routes of a server that was started for pooling, where they differ."""
 
-    async def generate(_: web.Request) -> web.Response:
+    async def missing(_: web.Request) -> web.Response:
         return web.json_response({"detail": "Not Found"}, status=404)
 
     async def embeddings(request: web.Request) -> web.Response:
@@ -302,7 +333,7 @@ def pooling_routes(batch: Batch, model: str) -> list[web.RouteDef]:
         vectors = []
         for number, token_ids in enumerate(body["input"]):
             vector = np.array(vector_of(token_ids), "<f4")
-            if body.get("use_activation", True):
+            if body.get("use_activation", True) and body.get("embd_normalize", 2) >= 0:
                 vector /= np.linalg.norm(vector)
             if batch.fault == "spoil":
                 vector[0] = math.nan
@@ -315,4 +346,33 @@ def pooling_routes(batch: Batch, model: str) -> list[web.RouteDef]:
             {"id": "embd-1", "object": "list", "model": model, "data": vectors, "usage": usage}
         )
 
-    return [web.post("/inference/v1/generate", generate), web.post("/v1/embeddings", embeddings)]
+    async def rerank(request: web.Request) -> web.Response:
+        body = await request.json()
+        query, documents = body["query"], body["documents"]
+        if batch.fault == "break":
+            return web.json_response({"error": {"message": "broken"}}, status=500)
+        if batch.fault == "too_long":
+            said = {"message": "the input is too long", "type": "BadRequestError", "code": 400}
+            return web.json_response({"error": said}, status=400)
+        results = [
+            {"index": number, "document": {"text": text}, "relevance_score": score}
+            for number, text in enumerate(documents)
+            for score in [math.nan if batch.fault == "spoil" else score_of(query, text)]
+        ]
+        num_tokens = sum(len(query) + len(text) + 3 for text in documents)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return web.json_response(
+            {"id": "score-1", "model": model, "usage": usage, "results": results}
+        )
+
+    others = ("/inference/v1/generate", "/v1/completions", "/completion")
+    computed = [] if only_scores else [web.post("/v1/embeddings", embeddings)]
+    if only_scores:
+        others = (*others, "/v1/embeddings")
+        computed.append(web.post("/v1/rerank", rerank))
+    return [*computed, *(web.post(path, missing) for path in others)]
+
+
+def score_of(query: str, document: str) -> float:
+    """Returns the share of the query's letters that a document has."""
+    return len({*query} & {*document}) / len({*query})

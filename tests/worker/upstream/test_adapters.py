@@ -16,16 +16,18 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.serve.build import Served, build
 from promptq.worker.serve.model_identity import identify
-from promptq.worker.upstream.dialects.adapter import adapter_of
+from promptq.worker.upstream.dialects.adapter import ENGINES, adapter_of
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from tests.programs.stand_in_server.batch import continuation
 from tests.programs.stand_in_server.starting import StandIn, stand_in_server
 from tests.programs.stand_in_server.vllm import OF_ADAPTER
 from tests.support.model_free import finished, running_worker
 from tests.support.requests import async_put, until_tokens
+from tests.support.servers import free_port
 from tests.support.waiting import async_until
 
 NUM_TOKENS = 60
+KINDS = {"vllm": "vllm", "llama.cpp": "llama.cpp", "openai": "vllm"}
 FIELDS: dict[str, Any] = {"prompt": "a fox", "max_tokens": NUM_TOKENS, "temperature": 0.0}
 TOKENS = continuation([ord("a") + OF_ADAPTER, *b" fox"], NUM_TOKENS)
 """The adapter's answer to FIELDS."""
@@ -50,6 +52,11 @@ def saved(folder: Path, base: Path, weights: bytes = b"1") -> Path:
     return folder
 
 
+def loras(folder: Path) -> tuple[str, ...]:
+    """Returns a stand-in's options for the adapter in a folder, and for another one before it."""
+    return ("--lora", "other=/other", "--lora", f"{folder.name}={folder}")
+
+
 def settings(folder: Path, **more: Any) -> WorkerSettings:
     return WorkerSettings(**{"engine": "vllm", "model": str(folder), "dtype": "float32", **more})
 
@@ -63,21 +70,23 @@ def post(stand_in: StandIn, path: str, name: str, folder: Path | None = None) ->
     httpx2.post(f"{stand_in.url}/v1/{path}", json=body, timeout=None).raise_for_status()
 
 
-@pytest.mark.parametrize("is_static", [True, False])
+@pytest.mark.parametrize(
+    ("engine", "is_static"), [("vllm", False), *((engine, True) for engine in ENGINES)]
+)
 async def test_requests_by_the_adapters_name_have_its_tokens_across_a_fault(
-    redis_url: str, queue: AsyncRequestQueue, stand_in: StandIn, adapter: Path, is_static: bool
+    redis_url: str, queue: AsyncRequestQueue, adapter: Path, engine: str, is_static: bool
 ) -> None:
-    if is_static:
-        post(stand_in, "load_lora_adapter", "sql", adapter)
-    async with running_worker(redis_url, await served(adapter, stand_in)):
-        request_id = await async_put(queue, model="sql", **FIELDS)
-        await until_tokens(queue, request_id, 5)
-        stand_in.fail("break")
-        assert (await finished(queue, request_id))["token_ids"] == TOKENS
-        assert stand_in.told()["broken_off"] > 0
-        foreign = await finished(queue, await async_put(queue, model="../sql", **FIELDS))
-        assert foreign["error"]["message"] == "model: this queue serves 'sql', not '../sql'"
-        assert (await finished(queue, await async_put(queue, **FIELDS)))["token_ids"] == TOKENS
+    options = loras(adapter) if is_static else ()
+    with stand_in_server(KINDS[engine], *options) as stand_in:
+        async with running_worker(redis_url, await served(adapter, stand_in, engine=engine)):
+            request_id = await async_put(queue, model="sql", **FIELDS)
+            await until_tokens(queue, request_id, 5)
+            stand_in.fail("break")
+            assert (await finished(queue, request_id))["token_ids"] == TOKENS
+            assert stand_in.told()["broken_off"] > 0
+            foreign = await finished(queue, await async_put(queue, model="../sql", **FIELDS))
+            assert foreign["error"]["message"] == "model: this queue serves 'sql', not '../sql'"
+            assert (await finished(queue, await async_put(queue, **FIELDS)))["token_ids"] == TOKENS
 
 
 async def test_an_adapter_that_vanished_is_loaded_again(
@@ -114,6 +123,39 @@ async def test_an_adapter_that_stays_away_ends_the_worker_and_no_request(
         assert (await finished(queue, request_id))["token_ids"] == TOKENS
 
 
+@pytest.mark.parametrize("engine", ["llama.cpp", "openai"])
+async def test_a_restarted_server_without_the_adapter_ends_the_worker_and_no_request(
+    redis_url: str, queue: AsyncRequestQueue, adapter: Path, engine: str
+) -> None:
+    port = free_port()
+    with stand_in_server(KINDS[engine], *loras(adapter), port=port) as stand_in:
+        here = await served(adapter, stand_in, engine=engine)
+    with stand_in_server(KINDS[engine], port=port) as stand_in:
+        request_id = await async_put(queue, **FIELDS)
+        why = "^--model: .* (has no|has 0) LoRA adapter"
+
+        async def lose() -> None:
+            async with running_worker(redis_url, here) as worker:
+                await async_until(lambda: worker.engine.has_failed)
+
+        with pytest.raises(ConfigurationError, match=why):
+            await lose()
+        assert await queue.state(request_id) == "waiting"
+        with pytest.raises(ConfigurationError, match=why):
+            await served(adapter, stand_in, engine=engine)
+
+
+async def test_an_adapter_at_another_place_of_llama_cpps_list_is_found(
+    redis_url: str, queue: AsyncRequestQueue, adapter: Path
+) -> None:
+    port, before = free_port(), loras(adapter)
+    with stand_in_server("llama.cpp", *before, port=port) as stand_in:
+        here = await served(adapter, stand_in, engine="llama.cpp")
+    with stand_in_server("llama.cpp", *before[2:], *before[:2], port=port):
+        async with running_worker(redis_url, here):
+            assert (await finished(queue, await async_put(queue, **FIELDS)))["token_ids"] == TOKENS
+
+
 async def test_another_adapter_of_the_name_is_refused(
     stand_in: StandIn, adapter: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -146,7 +188,7 @@ def test_a_started_server_gets_the_base_and_the_adapter(adapter: Path, model: Pa
     assert module == {"name": "sql", "path": str(adapter)}
 
 
-@pytest.mark.parametrize("engine", ["llama.cpp", "sglang", "openai"])
+@pytest.mark.parametrize("engine", ["sglang", "openai-remote"])
 def test_other_engines_refuse_adapters_by_name(adapter: Path, engine: str) -> None:
     with pytest.raises(ConfigurationError, match="is a LoRA adapter, and only --engine vllm"):
         build(settings(adapter, engine=engine))

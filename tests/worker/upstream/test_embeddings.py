@@ -27,10 +27,28 @@ PROMPT = "a fox"
 VECTOR = np.array(vector_of(PROMPT.encode()))
 
 
+@pytest.fixture(params=["vllm", "llama.cpp", "openai"])
+def engine(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
 @pytest.fixture
-def stand_in() -> Iterator[StandIn]:
-    with stand_in_server("vllm", "--pooling") as server:
+def stand_in(engine: str) -> Iterator[StandIn]:
+    with stand_in_server("vllm" if engine == "openai" else engine, "--pooling") as server:
         yield server
+
+
+def raw(engine: str) -> dict[str, Any]:
+    """Returns the options for the vector that the server computes."""
+    return {} if engine == "openai" else {"normalize": False}
+
+
+def assert_vector(result: Any, engine: str) -> None:
+    """Asserts that a result with the options `raw` is right."""
+    if engine == "openai":  # its server always normalises
+        assert numbers(result) == pytest.approx(VECTOR / np.linalg.norm(VECTOR), rel=1e-6)
+    else:
+        assert numbers(result).tolist() == VECTOR.tolist()
 
 
 async def embedded(queue: AsyncRequestQueue, **embed: Any) -> Any:
@@ -42,13 +60,13 @@ def numbers(result: Any) -> Any:
 
 
 async def test_vectors_come_through_the_queue(
-    redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn
+    redis_url: str, queue: AsyncRequestQueue, model: Path, engine: str, stand_in: StandIn
 ) -> None:
-    here = await served("vllm", stand_in.url, model)
+    here = await served(engine, stand_in.url, model)
     assert here.engine.limits.embedding_size == len(VECTOR)
     async with running_worker(redis_url, here):
-        plain = await embedded(queue, normalize=False)
-        assert numbers(plain).tolist() == VECTOR.tolist()
+        plain = await embedded(queue, **raw(engine))
+        assert_vector(plain, engine)
         assert plain["finish_reason"] == "stop"
         assert plain["usage"]["prompt_tokens"] == len(PROMPT)
         whole = numbers(await embedded(queue, pooling="last"))
@@ -58,11 +76,15 @@ async def test_vectors_come_through_the_queue(
 
 
 async def test_what_such_a_server_does_not_do_is_refused_by_name(
-    redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn
+    redis_url: str, queue: AsyncRequestQueue, model: Path, engine: str, stand_in: StandIn
 ) -> None:
-    async with running_worker(redis_url, await served("vllm", stand_in.url, model)):
+    async with running_worker(redis_url, await served(engine, stand_in.url, model)):
         text = await finished(queue, await async_put(queue, prompt=PROMPT, max_tokens=3))
         for error in (text["error"], (await embedded(queue, pooling="mean"))["error"]):
+            assert error["type"] == "unsupported"
+            assert error["message"].startswith("embed: ")
+        if engine == "openai":
+            error = (await embedded(queue, normalize=False))["error"]
             assert error["type"] == "unsupported"
             assert error["message"].startswith("embed: ")
         tokens = await finished(queue, await async_put(queue, prompt=PROMPT, tokenize=True))
@@ -70,26 +92,31 @@ async def test_what_such_a_server_does_not_do_is_refused_by_name(
 
 
 async def test_a_vector_that_is_no_number_ends_its_request_alone(
-    redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn
+    redis_url: str, queue: AsyncRequestQueue, model: Path, engine: str, stand_in: StandIn
 ) -> None:
-    async with running_worker(redis_url, await served("vllm", stand_in.url, model)):
+    async with running_worker(redis_url, await served(engine, stand_in.url, model)):
         stand_in.fail("spoil")
         error = (await embedded(queue))["error"]
         assert "no vector of 4 finite numbers" in error["message"]
         stand_in.fail("")
-        assert numbers(await embedded(queue, normalize=False)).tolist() == VECTOR.tolist()
+        assert_vector(await embedded(queue, **raw(engine)), engine)
 
 
 @pytest.mark.parametrize("fault", ["break", "refuse"])
 async def test_a_server_that_fails_gets_the_request_again(
-    redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn, fault: str
+    redis_url: str,
+    queue: AsyncRequestQueue,
+    model: Path,
+    engine: str,
+    stand_in: StandIn,
+    fault: str,
 ) -> None:
-    async with running_worker(redis_url, await served("vllm", stand_in.url, model)) as worker:
+    async with running_worker(redis_url, await served(engine, stand_in.url, model)) as worker:
         stand_in.fail(fault)
-        request_id = await async_put(queue, prompt=PROMPT, embed={"normalize": False})
+        request_id = await async_put(queue, prompt=PROMPT, embed=raw(engine))
         await async_until(lambda: not worker.engine.is_accepting)
         stand_in.fail("")
-        assert numbers(await finished(queue, request_id)).tolist() == VECTOR.tolist()
+        assert_vector(await finished(queue, request_id), engine)
 
 
 async def test_tenants_have_separate_prefixes() -> None:
@@ -112,13 +139,18 @@ async def test_tenants_have_separate_prefixes() -> None:
 
 
 async def test_a_pooling_that_only_the_server_knows_is_the_default(
-    redis_url: str, queue: AsyncRequestQueue, model: Path, stand_in: StandIn, tmp_path: Path
+    redis_url: str,
+    queue: AsyncRequestQueue,
+    model: Path,
+    engine: str,
+    stand_in: StandIn,
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
-    async with running_worker(redis_url, await served("vllm", stand_in.url, folder)):
-        assert numbers(await embedded(queue, normalize=False)).tolist() == VECTOR.tolist()
+    async with running_worker(redis_url, await served(engine, stand_in.url, folder)):
+        assert_vector(await embedded(queue, **raw(engine)), engine)
         error = (await embedded(queue, pooling="last"))["error"]
         assert error["message"].startswith("embed: this worker's engine pools as its model does")

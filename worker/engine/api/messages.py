@@ -70,6 +70,9 @@ class EngineRequest:
     pooling: Pooling | None = None
     """How to pool the prompt's hidden states into a vector. If set, nothing is generated."""
 
+    pair: tuple[str, str] | None = None
+    """A query, and a document whose score for this query is the vector."""
+
     pictures: tuple[str, ...] = ()
     """Data URLs of the pictures, for each of which the prompt has one token as its place."""
 
@@ -292,6 +295,10 @@ class EngineAbilities:
     """Whether the engine reports log-probabilities, with ranks as in the protocol."""
     generates: bool = True
     """Whether the engine generates tokens. Otherwise it computes vectors, by one pooling alone."""
+    normalizes: bool = False
+    """Whether all vectors have the length 1."""
+    scores: bool = False
+    """Whether the engine scores documents for a query."""
     grammars: bool = True
     """Whether the engine can make the output match a schema."""
     pictures: bool = False
@@ -328,7 +335,8 @@ class EngineAbilities:
         logprobs = set() if self.logprobs else {"logprobs"}
         grammars = set() if self.grammars else {"response_format", "tool_choice"}
         pictures = set() if self.pictures else {"pictures"}
-        return sorted(self.unheeded | logprobs | grammars | pictures)
+        scores = set() if self.scores else {"scores"}
+        return sorted(self.unheeded | logprobs | grammars | pictures | scores)
 
     def may_preempt(self, params: SamplingParams, output: Sequence[int]) -> bool:
         """Whether the engine may preempt a sequence with these parameters and `output`."""

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from promptq.shared.errors import ConfigurationError, ModelNotFoundError
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.checkpoints.safe_files import check_files
 
+ENGINES = ("vllm", "llama.cpp", "openai")
 _CONFIG = "adapter_config.json"
 
 
@@ -32,9 +35,16 @@ class Adapter:
         """The files that make up the adapter."""
         return [self.folder / _CONFIG, *sorted(self.folder.glob("*.safetensors"))]
 
-    def differs_from(self, root: object) -> bool:
-        """Whether `root`, the server's name of the place of an adapter, is another folder here."""
-        return os.path.isdir(place := str(root)) and not os.path.samefile(place, self.folder)
+    def check_card(self, card: Mapping[str, Any], where: str) -> None:
+        """Raises ConfigurationError if a server's model of this name, of which `card` is the
+        description, is no adapter, or one in another folder here."""
+        place = str(card.get("root"))
+        is_other = os.path.isdir(place) and not os.path.samefile(place, self.folder)
+        if is_other or not card.get("parent"):
+            raise ConfigurationError(
+                f"--model: {where} has another model {self.name!r}, from {place:.200}; choose"
+                " another name with --served-model-name"
+            )
 
 
 def adapter_of(settings: WorkerSettings) -> Adapter | None:
@@ -45,9 +55,10 @@ def adapter_of(settings: WorkerSettings) -> Adapter | None:
         return None
     if any(folder.glob("model*.safetensors")):  # a merge has left the adapter's file
         return None
-    if settings.engine != "vllm":
+    if settings.engine not in ENGINES:
         raise ConfigurationError(
-            f"--model: {folder} is a LoRA adapter, and only --engine vllm serves adapters"
+            f"--model: {folder} is a LoRA adapter, and only --engine {', '.join(ENGINES)} serve"
+            " adapters"
         )
     if settings.trust_remote_code:  # a stranger's file would choose the code
         raise ConfigurationError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +16,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest, PromptLogprobs
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from promptq.worker.upstream.dialects.transport import Server
+from promptq.worker.upstream.dialects.transport import RefusedError, Server
 
 MOST_LISTED = 1024
 """On a GPU, longer lists of `allowed_token_ids` or `logit_bias` end vLLM's server."""
@@ -74,6 +76,13 @@ class ServerDescription:
     probe has contradicted that."""
     embedding_size: int = 0
     """Length of its vectors, if it computes vectors and generates nothing."""
+    scores: bool = False
+    """Whether it scores documents for a query, and generates nothing."""
+
+    @property
+    def pools(self) -> bool:
+        """Whether it was started for pooling."""
+        return self.scores or self.embedding_size > 0
 
     def __post_init__(self) -> None:
         """Checks the values. Raises ValueError for one that cannot be used."""
@@ -159,6 +168,8 @@ class Dialect(Protocol):
 
     abilities: EngineAbilities
     """The abilities of a server that heeds no masks."""
+    raw_vectors: ClassVar[Mapping[str, Any]] = {}
+    """Fields of a call, with which the server does not normalise vectors."""
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         """Returns the command of a server with these settings. Raises ConfigurationError."""
@@ -183,10 +194,17 @@ class Dialect(Protocol):
 
     async def embedding(
         self, server: Server, request: EngineRequest, model: str
-    ) -> npt.NDArray[np.float32]:
-        """Returns the prompt's vector, [embedding_size], not normalised. Only for a server whose
-        description has an `embedding_size`."""
-        raise NotImplementedError
+    ) -> tuple[npt.NDArray[np.float32], int | None]:
+        """Returns the prompt's vector, [embedding_size], not normalised, or the score, [1], of the
+        request's `pair`, and the number of tokens if the server reports this."""
+        if request.pair is not None:
+            return await score_of(server, request.pair, model, **self.salt(request))
+        fields = {**self.raw_vectors, **self.salt(request)}
+        return await vector_of(server, request.prompt_token_ids, model, **fields), None
+
+    def salt(self, request: EngineRequest) -> dict[str, str]:
+        """Returns the field that separates the cached prefixes of tenants, if servers know one."""
+        return {}
 
     def generate(
         self,
@@ -211,8 +229,10 @@ class Dialect(Protocol):
 def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbilities:
     """Returns a server's abilities. If it heeds masks, a WatchedStream applies the other rules."""
     known = dialect.abilities
-    if description.embedding_size:
-        return replace(known, generates=False, unheeded=known.unheeded - {"embed"})
+    if description.pools:
+        served = {"embed"} if description.embedding_size else set()
+        scores, unheeded = description.scores, known.unheeded - served
+        return replace(known, generates=False, scores=scores, unheeded=unheeded)
     if description.is_invariant:
         known = replace(known, exact_resume=True)
     if description.keeps_seeds:
@@ -224,6 +244,49 @@ def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbil
     if description.heeds_masks:
         known = replace(known, grammars=True, unheeded=known.unheeded - {"bad_words", "min_tokens"})
     return known
+
+
+async def vector_of(
+    server: Server, token_ids: Sequence[int], model: str, **more: Any
+) -> npt.NDArray[np.float32]:
+    """Returns the vector of a prompt by OpenAI's `/v1/embeddings`. `more` has fields beside those
+    of OpenAI's API."""
+    body = {"model": model, "input": [[*token_ids]], "encoding_format": "base64", **more}
+    (answer,) = (await server.post("/v1/embeddings", body, server.idle_seconds))["data"]
+    return np.frombuffer(b64decode(answer["embedding"], validate=True), "<f4")
+
+
+async def score_of(
+    server: Server, pair: tuple[str, str], model: str, **more: Any
+) -> tuple[npt.NDArray[np.float32], int | None]:
+    """Returns a document's score for a query, [1], by Jina's `/v1/rerank`, and the number of
+    tokens."""
+    query, document = pair
+    body = {"model": model, "query": query, "documents": [document], **more}
+    answer = await server.post("/v1/rerank", body, server.idle_seconds)
+    (result,) = answer["results"]
+    score = np.array([result["relevance_score"]], np.float32)
+    return score, (answer.get("usage") or {}).get("prompt_tokens")
+
+
+async def with_pooling(
+    server: Server, description: ServerDescription, *, may_do_both: bool = True
+) -> ServerDescription:
+    """Returns the description with what a server for pooling computes. Raises RefusedError if it
+    computes neither scores nor vectors. A server that scores may give wrong vectors, unless it
+    `may_do_both`."""
+    with suppress(RefusedError):
+        await score_of(server, ("a", "b"), description.model)
+        description = replace(description, scores=True)
+        if not may_do_both:
+            return description
+    try:
+        size = len(await vector_of(server, [0], description.model))
+    except RefusedError:
+        if not description.scores:
+            raise
+        return description
+    return replace(description, embedding_size=size)
 
 
 def salt_of(request: EngineRequest, *, shares_prefixes: bool) -> dict[str, str]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
@@ -17,14 +18,17 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 from promptq.worker.text.grammars.gbnf import gbnf_of
+from promptq.worker.upstream.dialects.adapter import Adapter
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
     Dialect,
     Mask,
     ServerDescription,
     server_abilities,
+    with_pooling,
 )
 from promptq.worker.upstream.dialects.transport import (
+    RefusedError,
     Server,
     ServerFaultError,
     answering_as,
@@ -49,7 +53,12 @@ class LlamaCppDialect(Dialect):
     A slot reuses the longest beginning that a prompt shares with an earlier one of any tenant.
     """
 
-    def __init__(self, *, is_exact: bool = False, **_: object) -> None:
+    raw_vectors: ClassVar[Mapping[str, Any]] = {"embd_normalize": -1}
+
+    def __init__(
+        self, *, is_exact: bool = False, adapter: Adapter | None = None, **_: object
+    ) -> None:
+        self._adapter = adapter
         self.abilities = server_abilities(
             logprobs=False,  # it reports no ranks
             unheeded=frozenset(
@@ -93,13 +102,24 @@ class LlamaCppDialect(Dialect):
             description = ServerDescription(
                 software=f"llama.cpp {props['build_info']!s:.80}"
                 f" ({props.get('model_ftype', '?')!s:.80})",
-                model=props.get("model_alias") or props["model_path"],
+                model=self._adapter.name
+                if self._adapter
+                else props.get("model_alias") or props["model_path"],
                 max_model_len=length,
                 max_num_seqs=slots,
                 kv_tokens=slots * length,
             )
+        try:
+            lora = await self._lora_fields(server)
+        except RefusedError as error:
+            raise ConfigurationError(f"--model: llama.cpp at {server.url} {error}") from error
+        try:
+            return await with_pooling(server, description, may_do_both=False)
+        except RefusedError as error:
+            if error.status != 501:  # the status without --embeddings
+                raise
         probe = {"prompt": [0], "n_predict": 1, "temperature": 0.0, "return_tokens": True}
-        answer = await server.post(_COMPLETION, probe)
+        answer = await server.post(_COMPLETION, probe | lora)
         if not answer.get("tokens"):
             raise ConfigurationError(
                 f"--upstream: llama.cpp at {server.url} gives no token ids (`return_tokens`); use"
@@ -111,6 +131,27 @@ class LlamaCppDialect(Dialect):
         body = {"content": text, "add_special": False, "parse_special": True}
         tokens: list[int] = (await server.post("/tokenize", body))["tokens"]
         return tokens
+
+    async def _lora_fields(self, server: Server) -> dict[str, Any]:
+        """Returns the field of a call for the adapter, which the server knows by its place in a
+        list, which a restart may change. Raises RefusedError if there is no such adapter."""
+        if self._adapter is None:
+            return {}
+        cards = await server.get("/lora-adapters")
+        ids = [card["id"] for card in cards if Path(card["path"]).stem == self._adapter.name]
+        if len(ids) != 1:
+            raise RefusedError(
+                f"has {len(ids)} LoRA adapters of the name {self._adapter.name!r}; start it with"
+                f" --lora, and a file {self._adapter.name}.gguf",
+                404,
+            )
+        return {"lora": [{"id": ids[0], "scale": 1.0}]}
+
+    async def _body(
+        self, server: Server, request: EngineRequest, output: Sequence[int], grammar: str | None
+    ) -> dict[str, Any]:
+        fields = await _grammar_fields(server, request, output, grammar)
+        return {**_sampling(request, output), **fields, **await self._lora_fields(server)}
 
     async def generate(
         self,
@@ -153,8 +194,7 @@ class LlamaCppDialect(Dialect):
         grammar: str | None,
     ) -> AsyncGenerator[Chunk]:
         """Yields the chunks until the end, or until tokens are missing."""
-        body = {**_body(request, output), "stream": True}
-        body |= await _grammar_fields(server, request, output, grammar)
+        body = {**await self._body(server, request, output, grammar), "stream": True}
         num_reported = 0
         async with server.stream(_COMPLETION, body) as events:
             async for data in events:
@@ -175,8 +215,7 @@ class LlamaCppDialect(Dialect):
         mask: Mask | None = None,
         grammar: str | None = None,
     ) -> Chunk:
-        body = _body(request, output)
-        body |= await _grammar_fields(server, request, output, grammar)
+        body = await self._body(server, request, output, grammar)
         if mask is not None:
             body["n_predict"] = 1
             body["logit_bias"] += [[token_id, False] for token_id in mask.forbidden_ids]
@@ -191,7 +230,7 @@ class LlamaCppDialect(Dialect):
         return Chunk(event["tokens"], finish_reason=reason)
 
 
-def _body(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
+def _sampling(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
     params = request.params
     return {
         "prompt": [*request.prompt_token_ids, *output],

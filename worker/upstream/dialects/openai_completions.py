@@ -6,20 +6,24 @@ The proof is `return_token_ids`, as vLLM has it. Tried with vLLM 0.32.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialects.adapter import Adapter
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
     Dialect,
     Mask,
     ServerDescription,
     server_abilities,
+    with_pooling,
 )
 from promptq.worker.upstream.dialects.transport import (
+    RefusedError,
     Server,
     ServerFaultError,
     answering_as,
@@ -54,7 +58,10 @@ class OpenAIDialect(Dialect):
         }
     )
 
-    def __init__(self, *, is_exact: bool = False, **_: object) -> None:
+    def __init__(
+        self, *, is_exact: bool = False, adapter: Adapter | None = None, **_: object
+    ) -> None:
+        self._adapter = adapter
         self.abilities = server_abilities(
             logprobs=False,
             unheeded=self.unheeded,
@@ -62,6 +69,7 @@ class OpenAIDialect(Dialect):
             exact_resume=is_exact,
             inexact_with=frozenset({"temperature"}),
             most_biases=_MOST_BIASES,
+            normalizes=True,
         )
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
@@ -72,11 +80,23 @@ class OpenAIDialect(Dialect):
 
     async def describe(self, server: Server) -> ServerDescription:
         with answering_as("an OpenAI server that takes token ids", server):
-            (model, *_) = (await server.get("/v1/models"))["data"]
+            (model, *_) = cards = (await server.get("/v1/models"))["data"]
             name, longest = str(model["id"]), int(model.get("max_model_len") or 0)
-            probe = _body([0], {"max_tokens": 1, "temperature": 0.0}, name)
-            (choice,) = (await server.post(COMPLETIONS, probe))["choices"]
-        if not choice.get("token_ids"):
+            if (adapter := self._adapter) is not None:
+                name = adapter.name
+                card = {card["id"]: card for card in cards}.get(name)
+                if card is None:
+                    raise ConfigurationError(f"--model: {server.url} has no LoRA adapter {name!r}")
+                adapter.check_card(card, server.url)
+            description = ServerDescription("an OpenAI server", name, longest or 1)
+            try:
+                probe = _body([0], {"max_tokens": 1, "temperature": 0.0}, name)
+                (choice,) = (await server.post(COMPLETIONS, probe))["choices"]
+            except RefusedError as error:
+                if not error.is_servers:
+                    raise
+                description = await with_pooling(server, description)
+        if not (description.pools or choice.get("token_ids")):
             raise ConfigurationError(
                 f"--upstream: {server.url} gives no token ids (`return_token_ids`), without which"
                 " no stream can survive a fault; llama.cpp gives them with --engine llama.cpp"
@@ -86,12 +106,7 @@ class OpenAIDialect(Dialect):
                 f"--upstream: {server.url} does not say how long a context {name!r:.200} takes"
                 " (`max_model_len` in /v1/models)"
             )
-        return ServerDescription(
-            software="an OpenAI server",
-            model=name,
-            max_model_len=longest,
-            model_dir=model.get("root"),
-        )
+        return replace(description, max_model_len=longest, model_dir=model.get("root"))
 
     async def generate(
         self,

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from base64 import b64decode
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
 from promptq.shared.errors import ConfigurationError
@@ -32,6 +30,7 @@ from promptq.worker.upstream.dialects.dialect import (
     ServerDescription,
     salt_of,
     server_abilities,
+    with_pooling,
 )
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
@@ -49,7 +48,6 @@ from promptq.worker.upstream.dialects.vllm_pictures import (
 )
 from promptq.worker.upstream.vllm_plugin.promptq_vllm_plugin import NUM_EMITTED
 
-_EMBEDDINGS = "/v1/embeddings"
 _MOST_LOGPROBS = 20
 """vLLM's default of `--max-logprobs`."""
 _MOST_STOPS = 64
@@ -63,6 +61,8 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 class VllmDialect(Dialect):
     """vLLM's dialect. `is_exact`: the server computes in fp32, so greedy streams resume exactly."""
+
+    raw_vectors: ClassVar[Mapping[str, Any]] = {"use_activation": False}
 
     def __init__(
         self,
@@ -136,11 +136,8 @@ class VllmDialect(Dialect):
                         f" --lora-modules {adapter.name}={adapter.folder} or"
                         " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                     ) from error
-        elif not card.get("parent") or adapter.differs_from(card.get("root")):
-            raise ConfigurationError(
-                f"--model: vLLM at {server.url} has another model {adapter.name!r}, from"
-                f" {card.get('root')!r:.200}; choose another name with --served-model-name"
-            )
+        else:
+            adapter.check_card(card, f"vLLM at {server.url}")
 
     async def _try(self, server: Server, description: ServerDescription) -> ServerDescription:
         """Generate one token, which also shows that the engine behind the server lives. A server
@@ -156,35 +153,18 @@ class VllmDialect(Dialect):
             if error.status not in (403, 404):
                 raise
             try:
-                size = len(await self._vector(server, [0], description.model, {}))
+                return await with_pooling(server, description)
             except RefusedError:
                 raise ConfigurationError(
                     f"--upstream: vLLM at {server.url} takes no token ids; start it with"
                     " --enable-scale-out (0.32 or newer)"
                 ) from error
-            return replace(description, embedding_size=size)
         if not answer["choices"][0]["token_ids"]:
             raise ServerFaultError("generated nothing when it was tried")
         return replace(description, takes_pictures=await takes_pictures(server, body))
 
-    async def embedding(
-        self, server: Server, request: EngineRequest, model: str
-    ) -> npt.NDArray[np.float32]:
-        salt = salt_of(request, shares_prefixes=self._shares_prefixes)
-        return await self._vector(server, request.prompt_token_ids, model, salt)
-
-    async def _vector(
-        self, server: Server, token_ids: list[int], model: str, salt: dict[str, str]
-    ) -> npt.NDArray[np.float32]:
-        body = {
-            "model": model,
-            "input": [token_ids],
-            "encoding_format": "base64",
-            "use_activation": False,  # the worker normalises
-            **salt,
-        }
-        (answer,) = (await server.post(_EMBEDDINGS, body, server.idle_seconds))["data"]
-        return np.frombuffer(b64decode(answer["embedding"], validate=True), "<f4")
+    def salt(self, request: EngineRequest) -> dict[str, str]:
+        return salt_of(request, shares_prefixes=self._shares_prefixes)
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         body = {"prompt": text, "add_special_tokens": False}
@@ -264,7 +244,7 @@ class VllmDialect(Dialect):
             "sampling_params": sampling,
             "reasoning_ended": True,  # else a grammar might wait for the end of a thought
             "stream": True,
-            **(salt := salt_of(request, shares_prefixes=self._shares_prefixes)),
+            **(salt := self.salt(request)),
             **picture_fields(request, salt),
         }
 

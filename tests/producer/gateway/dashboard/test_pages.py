@@ -160,7 +160,9 @@ async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> N
         await expect(tile(page, "Step time")).to_have_text(re.compile(r"^[1-9]\d+\sms$"))
         await expect(tile(page, "Recomputed")).to_have_text("0")
         await expect(tile(page, "Slots in use")).to_have_text("2")
-        refused = page.get_by_text("embed, pictures, prompt_logprobs, response_format, tool_choice")
+        refused = page.get_by_text(
+            "embed, pictures, prompt_logprobs, response_format, scores, tool_choice"
+        )
         await expect(refused).to_be_visible()
         before = await rows.nth(0).locator(".words").inner_text()
         await expect(rows.nth(0).locator(".words")).not_to_have_text(before)

@@ -164,3 +164,57 @@ def test_an_input_that_fails_cancels_the_others(
     keys = own_worker.redis.keys("*:request:embd-*")
     states = sorted(own_worker.redis.hget(key, "state") for key in keys)
     assert states == [b"cancelled"] * (len(TEXTS) - 1) + [b"failed"]
+
+
+SCORES = {"A fox": -0.5, "the snow": 2.5, "an old baker": 0.25}
+
+
+@pytest.mark.parametrize(
+    "documents", [[*SCORES], [{"text": text, "title": "1"} for text in SCORES]], ids=str
+)
+def test_documents_are_sorted_by_their_scores(
+    http: httpx2.Client, own_worker: HandWorker, documents: list[Any]
+) -> None:
+    body: dict[str, Any] = {"query": "weather", "documents": documents, "return_documents": True}
+    ranked = [(1, "the snow"), (2, "an old baker"), (0, "A fox")]
+    for more, num_shown in (({}, 3), ({"top_n": 2, "model": ""}, 2)):
+        with ThreadPoolExecutor() as beside:
+            asking = beside.submit(lambda more=more: http.post("/v1/rerank", json=body | more))
+            for _ in SCORES:
+                claim = own_worker.take_next()
+                payload = own_worker.payload(claim.request_id)
+                assert payload["embed"] == {"query": "weather"}
+                score = np.array([SCORES[payload["prompt"]]], "<f4").tobytes()
+                vector = base64.b64encode(score).decode()
+                own_worker.send(claim, "", FinishReason.STOP, embedding=vector)
+            answer = asking.result().json()
+        assert answer["id"].startswith("rerank-")
+        assert answer["results"] == [
+            {"index": index, "document": {"text": text}, "relevance_score": SCORES[text]}
+            for index, text in ranked[:num_shown]
+        ]
+        assert "prompt_tokens" in answer["usage"]
+
+
+WRONG_RERANKS = [
+    ({"documents": ["a"]}, "query", "missing"),
+    ({"query": "", "documents": ["a"]}, "query", "at least 1 character"),
+    ({"query": "a", "documents": []}, "documents", "is empty"),
+    ({"query": "a", "documents": ["b", {}]}, "documents", "item 1 is empty"),
+    ({"query": "a", "documents": [{"text": 7}]}, "documents", "should be a valid string"),
+    ({"query": "a", "documents": ["b"] * 2049}, "documents", "more than the 2048"),
+    ({"query": "a" * 2**20, "documents": ["b"] * 40}, "documents", "more than the 33554432"),
+    ({"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "greater than or equal to 1"),
+    ({"query": "a", "documents": ["b"], "max_tokens": 1}, "max_tokens", "not a field of this"),
+    ({"query": "a", "documents": ["b"]}, "query", "no live worker's engine serves scores"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), WRONG_RERANKS)
+def test_what_is_wrong_with_a_rerank_is_named(
+    stories_gateway: LiveGateway, body: dict[str, Any], param: str, message: str
+) -> None:
+    answer = httpx2.post(f"{stories_gateway.base_url}/rerank", json=body, timeout=None)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert message in error["message"]

@@ -321,6 +321,8 @@ TURNS = [{"role": "user", "content": "Go"}]
         ("/v1/chat/completions", {"messages": TURNS}, "messages", "messages"),
         ("/v1/embeddings", {"input": "Go"}, "prompt", "input"),
         ("/v1/embeddings", {"input": "Go"}, "embed: dimensions", "dimensions"),
+        ("/v1/rerank", {"query": "Where", "documents": ["Go"]}, "prompt", "documents"),
+        ("/v1/rerank", {"query": "Where", "documents": ["Go"]}, "embed", "query"),
         ("/v1/responses", {"input": "Go"}, "messages", "input"),
         ("/v1/responses/input_tokens", {"input": "Go"}, "messages", "input"),
         ("/v1/messages", {"messages": TURNS, "max_tokens": 9}, "stop", "stop_sequences"),
