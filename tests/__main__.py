@@ -22,6 +22,7 @@ PROGRAMS = {
         arguments=("--scenario", "swapping"),
         sentence="Kills processes while two models take turns on one device.",
     ),
+    "simulate": Program("tests.programs.simulation"),
     "soak": Program("tests.programs.soak.soaking"),
     "engines": Program("tests.programs.engines"),
     "compat": Program("tests.programs.compat"),

@@ -1,0 +1,216 @@
+"""The real server of a world. It executes one command at a time, and its clock is the world's.
+
+Each connection of the world has a real connection to the server. After a command that may publish,
+a PING makes sure that the server has written all messages, which then go through the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import mmap
+import random
+import select
+import socket
+import struct
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hiredis
+
+from promptq.shared.queue.call import SCRIPT_NAMES, script_text
+from tests.programs.simulation.loop import EPOCH, SimulatedLoop
+from tests.programs.simulation.network import Transport
+from tests.programs.simulation.trace import Trace
+from tests.support.processes import run, running
+from tests.support.servers import server_program
+
+_PUBLISHING = {b"EVAL", b"PUBLISH", b"SPUBLISH", b"EXEC"}
+_SUBSCRIBING = {b"SUBSCRIBE", b"SSUBSCRIBE", b"UNSUBSCRIBE", b"SUNSUBSCRIBE"}
+_NOTHING = object()
+_PAGE = 1 << 16
+_SETTINGS = """
+port 0
+save ""
+appendonly no
+hz 1
+dynamic-hz no
+activerehashing no
+enable-debug-command yes
+"""
+
+
+def compile_preload(folder: Path) -> Path:
+    """Compiles the library that gives a server the world's time, and returns its path."""
+    library = folder / "preload.so"
+    source = Path(__file__).with_name("preload.c")
+    built = run("gcc", "-shared", "-fPIC", "-O2", "-Wall", "-o", library, source, "-ldl")
+    if built.returncode:
+        raise RuntimeError(f"gcc cannot compile {source}: {built.stderr}")
+    return library
+
+
+class ServerProcess:
+    """A server that was just started for one world. `folder` has its socket, clock and entropy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "socket"
+        with (folder / "clock").open("r+b") as file:
+            self._clock = mmap.mmap(file.fileno(), 8)
+        self._control = self.connected()
+        self._shown = -1
+        self.set_time(EPOCH)
+        # Only commands may delete expired keys: the server's own search is not repeatable.
+        self._control.sendall(hiredis.pack_command(("DEBUG", "SET-ACTIVE-EXPIRE", "0")))
+        assert self._control.recv(_PAGE) == b"+OK\r\n"
+
+    def connected(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self.path))
+        return connection
+
+    def set_time(self, unix_seconds: float) -> None:
+        nanoseconds = int(unix_seconds * 1e6) * 1000
+        if nanoseconds != self._shown:
+            self._shown = nanoseconds
+            struct.pack_into("<q", self._clock, 0, nanoseconds)
+
+    def wait_for_writes(self) -> None:
+        """Wait until the server has written everything that earlier commands caused."""
+        self._control.sendall(b"PING\r\n")
+        assert self._control.recv(_PAGE) == b"+PONG\r\n"
+
+    @classmethod
+    @contextmanager
+    def started(cls, folder: Path, library: Path) -> Iterator[ServerProcess]:
+        """Runs a new server in an empty folder."""
+        (folder / "clock").write_bytes(struct.pack("<q", int(EPOCH) * 10**9))
+        (folder / "entropy").write_bytes(random.Random(1).randbytes(4096))
+        (folder / "settings").write_text(f"{_SETTINGS}unixsocket {folder / 'socket'}\n")
+        environment = {
+            "LD_PRELOAD": str(library),
+            "SIMULATION_CLOCK": str(folder / "clock"),
+            "SIMULATION_ENTROPY": str(folder / "entropy"),
+        }
+        command = [server_program(), str(folder / "settings")]
+        with running(*command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) as process:
+            while True:
+                try:
+                    server = cls(folder)
+                    break
+                except (FileNotFoundError, ConnectionRefusedError) as error:
+                    if process.poll() is not None:
+                        raise RuntimeError("the server of the world did not start") from error
+                    time.sleep(0.002)
+            yield server
+
+
+class SteppedServer:
+    """The server as processes of a world see it."""
+
+    def __init__(self, loop: SimulatedLoop, trace: Trace, process: ServerProcess) -> None:
+        self.loop = loop
+        self.trace = trace
+        self.process = process
+        self.num_commands: Counter[str] = Counter()
+        """Number of commands by the process that sent them."""
+        self._subscribers: list[ServerConnection] = []
+        self._poll = select.poll()
+        texts = {name: script_text(name) for name in SCRIPT_NAMES}
+        self._names = {hashlib.sha1(texts[name].encode()).hexdigest(): name for name in texts}
+        self._publishing = {
+            digest.encode() for digest, name in self._names.items() if "PUBLISH" in texts[name]
+        }
+
+    def accept(self) -> asyncio.Protocol:
+        """Returns the protocol of a new connection."""
+        return ServerConnection(self)
+
+    def execute(self, connection: ServerConnection, command: Sequence[bytes]) -> bytes:
+        """Runs a command. Returns the bytes of its replies."""
+        sender = connection.transport.peer.process
+        self.num_commands[sender.name] += 1
+        name = command[0].upper()
+        if self.trace.is_told:
+            self.trace.tell(sender, f"sends {self._shown(name, command)}")
+        self.process.set_time(EPOCH + self.loop.now)
+        num_replies = max(1, len(command) - 1) if name in _SUBSCRIBING else 1
+        replies = connection.exchange(hiredis.pack_command(tuple(command)), num_replies)
+        if name in _SUBSCRIBING and connection not in self._subscribers:
+            self._subscribers.append(connection)
+            self._poll.register(connection.socket, select.POLLIN)
+        publishes = name in _PUBLISHING or (name == b"EVALSHA" and command[1] in self._publishing)
+        if publishes and self._subscribers:
+            self.process.wait_for_writes()
+            self._bring_messages()
+        return replies
+
+    def close(self, connection: ServerConnection) -> None:
+        if connection in self._subscribers:
+            self._subscribers.remove(connection)
+            self._poll.unregister(connection.socket)
+        connection.socket.close()
+        self.process.wait_for_writes()  # the server has noticed the end
+
+    def _bring_messages(self) -> None:
+        ready = {descriptor for descriptor, _ in self._poll.poll(0)}
+        for subscriber in self._subscribers if ready else ():
+            if subscriber.socket.fileno() in ready:
+                subscriber.transport.write(subscriber.socket.recv(_PAGE))
+
+    def _shown(self, name: bytes, command: Sequence[bytes]) -> str:
+        words = [name.decode()]
+        rest = list(command[1:])
+        if name == b"EVALSHA":
+            words = [self._names.get(rest[0].decode(), "a script")]
+            rest = rest[3:]
+        words += [word.decode("utf-8", "backslashreplace") for word in rest]
+        line = " ".join(words).replace("\n", " ")
+        return line if len(line) <= 200 else line[:200] + " ..."
+
+
+class ServerConnection(asyncio.Protocol):
+    """The server's end of a connection of the world."""
+
+    def __init__(self, server: SteppedServer) -> None:
+        self.transport: Transport
+        self.socket = server.process.connected()
+        self._server = server
+        self._commands = hiredis.Reader(notEnoughData=_NOTHING)
+        self._replies = hiredis.Reader(notEnoughData=_NOTHING)
+        self._is_closed = False
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._commands.feed(data)
+        while (command := self._commands.gets()) is not _NOTHING:
+            self.transport.write(self._server.execute(self, command))
+
+    def exchange(self, packed: bytes, num_replies: int) -> bytes:
+        """Sends a command to the real server, and waits for its replies."""
+        self.socket.sendall(packed)
+        received = b""
+        while num_replies:
+            data = self.socket.recv(_PAGE)
+            if not data:
+                raise RuntimeError("the server of the world went away")
+            received += data
+            self._replies.feed(data)
+            while num_replies and self._replies.gets() is not _NOTHING:
+                num_replies -= 1
+        return received
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._server.close(self)
