@@ -120,6 +120,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Errors that no code has caught, and other unhandled events."""
         self.connect: Callable[..., Coroutine[Any, Any, Any]] | None = None
         """Opens connections: the network's method."""
+        self.tell: Callable[[Process, str], None]
+        """Writes a line into the story of the world: a method of its trace."""
         self._most_callbacks = most_callbacks
         self._random = random.Random(f"{seed} loop").random
         self._runnable: list[Process] = []

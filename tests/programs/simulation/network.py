@@ -57,6 +57,12 @@ class Network:
         link.deliver(link.far, link.far.accept, accept)
         return link.near, protocol
 
+    def unlisten(self, host: str) -> None:
+        """Refuse all connections to `host`, and cut those that are open."""
+        del self._listeners[host]
+        for link in list(self.links):
+            link.cut()
+
     def hold(self, process: Process, seconds: float) -> None:
         """Deliver nothing to and from a process for some time, and then everything."""
         self._held_until[process] = self.loop.now + seconds

@@ -23,6 +23,7 @@ from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
 from tests.programs.chaos.processes.fleet import LEASE_MS
+from tests.programs.simulation.auditor import Stream, Timed, is_cancelled_while_it_runs
 from tests.programs.simulation.engine import SimulatedEngine
 from tests.programs.simulation.loop import Process
 from tests.support.model_free import END_TOKEN_ID, ModelFreeRunner
@@ -32,7 +33,7 @@ T = TypeVar("T")
 HOST = "server"
 URL = f"redis://{HOST}:6379/0"
 QUEUE = Queue.VOLUME
-_NUM_BLOCKS = 24  # so few that a full batch preempts
+_NUM_BLOCKS = 36  # so few that a full batch preempts
 _BLOCK_SIZE = 8
 _AGAIN_SECONDS = 0.05
 _WAIT_SECONDS = 60.0
@@ -77,9 +78,9 @@ class WorkerProgram:
         try:
             runner = ModelFreeRunner(_NUM_BLOCKS, _BLOCK_SIZE)
             self.engine = SimulatedEngine(
-                LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=64, prefill_chunk=32),
+                LLMEngine(runner, max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk=32),
                 self._rng,
-                step_seconds=self._rng.choice([0.002, 0.02, 0.1]),
+                step_seconds=self._rng.choice([0.001, 0.005, 0.02]),
                 token_seconds=0.001,
             )
             served = Served(
@@ -114,7 +115,7 @@ class ClientProgram:
 
     def __init__(self, process: Process, rng: random.Random, requests: list[Sent]) -> None:
         self.process = process
-        self.seen: list[Seen] = []
+        self.timed = Timed()
         self._rng = rng
         self._requests = requests
         self.main: asyncio.Task[None]
@@ -145,6 +146,8 @@ class ClientProgram:
             await asyncio.sleep(self._rng.random())
             status = await persist(lambda: producer.cancel(request.request_id))
             request.cancel_status = CancelStatus(status).value
+            if is_cancelled_while_it_runs(request):
+                self.timed.cancels.append((request, self.process.loop.now))
         await asyncio.gather(*listening)
 
     async def _send(self, request: Sent, producer: AsyncClient) -> None:
@@ -169,12 +172,16 @@ class ClientProgram:
         if self._rng.random() < 0.2:
             await asyncio.sleep(2 * self._rng.random())
         record = Seen(f"{self.process.name}-{name}", request.request_id, [])
-        self.seen.append(record)
+        stream = Stream(record, self.process.loop.now)
+        self.timed.streams.append(stream)
         try:
             async for event in client.stream(request.request_id):
                 record.events.append(SeenEvent.of(event))
+                how = f"{event.index} {event.text!r} {event.finish_reason or ''}"
+                self.process.loop.tell(self.process, f"sees {request.request_id} {how}")
         except Exception as error:  # whatever it is, a subscriber must not see it
             record.error = f"{type(error).__name__}: {error}"
+        stream.ended_at = self.process.loop.now
 
 
 async def persist(action: Callable[[], Awaitable[T]]) -> T:

@@ -14,12 +14,10 @@ import select
 import socket
 import struct
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import hiredis
 
@@ -27,7 +25,7 @@ from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.programs.simulation.loop import EPOCH, SimulatedLoop
 from tests.programs.simulation.network import Transport
 from tests.programs.simulation.trace import Trace
-from tests.support.processes import run, running
+from tests.support.processes import run, start
 from tests.support.servers import server_program
 
 _PUBLISHING = {b"EVAL", b"PUBLISH", b"SPUBLISH", b"EXEC"}
@@ -37,7 +35,9 @@ _PAGE = 1 << 16
 _SETTINGS = """
 port 0
 save ""
-appendonly no
+appendonly yes
+appendfsync no
+auto-aof-rewrite-percentage 0
 hz 1
 dynamic-hz no
 activerehashing no
@@ -56,22 +56,59 @@ def compile_preload(folder: Path) -> Path:
 
 
 class ServerProcess:
-    """A server that was just started for one world. `folder` has its socket, clock and entropy."""
+    """A server of one world, in an empty folder. It keeps its data when it is killed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, library: Path) -> None:
         self.path = folder / "socket"
+        self._folder = folder
+        self._environment = {
+            "LD_PRELOAD": str(library),
+            "SIMULATION_CLOCK": str(folder / "clock"),
+            "SIMULATION_ENTROPY": str(folder / "entropy"),
+        }
+        (folder / "clock").write_bytes(bytes(8))
+        (folder / "entropy").write_bytes(random.Random(1).randbytes(4096))
+        (folder / "settings").write_text(f"{_SETTINGS}unixsocket {self.path}\n")
         with (folder / "clock").open("r+b") as file:
             self._clock = mmap.mmap(file.fileno(), 8)
-        self._control = self.connected()
-        self._shown = -1
+        self._shown = 0
         self.set_time(EPOCH)
-        # Only commands may delete expired keys: the server's own search is not repeatable.
+        self.is_running = False
+
+    def start(self) -> None:
+        """Start the server, and wait until it answers."""
+        command = [server_program(), str(self._folder / "settings")]
+        self._process = start(
+            *command, cwd=self._folder, env=self._environment, stdout=subprocess.DEVNULL
+        )
+        self.is_running = True
+        while True:
+            try:
+                self._control = self.connected()
+                break
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                if self._process.poll() is not None:
+                    raise RuntimeError("the server of the world did not start") from error
+                select.select([], [], [], 0.002)  # sleeps outside of the world's time
+        # Only commands may delete expired keys: the server's search for them is not repeatable.
         self._control.sendall(hiredis.pack_command(("DEBUG", "SET-ACTIVE-EXPIRE", "0")))
         assert self._control.recv(_PAGE) == b"+OK\r\n"
 
+    def kill(self) -> None:
+        """End the server without a warning."""
+        self.is_running = False
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+        self.path.unlink()
+
     def connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(str(self.path))
+        try:
+            connection.connect(str(self.path))
+        except OSError:
+            connection.close()
+            raise
         return connection
 
     def set_time(self, unix_seconds: float) -> None:
@@ -85,29 +122,13 @@ class ServerProcess:
         self._control.sendall(b"PING\r\n")
         assert self._control.recv(_PAGE) == b"+PONG\r\n"
 
-    @classmethod
-    @contextmanager
-    def started(cls, folder: Path, library: Path) -> Iterator[ServerProcess]:
-        """Runs a new server in an empty folder."""
-        (folder / "clock").write_bytes(struct.pack("<q", int(EPOCH) * 10**9))
-        (folder / "entropy").write_bytes(random.Random(1).randbytes(4096))
-        (folder / "settings").write_text(f"{_SETTINGS}unixsocket {folder / 'socket'}\n")
-        environment = {
-            "LD_PRELOAD": str(library),
-            "SIMULATION_CLOCK": str(folder / "clock"),
-            "SIMULATION_ENTROPY": str(folder / "entropy"),
-        }
-        command = [server_program(), str(folder / "settings")]
-        with running(*command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) as process:
-            while True:
-                try:
-                    server = cls(folder)
-                    break
-                except (FileNotFoundError, ConnectionRefusedError) as error:
-                    if process.poll() is not None:
-                        raise RuntimeError("the server of the world did not start") from error
-                    time.sleep(0.002)
-            yield server
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_running:
+            self.kill()
 
 
 class SteppedServer:
@@ -155,7 +176,8 @@ class SteppedServer:
             self._subscribers.remove(connection)
             self._poll.unregister(connection.socket)
         connection.socket.close()
-        self.process.wait_for_writes()  # the server has noticed the end
+        if self.process.is_running:
+            self.process.wait_for_writes()  # the server has noticed the end
 
     def _bring_messages(self) -> None:
         ready = {descriptor for descriptor, _ in self._poll.poll(0)}

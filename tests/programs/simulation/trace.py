@@ -15,6 +15,7 @@ class Trace:
         self._loop = loop
         self._story = story
         self._hash = hashlib.blake2b(digest_size=16)
+        loop.tell = self.tell
 
     @property
     def digest(self) -> str:

@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 from unittest.mock import patch
@@ -23,14 +23,22 @@ from tests.programs.chaos.audit.outcome import take_snapshot
 from tests.programs.chaos.audit.records import Claimed, Sent
 from tests.programs.chaos.requests import make_request
 from tests.programs.simulation import clock
-from tests.programs.simulation.faults import Fault, PlannedFault, plan_faults
+from tests.programs.simulation.auditor import (
+    IDLE_SECONDS,
+    PATIENCE_SECONDS,
+    check_calm,
+    check_idle,
+    num_carried_on,
+)
 from tests.programs.simulation.loop import (
+    EPOCH,
     Process,
     SimulatedLoop,
     SimulatedTask,
     StandstillError,
 )
 from tests.programs.simulation.network import Network
+from tests.programs.simulation.plan import Fault, Plan, PlannedFault
 from tests.programs.simulation.processes import (
     HOST,
     QUEUE,
@@ -43,37 +51,7 @@ from tests.programs.simulation.trace import Trace
 
 _MOST_CALLBACKS = 1_000_000
 _MOST_TOKENS = 20
-_PATIENCE_SECONDS = 30.0
-"""Virtual seconds within which all requests end once the faults are over, and all workers drain."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The choices that a seed makes before the world begins."""
-
-    seed: int
-    num_workers: int
-    num_clients: int
-    num_requests: int
-    seconds: float
-    """Seconds in which the requests are sent and the faults happen."""
-    faults: tuple[PlannedFault, ...]
-
-    @classmethod
-    def of(cls, seed: int) -> Plan:
-        rng = random.Random(f"{seed} plan")
-        seconds = rng.choice([1.0, 2.0, 4.0])
-        return cls(
-            seed=seed,
-            num_workers=rng.randint(1, 3),
-            num_clients=rng.randint(1, 2),
-            num_requests=rng.randint(20, 100),
-            seconds=seconds,
-            faults=tuple(plan_faults(rng, rng.choice([0, 5, 10, 20]), seconds)),
-        )
-
-    def without_faults(self) -> Plan:
-        return replace(self, faults=())
+_MOST_CLOSINGS = 5  # each ends one more `finally` that waits
 
 
 @dataclass
@@ -87,6 +65,8 @@ class Result:
     num_commands: int = 0
     num_callbacks: int = 0
     virtual_seconds: float = 0.0
+    settle_seconds: float = 0.0
+    """Virtual seconds from the end of the faults until all requests had ended."""
     faults: Counter[Fault] = field(default_factory=Counter)
     num_carried_on: int = 0
     """Number of streams with events of several attempts."""
@@ -119,6 +99,7 @@ class World:
         self._requests: list[Sent] = []
         self._claimed: list[Claimed] = []
         self._is_over = False
+        self._restarting: asyncio.Task[None] | None = None
 
     def run(self) -> Result:
         """Run the world to its end, and audit it."""
@@ -150,14 +131,18 @@ class World:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         self.loop.close()
         with patch("sys.unraisablehook", lambda unraisable: None):
+            for task in [*asyncio.all_tasks(self.loop)]:
+                for _ in range(_MOST_CLOSINGS):
+                    with suppress(Exception):
+                        task.get_coro().close()
             self.__dict__.clear()
             gc.collect()
 
     # ------------------------------------------------------------ the course of events
 
     async def _main(self) -> None:
-        server = Process(self.loop, HOST)
-        self.network.listen(HOST, server, self._server.accept)
+        self._host = Process(self.loop, HOST)
+        self._listen()
         for place in self._places:
             self._start_worker(place)
         self._start_clients()
@@ -166,7 +151,11 @@ class World:
             self._inflict(planned)
         await asyncio.sleep(self.plan.seconds - self.loop.now)
         await self._let_all_end()
+        await self._let_all_idle()
         await self._drain_all()
+
+    def _listen(self) -> None:
+        self.network.listen(HOST, self._host, self._server.accept)
 
     def _start_clients(self) -> None:
         for number in range(self.plan.num_clients):
@@ -210,13 +199,25 @@ class World:
     async def _let_all_end(self) -> None:
         self.network.heal()
         self.trace.note(self.loop.root, "ends all faults")
+        if self._restarting is not None:
+            await self._restarting
+        began_at = self.loop.now
         done, late = await asyncio.wait(
-            [client.main for client in self._clients], timeout=_PATIENCE_SECONDS
+            [client.main for client in self._clients], timeout=PATIENCE_SECONDS
         )
+        self.result.settle_seconds = self.loop.now - began_at
         for task in done:
             task.result()
         if late:
             self._violate("no end", self._where_everybody_waits())
+
+    async def _let_all_idle(self) -> None:
+        await asyncio.sleep(IDLE_SECONDS)  # the last requests may be on their way back
+        before = self._server.num_commands.copy()
+        await asyncio.sleep(IDLE_SECONDS)
+        sent = self._server.num_commands - before
+        names = {place.worker.process.name for place in self._places if place.worker is not None}
+        self.result.violations += check_idle({name: sent[name] for name in names})
 
     async def _drain_all(self) -> None:
         self._is_over = True
@@ -224,7 +225,7 @@ class World:
             if place.worker is not None:
                 place.worker.stop.set()
         ending = [place.watching for place in self._places if place.watching is not None]
-        _, late = await asyncio.wait(ending, timeout=_PATIENCE_SECONDS)
+        _, late = await asyncio.wait(ending, timeout=PATIENCE_SECONDS)
         if late:
             self._violate("no drain", self._where_everybody_waits())
 
@@ -246,6 +247,10 @@ class World:
                     self._freeze(planned, worker.process)
             case Fault.FREEZE_CLIENT:
                 self._freeze(planned, self._choose(self._clients, planned).process)
+            case Fault.RESTART:
+                if self._server_process.is_running:
+                    self._note(planned, self._host)
+                    self._restart_server(planned.seconds)
             case Fault.CUT_ONE | Fault.LOSE_REPLY:
                 if self.network.links:
                     link = self._choose(self.network.links, planned)
@@ -286,6 +291,18 @@ class World:
 
         place.watching = self.loop.root.start(come_back())
 
+    def _restart_server(self, seconds: float) -> None:
+        self._server_process.kill()
+        self.network.unlisten(HOST)
+
+        async def come_back() -> None:
+            await asyncio.sleep(seconds)
+            self._server_process.set_time(EPOCH + self.loop.now)
+            self._server_process.start()
+            self._listen()
+
+        self._restarting = self.loop.root.start(come_back())
+
     def _freeze(self, planned: PlannedFault, process: Process) -> None:
         self._note(planned, process)
         process.pause()
@@ -307,13 +324,15 @@ class World:
         result = self.result
         for failure in self.loop.failures:
             self._violate("unhandled", failure)
-        seen = [record for client in self._clients for record in client.seen]
-        result.num_carried_on = sum(
-            len({event.attempt for event in record.events}) > 1 for record in seen
-        )
-        with redis.Redis(unix_socket_path=str(self._server_process.path)) as client:
-            snapshot = take_snapshot(client, Keys(QUEUE))
+        streams = [stream for client in self._clients for stream in client.timed.streams]
+        result.num_carried_on = num_carried_on(streams)
+        seen = [stream.seen for stream in streams]
+        with redis.Redis(unix_socket_path=str(self._server_process.path)) as connection:
+            snapshot = take_snapshot(connection, Keys(QUEUE))
         result.violations += audit(self._requests, seen, {QUEUE: snapshot}, {}, self._claimed)
+        if not self.plan.faults:
+            for client in self._clients:
+                result.violations += check_calm(client.timed, snapshot)
 
     def _violate(self, rule: str, seen: str) -> None:
         self.result.violations.append(Violation(rule, "", seen))
@@ -349,7 +368,7 @@ def run_world(plan: Plan, library: Path, story: TextIO | None = None) -> Result:
     """Run a world with a new server."""
     with (
         tempfile.TemporaryDirectory(prefix="world-") as folder,
-        ServerProcess.started(Path(folder), library) as server,
+        ServerProcess(Path(folder), library) as server,
     ):
         world = World(plan, server, story)
         try:
