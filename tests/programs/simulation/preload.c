@@ -62,8 +62,11 @@ ssize_t getrandom(void *buffer, size_t size, unsigned flags) {
   return (ssize_t)size;
 }
 
-FILE *fopen(const char *path, const char *mode) {
-  static FILE *(*real)(const char *, const char *);
-  if (!real) real = (FILE * (*)(const char *, const char *)) dlsym(RTLD_NEXT, "fopen");
+static FILE *open_file(const char *name, const char *path, const char *mode) {
+  FILE *(*real)(const char *, const char *) = dlsym(RTLD_NEXT, name);
   return real(strcmp(path, "/dev/urandom") ? path : getenv("SIMULATION_ENTROPY"), mode);
 }
+
+FILE *fopen(const char *path, const char *mode) { return open_file("fopen", path, mode); }
+
+FILE *fopen64(const char *path, const char *mode) { return open_file("fopen64", path, mode); }
