@@ -57,7 +57,6 @@ class _Loader(SourceFileLoader):
 
 
 _STREAM = "promptq.producer.clients.resumable_stream"
-_SUBSCRIPTIONS = "promptq.producer.clients.subscriptions"
 _LEASES = "promptq.worker.leases"
 
 MUTANTS = {
@@ -68,40 +67,8 @@ MUTANTS = {
         "            event = yield from self._beyond(event)\n",
         "",
     ),
-    "stream-trusts-the-channel": Mutant(
-        _STREAM, "return self.silence", "return 1e9  # never looks into the log again"
-    ),
-    "subscriptions-forget-a-channel": Mutant(
-        _SUBSCRIPTIONS, "self._requested.clear()\n        self._unanswered", "self._unanswered"
-    ),
     "coalescer-drops-waiting-tokens": Mutant(
         f"{_LEASES}.coalescer", "output.token_ids = before.token_ids + output.token_ids", "pass"
-    ),
-    "publisher-leaves-out-retries": Mutant(
-        f"{_LEASES}.publisher",
-        "lambda: self._queue.publish([row for _, row in rows], lengths), self._retry_seconds",
-        "lambda: self._queue.publish([row for _, row in rows], lengths), 0.0",
-    ),
-    "returns-stop-at-an-error": Mutant(
-        f"{_LEASES}.exchange",
-        "                await asyncio.sleep(_RETRY_SECONDS)",
-        "                return",
-    ),
-    "cancels-are-ignored": Mutant(
-        f"{_LEASES}.exchange", "if is_request_id(request_id):", "if not request_id:"
-    ),
-    "renewals-come-late": Mutant(
-        "promptq.worker.health.watchdogs", "_RENEWALS_PER_LEASE = 4", "_RENEWALS_PER_LEASE = 0.5"
-    ),
-    "abort-keeps-the-sequence": Mutant(
-        f"{_LEASES}.held_and_lost_leases",
-        "self._engine.abort(lease.prepared.sequence_id)",
-        "pass",
-    ),
-    "prefetcher-never-polls": Mutant(
-        f"{_LEASES}.prefetcher",
-        "self._wake_up.work_came()  # perhaps a message was missed",
-        "pass",
     ),
     "reaper-never-reaps": Mutant(
         "promptq.worker.health.reaper", "while (await self._queue.reap()).has_more:", "while False:"

@@ -33,6 +33,7 @@ _SUBSCRIBING = {b"SUBSCRIBE", b"SSUBSCRIBE", b"UNSUBSCRIBE", b"SUNSUBSCRIBE"}
 _NOT_OF_MACHINE = (b"redis_version:", b"valkey_version:", b"redis_mode:", b"maxmemory")
 """Beginnings of lines of INFO that are the same on each machine and at each run."""
 _NOTHING = object()
+_PONG = b"+PONG\r\n"
 _PAGE = 1 << 16
 _SETTINGS = (
     *("--port", "0", "--unixsocket", "socket", "--enable-debug-command", "yes"),
@@ -86,9 +87,10 @@ class ServerProcess:
                 if self._process.poll() is not None:
                     raise RuntimeError("the server of the world did not start") from error
                 select.select([], [], [], 0.002)  # sleeps outside of the world's time
+        while self._ask(b"PING\r\n") != _PONG:  # it loads its data
+            select.select([], [], [], 0.002)
         # Only commands may delete expired keys: the server's search for them is not repeatable.
-        self._control.sendall(hiredis.pack_command(("DEBUG", "SET-ACTIVE-EXPIRE", "0")))
-        assert self._control.recv(_PAGE) == b"+OK\r\n"
+        assert self._ask(b"DEBUG SET-ACTIVE-EXPIRE 0\r\n") == b"+OK\r\n"
 
     def kill(self) -> None:
         """End the server without a warning."""
@@ -115,8 +117,11 @@ class ServerProcess:
 
     def wait_for_writes(self) -> None:
         """Wait until the server has written everything that earlier commands caused."""
-        self._control.sendall(b"PING\r\n")
-        assert self._control.recv(_PAGE) == b"+PONG\r\n"
+        assert self._ask(b"PING\r\n") == _PONG
+
+    def _ask(self, command: bytes) -> bytes:
+        self._control.sendall(command)
+        return self._control.recv(_PAGE)
 
     def __enter__(self) -> Self:
         self.start()

@@ -43,7 +43,7 @@ def test_equal_seeds_give_equal_worlds_without_violations() -> None:
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_module_is_found(name: str) -> None:
-    ended = simulate("--seeds", "60", "--mutant", name)
+    ended = simulate("--seeds", "5", "--most-requests", "30", "--mutant", name)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "violations" in ended.stdout
 
