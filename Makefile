@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: help demo test check format wheel bench chaos model clean
+.PHONY: help demo test check format wheel bench chaos simulate model clean
 
 help: # List the targets.
 	@sed -n 's/^\([a-z]*\):[^#]*# /make \1\t/p' Makefile | expand -t 16
@@ -39,6 +39,9 @@ wheel: $(SET_UP) # Build the wheel in dist/, or in DIST=FOLDER.
 bench: $(SET_UP) # Measure side by side with other engines; ARGS="--quick" for a first look.
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	@$(BIN)/python -m benchmarks table $(ARGS)
+
+simulate: $(SET_UP) # Run workers and clients in worlds from seeds; ARGS="--seeds 1000 --seed 7".
+	@$(BIN)/python -m tests simulate $(ARGS)
 
 chaos: $(SET_UP) # Kill and freeze real processes, then audit all streams; ARGS="--seconds 3600 --seed 7".
 	@$(BIN)/python -m tests chaos $(ARGS)

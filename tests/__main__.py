@@ -23,6 +23,7 @@ PROGRAMS = {
         sentence="Kills processes while two models take turns on one device.",
     ),
     "failover": Program("tests.programs.failover"),
+    "simulate": Program("tests.programs.simulation"),
     "soak": Program("tests.programs.soak.soaking"),
     "engines": Program("tests.programs.engines"),
     "compat": Program("tests.programs.compat"),

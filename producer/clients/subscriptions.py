@@ -142,8 +142,8 @@ class Subscriptions:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            new = list(self._mailboxes.keys() - self._requested)
-            old = list(self._requested - self._mailboxes.keys())
+            new = sorted(self._mailboxes.keys() - self._requested)
+            old = sorted(self._requested - self._mailboxes.keys())
             self._requested.difference_update(old)
             self._leaving.update(old)
             self._requested.update(new)

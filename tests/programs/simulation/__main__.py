@@ -1,0 +1,156 @@
+"""Runs real workers and clients with time, network and faults from a seed."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from tests.programs.simulation import clock
+from tests.programs.simulation.mutants import MUTANTS
+
+if TYPE_CHECKING:
+    from tests.programs.simulation.plan import Plan
+    from tests.programs.simulation.world import Result
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests simulate", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=100, help="number of worlds (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="first seed (%(default)s)")
+    parser.add_argument("--most-requests", type=int, help="most requests of a world")
+    parser.add_argument("--plan", type=Path, help="run the plan in this file instead")
+    parser.add_argument("--shrink", type=Path, help="file for the first failing plan, shrunk")
+    parser.add_argument("--trace", type=Path, help="file for the stories of the worlds")
+    parser.add_argument("--mutant", choices=MUTANTS, help="break a module of promptq")
+    parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the worlds. Returns 1 after a violation."""
+    arguments = _arguments()
+    clock.install()  # before the modules of promptq are imported
+    if arguments.mutant:
+        MUTANTS[arguments.mutant].install()
+    from tests.programs.simulation.plan import Plan
+    from tests.programs.simulation.server import compile_preload
+    from tests.programs.simulation.shrinking import read_plan
+    from tests.programs.simulation.world import run_world
+
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    plans: Iterable[Plan] = (Plan.of(seed, arguments.most_requests) for seed in seeds)
+    if arguments.plan:
+        try:
+            plans = [read_plan(arguments.plan)]
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+    _send_logs_to_story(bool(arguments.trace))
+    gc.collect()
+    gc.freeze()
+    summary = _Summary()
+    with ExitStack() as stack:
+        library = compile_preload(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        story = stack.enter_context(arguments.trace.open("w")) if arguments.trace else None
+        for plan in plans:
+            result = run_world(plan, library, story)
+            summary.add(result)
+            if arguments.hashes:
+                print(plan.seed, result.digest, flush=True)
+            if result.violations:
+                print(f"seed {plan.seed}: {len(result.violations)} violations")
+                for violation in result.violations[:10]:
+                    print(f"  {violation}", flush=True)
+                if arguments.shrink:
+                    _shrink(result, library, arguments.shrink)
+                if arguments.shrink or arguments.mutant:
+                    break
+    print(summary)
+    return int(summary.num_failed > 0)
+
+
+def _shrink(result: Result, library: Path, path: Path) -> None:
+    """Writes the smallest plan that breaks one of the promises that this world broke."""
+    from tests.programs.simulation.shrinking import shrink, write_plan
+    from tests.programs.simulation.world import run_world
+
+    rules = {violation.rule for violation in result.violations}
+
+    def still_fails(plan: Plan) -> bool:
+        print(f"  tries {len(plan.faults)} faults, {plan.num_requests} requests", flush=True)
+        return any(violation.rule in rules for violation in run_world(plan, library).violations)
+
+    write_plan(shrink(result.plan, still_fails), path)
+    print(f"  {path} has the shrunk plan; --plan {path} --trace FILE writes its story")
+
+
+class _Summary:
+    """The sums of all worlds."""
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+        self._totals: Counter[str] = Counter()
+        self._most_settled = 0.0
+        self._started, self._cpu_started = time.monotonic(), time.process_time()
+
+    def add(self, result: Result) -> None:
+        self.num_failed += bool(result.violations)
+        self._most_settled = max(self._most_settled, result.settle_seconds)
+        self._totals.update(
+            {
+                "worlds": 1,
+                "requests": result.num_requests,
+                "commands": result.num_commands,
+                "callbacks": result.num_callbacks,
+                "streams carried on": result.num_carried_on,
+                "virtual seconds": round(result.virtual_seconds),
+                **{f"fault: {kind}": count for kind, count in result.faults.items()},
+            }
+        )
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._started
+        cpu_seconds = time.process_time() - self._cpu_started
+        times = os.times()
+        server_seconds = times.children_user + times.children_system
+        rate = self._totals["requests"] / (cpu_seconds + server_seconds) * 3600
+        lines = [f"{count:12,}  {name}" for name, count in self._totals.items()]
+        lines += [
+            f"all requests end at most {self._most_settled:.1f} virtual s after the faults",
+            f"{seconds:.1f} s; {cpu_seconds:.1f} s of CPU here, {server_seconds:.1f} s in servers;"
+            f" {rate:,.0f} requests an hour of CPU",
+            f"{self.num_failed} worlds failed",
+        ]
+        return "\n".join(lines)
+
+
+def _send_logs_to_story(is_told: bool) -> None:
+    logging.disable()  # of redis-py and asyncio
+
+    def tell(_logger: Any, level: str, line: Any) -> str:
+        process: Any = clock.running
+        if process is not None:
+            fields = {name: value for name, value in line.items() if name != "event"}
+            process.loop.tell(process, f"logs {level}: {line['event']} {fields}")
+        raise structlog.DropEvent
+
+    level = logging.INFO if is_told else logging.CRITICAL
+    structlog.configure(
+        processors=[tell], wrapper_class=structlog.make_filtering_bound_logger(level)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Replaces the clocks, the entropy and the names of the machine by those of a simulated world.
+
+Call `install` before any module of promptq is imported: some of them keep `time.monotonic` as a
+default argument. Outside of a world, all functions are the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Machine(Protocol):
+    """The process that runs now, as its code sees itself and its machine."""
+
+    name: str
+    pid: int
+
+    def monotonic(self) -> float: ...
+
+    def wall(self) -> float: ...
+
+    def entropy(self, size: int) -> bytes: ...
+
+
+running: Machine | None = None
+"""The simulated process whose code runs now; None outside of a world."""
+
+
+def install() -> None:
+    """Make the functions that read the clock, entropy and names answer for `running`."""
+    _replace(time, "monotonic", lambda machine: machine.monotonic())
+    _replace(time, "monotonic_ns", lambda machine: int(machine.monotonic() * 1e9))
+    _replace(time, "perf_counter", lambda machine: machine.monotonic())
+    _replace(time, "perf_counter_ns", lambda machine: int(machine.monotonic() * 1e9))
+    _replace(time, "time", lambda machine: machine.wall())
+    _replace(time, "time_ns", lambda machine: int(machine.wall() * 1e9))
+    _replace(time, "sleep", _refuse_to_block)
+    _replace(os, "urandom", lambda machine, size: machine.entropy(size))
+    _replace(os, "getpid", lambda machine: machine.pid)
+    _replace(socket, "gethostname", lambda machine: machine.name)
+    random._urandom = os.urandom  # type: ignore[attr-defined] # `secrets` draws from this name
+
+
+def _replace(module: Any, name: str, simulated: Callable[..., Any]) -> None:
+    real = getattr(module, name)
+
+    def answer(*args: Any) -> Any:
+        return real(*args) if running is None else simulated(running, *args)
+
+    setattr(module, name, answer)
+
+
+def _refuse_to_block(_machine: Machine, seconds: float) -> None:
+    if seconds > 0:
+        raise RuntimeError(f"code of a simulated process blocks its event loop for {seconds:g} s")

@@ -1,0 +1,89 @@
+"""The plan of a world, drawn from its seed before it begins, so that a part can be left out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tests.programs.chaos.processes.fleet import LEASE_MS
+
+
+class Fault(StrEnum):
+    """Kinds of faults. A worker is one place in the fleet: after its end, a new one starts."""
+
+    KILL = "kill a worker"
+    DRAIN = "drain a worker"
+    FREEZE = "freeze a worker"
+    FREEZE_CLIENT = "freeze a client"
+    CUT = "cut all connections of a process"
+    CUT_ONE = "cut a connection"
+    LOSE_REPLY = "lose a reply"
+    HOLD = "hold all bytes of a process"
+    REFUSE = "refuse connections of a process"
+    RESTART = "kill the server"
+    JUMP = "move the clock of a process"
+
+
+_WEIGHTS = {
+    Fault.KILL: 4,
+    Fault.DRAIN: 2,
+    Fault.FREEZE: 3,
+    Fault.FREEZE_CLIENT: 1,
+    Fault.CUT: 2,
+    Fault.CUT_ONE: 4,
+    Fault.LOSE_REPLY: 5,
+    Fault.HOLD: 3,
+    Fault.REFUSE: 1,
+    Fault.JUMP: 1,
+    Fault.RESTART: 1,
+}
+_LONGEST_SECONDS = 2.5 * LEASE_MS / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFault:
+    """A fault at a time of the world. `choice` selects its process or connection, from 0 to 1."""
+
+    at: float
+    kind: Fault
+    choice: float
+    seconds: float
+    """How long it lasts, or how soon the process comes back."""
+
+
+def _plan_faults(rng: random.Random, count: int, seconds: float) -> list[PlannedFault]:
+    """Returns `count` faults within `seconds`, in order."""
+    kinds = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=count)
+    times = sorted(seconds * rng.random() for _ in kinds)
+    return [
+        PlannedFault(at, kind, rng.random(), _LONGEST_SECONDS * rng.random() * rng.random())
+        for at, kind in zip(times, kinds, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choices that a seed makes before the world begins."""
+
+    seed: int
+    num_workers: int
+    num_clients: int
+    num_requests: int
+    seconds: float
+    """Seconds in which the requests are sent and the faults happen."""
+    faults: tuple[PlannedFault, ...]
+
+    @classmethod
+    def of(cls, seed: int, most_requests: int | None = None) -> Plan:
+        """Returns the plan of a seed, with at most `most_requests`."""
+        rng = random.Random(f"{seed} plan")
+        seconds = rng.choice([1.0, 2.0, 4.0])
+        return cls(
+            seed=seed,
+            num_workers=rng.randint(1, 3),
+            num_clients=rng.randint(1, 2),
+            num_requests=min(rng.randint(20, 200), most_requests or 200),
+            seconds=seconds,
+            faults=tuple(_plan_faults(rng, rng.choice([0, 5, 10, 20]), seconds)),
+        )

@@ -1,0 +1,193 @@
+"""The programs of a world's processes: workers and clients, with the real code of promptq."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import redis
+
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.shared.errors import RedisSideError, RequestExistsError
+from promptq.shared.protocol.claims import Claims, ModelIdentity, Room
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.settings.worker import WorkerSettings
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.serve.build import Served
+from promptq.worker.serve.process import open_when_there
+from promptq.worker.serve.worker import Worker
+from promptq.worker.text.tokenizer import ByteTokenizer
+from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
+from tests.programs.chaos.processes.fleet import LEASE_MS
+from tests.programs.simulation.auditor import Stream, Timed, is_cancelled_while_it_runs
+from tests.programs.simulation.engine import SimulatedEngine
+from tests.programs.simulation.loop import Process
+from tests.support.model_free import END_TOKEN_ID, ModelFreeRunner
+
+T = TypeVar("T")
+
+HOST = "server"
+URL = f"redis://{HOST}:6379/0"
+QUEUE = Queue.VOLUME
+_NUM_BLOCKS = 36  # so few that a full batch preempts
+_BLOCK_SIZE = 8
+_AGAIN_SECONDS = 0.05
+_WAIT_SECONDS = 60.0
+
+
+class NotingQueue(AsyncRequestQueue):
+    """Records each claim, and the number of tokens before it."""
+
+    claimed: list[Claimed]
+    """The records of the world that runs now."""
+
+    async def take_batch(self, room: Room) -> Claims:
+        claims = await super().take_batch(room)
+        self.claimed += [
+            Claimed(claim.request_id, claim.attempt, claim.num_logged) for claim in claims
+        ]
+        return claims
+
+
+class WorkerProgram:
+    """`promptq worker` in a simulated process, without its command line and signals."""
+
+    def __init__(self, process: Process, rng: random.Random) -> None:
+        self.process = process
+        self.stop = asyncio.Event()
+        """Set by the first SIGTERM."""
+        self.stop_now = asyncio.Event()
+        """Set by the second SIGTERM."""
+        self.engine: SimulatedEngine | None = None
+        self._rng = rng
+        self.settings = WorkerSettings(
+            queue=QUEUE,
+            lease_ms=LEASE_MS,
+            max_crashes=1000,
+            redis_wait=_WAIT_SECONDS,
+            max_events_per_second=rng.choice([20.0, 1e6]),
+        )
+        self.main = process.start(self._run())
+
+    async def _run(self) -> None:
+        client = await open_when_there(URL, _WAIT_SECONDS)
+        try:
+            runner = ModelFreeRunner(_NUM_BLOCKS, _BLOCK_SIZE)
+            self.engine = SimulatedEngine(
+                LLMEngine(runner, max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk=32),
+                self._rng,
+                step_seconds=self._rng.choice([0.001, 0.005, 0.02]),
+                token_seconds=0.001,
+            )
+            served = Served(
+                engine=self.engine,
+                tokenizer=ByteTokenizer(),
+                identity=ModelIdentity("model-free", "model-free"),
+                end_token_ids=frozenset({END_TOKEN_ID}),
+                device="none",
+                dtype="none",
+            )
+            worker = Worker(self.settings, served, client)
+            try:
+                await worker.start()
+                await worker.serve(self.stop)
+                await worker.drain(self.stop_now)
+            finally:
+                await worker.stop()
+        finally:
+            await client.aclose()
+
+    def check_idle(self) -> str:
+        """Returns what the engine still holds after a drain; empty if it holds nothing."""
+        if self.engine is None:
+            return ""
+        self.engine.engine.check_integrity()
+        used = self.engine.engine.stats.num_used_blocks
+        return f"{used} KV blocks are still in use" if used else ""
+
+
+class ClientProgram:
+    """Producers and subscribers of one simulated process."""
+
+    def __init__(self, process: Process, rng: random.Random, requests: list[Sent]) -> None:
+        self.process = process
+        self.timed = Timed()
+        self._rng = rng
+        self._requests = requests
+        self.main: asyncio.Task[None]
+
+    def start(self, seconds: float) -> None:
+        """Send all requests within about `seconds`, and follow their streams to the end."""
+        self.main = self.process.start(self._run(seconds))
+
+    async def _run(self, seconds: float) -> None:
+        producer, subscriber = AsyncClient(URL, QUEUE), AsyncClient(URL, QUEUE)
+        for client in (producer, subscriber):
+            await persist(client.__aenter__)
+        serving = []
+        for request in self._requests:
+            serving.append(asyncio.create_task(self._serve(request, producer, subscriber)))
+            await asyncio.sleep(2 * seconds * self._rng.random() / len(self._requests))
+        await asyncio.gather(*serving)
+        for client in (producer, subscriber):
+            await client.close()
+
+    async def _serve(self, request: Sent, producer: AsyncClient, subscriber: AsyncClient) -> None:
+        await self._send(request, producer)
+        names = ["first", "second"] if self._rng.random() < 0.2 else ["first"]
+        listening = [
+            asyncio.create_task(self._subscribe(request, name, subscriber)) for name in names
+        ]
+        if request.kind is Kind.CANCEL:
+            await asyncio.sleep(self._rng.random())
+            status = await persist(lambda: producer.cancel(request.request_id))
+            request.cancel_status = CancelStatus(status).value
+            if is_cancelled_while_it_runs(request):
+                self.timed.cancels.append((request, self.process.loop.now))
+        await asyncio.gather(*listening)
+
+    async def _send(self, request: Sent, producer: AsyncClient) -> None:
+        """Sends a request until it is certainly accepted. If its id is taken, it was accepted."""
+
+        async def send(request_id: str) -> str:
+            with suppress(RequestExistsError):
+                return await persist(
+                    lambda: producer.enqueue(
+                        request_id=request_id, delay_ms=request.delay_ms, **request.fields
+                    )
+                )
+            return request_id
+
+        ids = [request.request_id]
+        if request.kind is Kind.TWICE:
+            ids.append(f"{request.request_id}:again")
+        request.answers = list(await asyncio.gather(*map(send, ids)))
+        request.request_id = request.answers[0]
+
+    async def _subscribe(self, request: Sent, name: str, client: AsyncClient) -> None:
+        if self._rng.random() < 0.2:
+            await asyncio.sleep(2 * self._rng.random())
+        record = Seen(f"{self.process.name}-{name}", request.request_id, [])
+        stream = Stream(record, self.process.loop.now)
+        self.timed.streams.append(stream)
+        try:
+            async for event in client.stream(request.request_id):
+                record.events.append(SeenEvent.of(event))
+                how = f"{event.index} {event.text!r} {event.finish_reason or ''}"
+                self.process.loop.tell(self.process, f"sees {request.request_id} {how}")
+        except Exception as error:  # whatever it is, a subscriber must not see it
+            record.error = f"{type(error).__name__}: {error}"
+        stream.ended_at = self.process.loop.now
+
+
+async def persist(action: Callable[[], Awaitable[T]]) -> T:
+    """Try until the server answers: calls of producers may fail while it does not."""
+    while True:
+        try:
+            return await action()
+        except (RedisSideError, redis.RedisError, OSError):
+            await asyncio.sleep(_AGAIN_SECONDS)

@@ -1,0 +1,248 @@
+"""The real server of a world. It executes one command at a time, and its clock is the world's.
+
+Each connection of the world has a real connection to the server. After a command that may publish,
+a PING makes sure that the server has written all messages, which then go through the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import mmap
+import random
+import select
+import socket
+import struct
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import hiredis
+
+from promptq.shared.queue.call import SCRIPT_NAMES, script_text
+from tests.programs.simulation.loop import EPOCH, SimulatedLoop
+from tests.programs.simulation.network import Transport
+from tests.programs.simulation.trace import Trace
+from tests.support.processes import run, start
+from tests.support.servers import server_program
+
+_PUBLISHING = {b"EVAL", b"PUBLISH", b"SPUBLISH", b"EXEC"}
+_SUBSCRIBING = {b"SUBSCRIBE", b"SSUBSCRIBE", b"UNSUBSCRIBE", b"SUNSUBSCRIBE"}
+_NOT_OF_MACHINE = (b"redis_version:", b"valkey_version:", b"redis_mode:", b"maxmemory")
+"""Beginnings of lines of INFO that are the same on each machine and at each run."""
+_NOTHING = object()
+_PONG = b"+PONG\r\n"
+_PAGE = 1 << 16
+_SETTINGS = (
+    *("--port", "0", "--unixsocket", "socket", "--enable-debug-command", "yes"),
+    *("--save", "", "--appendonly", "yes", "--appendfsync", "no"),
+    *("--auto-aof-rewrite-percentage", "0"),
+    *("--hz", "1", "--dynamic-hz", "no", "--activerehashing", "no"),
+)
+
+
+def compile_preload(folder: Path) -> Path:
+    """Compiles the library that gives a server the world's time, and returns its path."""
+    library = folder / "preload.so"
+    source = Path(__file__).with_name("preload.c")
+    built = run("gcc", "-shared", "-fPIC", "-O2", "-Wall", "-o", library, source, "-ldl")
+    if built.returncode:
+        raise RuntimeError(f"gcc cannot compile {source}: {built.stderr}")
+    return library
+
+
+class ServerProcess:
+    """A server of one world, in an empty folder. It keeps its data when it is killed."""
+
+    def __init__(self, folder: Path, library: Path) -> None:
+        self.path = folder / "socket"
+        self._folder = folder
+        self._environment = {
+            "LD_PRELOAD": str(library),
+            "SIMULATION_CLOCK": str(folder / "clock"),
+            "SIMULATION_ENTROPY": str(folder / "entropy"),
+        }
+        (folder / "clock").write_bytes(bytes(8))
+        (folder / "entropy").write_bytes(random.Random(1).randbytes(4096))
+        with (folder / "clock").open("r+b") as file:
+            self._clock = mmap.mmap(file.fileno(), 8)
+        self._shown = 0
+        self.set_time(EPOCH)
+        self.is_running = False
+
+    def start(self) -> None:
+        """Start the server, and wait until it answers."""
+        command = [server_program(), *_SETTINGS]
+        self._process = start(
+            *command, cwd=self._folder, env=self._environment, stdout=subprocess.DEVNULL
+        )
+        self.is_running = True
+        while True:
+            try:
+                self._control = self.connected()
+                break
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                if self._process.poll() is not None:
+                    raise RuntimeError("the server of the world did not start") from error
+                select.select([], [], [], 0.002)  # sleeps outside of the world's time
+        while self._ask(b"PING\r\n") != _PONG:  # it loads its data
+            select.select([], [], [], 0.002)
+        # Only commands may delete expired keys: the server's search for them is not repeatable.
+        assert self._ask(b"DEBUG SET-ACTIVE-EXPIRE 0\r\n") == b"+OK\r\n"
+
+    def kill(self) -> None:
+        """End the server without a warning."""
+        self.is_running = False
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+        self.path.unlink()
+
+    def connected(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self.path))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def set_time(self, unix_seconds: float) -> None:
+        nanoseconds = int(unix_seconds * 1e6) * 1000
+        if nanoseconds != self._shown:
+            self._shown = nanoseconds
+            struct.pack_into("<q", self._clock, 0, nanoseconds)
+
+    def wait_for_writes(self) -> None:
+        """Wait until the server has written everything that earlier commands caused."""
+        assert self._ask(b"PING\r\n") == _PONG
+
+    def _ask(self, command: bytes) -> bytes:
+        self._control.sendall(command)
+        return self._control.recv(_PAGE)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_running:
+            self.kill()
+
+
+class SteppedServer:
+    """The server as processes of a world see it."""
+
+    def __init__(self, loop: SimulatedLoop, trace: Trace, process: ServerProcess) -> None:
+        self.loop = loop
+        self.trace = trace
+        self.process = process
+        self.num_commands: Counter[str] = Counter()
+        """Number of commands by the process that sent them."""
+        self._subscribers: list[ServerConnection] = []
+        self._poll = select.poll()
+        texts = {name: script_text(name) for name in SCRIPT_NAMES}
+        self._names = {hashlib.sha1(texts[name].encode()).hexdigest(): name for name in texts}
+        self._publishing = {
+            digest.encode() for digest, name in self._names.items() if "PUBLISH" in texts[name]
+        }
+
+    def accept(self) -> asyncio.Protocol:
+        """Returns the protocol of a new connection."""
+        return ServerConnection(self)
+
+    def execute(self, connection: ServerConnection, command: Sequence[bytes]) -> bytes:
+        """Runs a command. Returns the bytes of its replies."""
+        sender = connection.transport.peer.process
+        self.num_commands[sender.name] += 1
+        name = command[0].upper()
+        if self.trace.is_told:
+            self.trace.tell(sender, f"sends {self._shown(name, command)}")
+        self.process.set_time(EPOCH + self.loop.now)
+        num_replies = max(1, len(command) - 1) if name in _SUBSCRIBING else 1
+        replies = connection.exchange(hiredis.pack_command(tuple(command)), num_replies)
+        if name == b"INFO":
+            replies = _without_machine(replies)
+        if name in _SUBSCRIBING and connection not in self._subscribers:
+            self._subscribers.append(connection)
+            self._poll.register(connection.socket, select.POLLIN)
+        publishes = name in _PUBLISHING or (name == b"EVALSHA" and command[1] in self._publishing)
+        if publishes and self._subscribers:
+            self.process.wait_for_writes()
+            self._bring_messages()
+        return replies
+
+    def close(self, connection: ServerConnection) -> None:
+        if connection in self._subscribers:
+            self._subscribers.remove(connection)
+            self._poll.unregister(connection.socket)
+        connection.socket.close()
+        if self.process.is_running:
+            self.process.wait_for_writes()  # the server has noticed the end
+
+    def _bring_messages(self) -> None:
+        ready = {descriptor for descriptor, _ in self._poll.poll(0)}
+        for subscriber in self._subscribers if ready else ():
+            if subscriber.socket.fileno() in ready:
+                subscriber.transport.write(subscriber.socket.recv(_PAGE))
+
+    def _shown(self, name: bytes, command: Sequence[bytes]) -> str:
+        words = [name.decode()]
+        rest = list(command[1:])
+        if name == b"EVALSHA":
+            words = [self._names.get(rest[0].decode(), "a script")]
+            rest = rest[3:]
+        words += [word.decode("utf-8", "backslashreplace") for word in rest]
+        line = " ".join(words).replace("\n", " ")
+        return line if len(line) <= 200 else line[:200] + " ..."
+
+
+class ServerConnection(asyncio.Protocol):
+    """The server's end of a connection of the world."""
+
+    def __init__(self, server: SteppedServer) -> None:
+        self.transport: Transport
+        self.socket = server.process.connected()
+        self._server = server
+        self._commands = hiredis.Reader(notEnoughData=_NOTHING)
+        self._replies = hiredis.Reader(notEnoughData=_NOTHING)
+        self._is_closed = False
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._commands.feed(data)
+        while (command := self._commands.gets()) is not _NOTHING:
+            self.transport.write(self._server.execute(self, command))
+
+    def exchange(self, packed: bytes, num_replies: int) -> bytes:
+        """Sends a command to the real server, and waits for its replies."""
+        self.socket.sendall(packed)
+        received = b""
+        while num_replies:
+            data = self.socket.recv(_PAGE)
+            if not data:
+                raise RuntimeError("the server of the world went away")
+            received += data
+            self._replies.feed(data)
+            while num_replies and self._replies.gets() is not _NOTHING:
+                num_replies -= 1
+        return received
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._server.close(self)
+
+
+def _without_machine(reply: bytes) -> bytes:
+    """Returns a reply to INFO without the lines that another run would not repeat."""
+    lines = [line for line in reply.split(b"\r\n") if line.startswith(_NOT_OF_MACHINE)]
+    text = b"\r\n".join(lines) + b"\r\n"
+    return b"$%d\r\n%s\r\n" % (len(text), text)

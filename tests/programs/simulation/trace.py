@@ -1,0 +1,42 @@
+"""The record of a world: a hash of everything that happens, and lines that read as a story."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TextIO
+
+from tests.programs.simulation.loop import Process, SimulatedLoop
+
+
+class Trace:
+    """Hashes each event of a world with its time. Writes events to `story`, unless it is None."""
+
+    def __init__(self, loop: SimulatedLoop, story: TextIO | None = None) -> None:
+        self._loop = loop
+        self._story = story
+        self._hash = hashlib.blake2b(digest_size=16)
+        loop.tell = self.tell
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether anybody reads the story."""
+        return self._story is not None
+
+    def tell(self, process: Process, what: str) -> None:
+        """Write a line that the hash does not need."""
+        if self._story is not None:
+            self._story.write(f"{self._loop.now:11.6f}  {process.name:12} {what}\n")
+
+    def note(self, process: Process, what: str) -> None:
+        """Record an event of a process."""
+        self._hash.update(f"{self._loop.now:.9f} {process.pid} {what}".encode())
+        self.tell(process, what)
+
+    def chunk(self, process: Process, number: int, data: bytes) -> None:
+        """Record bytes that arrive at a process on the connection with this number."""
+        self._hash.update(b"%.9f %d %d " % (self._loop.now, process.pid, number))
+        self._hash.update(data)
