@@ -19,7 +19,7 @@ PHRASES = {
 }
 LIMITS = {
     "told, in code": 2,  # a JSON field and a log key
-    "words of docs": 28814,  # without the lines of tables and other signs
+    "words of docs": 28959,  # without the lines of tables and other signs
 }
 """Every other count is 0."""
 
