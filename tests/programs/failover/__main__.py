@@ -1,4 +1,4 @@
-"""Fails primaries while clients enqueue, and counts acknowledged requests that are lost.
+"""Fails primaries under load, and counts acknowledged requests that are lost.
 
 Each server is on a machine of a small network: a network namespace (this needs root or user
 namespaces, gcc, and `ip` of iproute2). A client and a worker run on the primary's machine, others

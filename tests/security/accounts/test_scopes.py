@@ -30,7 +30,8 @@ CALLS = {
         ("POST", "/v1/responses"), ("GET", "/v1/responses/x"), ("DELETE", "/v1/responses/x"),
         ("POST", "/v1/responses/input_tokens"),
         ("POST", "/v1/responses/x/cancel"), ("GET", "/v1/responses/x/input_items"),
-        ("POST", "/v1/embeddings"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+        ("POST", "/v1/embeddings"), ("POST", "/v1/rerank"),
+        ("POST", "/tokenize"), ("POST", "/detokenize"),
     ],
     "files": [
         ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/x"),

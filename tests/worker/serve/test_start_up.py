@@ -113,12 +113,9 @@ def test_recurrent_layers_and_their_memory_are_said(tmp_path: Path) -> None:
     save_model(tmp_path, "kimi_linear", vocab_size=2048, linear_head_dim=128)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL_DIR / name, tmp_path)
-    settings = WorkerSettings(model=str(tmp_path), max_num_seqs=4, device="cpu")
+    settings = WorkerSettings(model=str(tmp_path), max_num_seqs=4, device="cpu", native=False)
     served = build(settings)
-    assert served.method == (
-        "no native code (it has recurrent layers of an unknown kind (Kimi Delta Attention)), no"
-        " drafts (recurrent layers)"
-    )
+    assert served.method == "no native code (it is turned off), no drafts (recurrent layers)"
     line = _ready_line(settings, served, "redis://localhost", 1.0, "")
     megabytes = served.engine.limits.state_bytes / 2**20
     assert f"MiB) and {megabytes:,.0f} MiB of recurrent states, " in line

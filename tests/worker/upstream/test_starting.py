@@ -72,12 +72,15 @@ def test_the_tokenizers_end_token_is_one_beside_the_configurations(
     assert build(settings).end_token_ids == {10, 256}
 
 
-@pytest.mark.parametrize("name", ["llama.cpp", "sglang", "openai"])
+@pytest.mark.parametrize(
+    ("name", "other"), [("llama.cpp", "vllm"), ("sglang", "vllm"), ("openai", "llama.cpp")]
+)
 def test_says_that_another_server_is_there(
-    redis_url: str, model: str, stand_in: StandIn, name: str
+    redis_url: str, model: str, name: str, other: str
 ) -> None:
-    said = refusal(redis_url, "--engine", name, "--upstream", stand_in.url, "--model", model)
-    assert said.startswith(f"promptq worker: --upstream: {stand_in.url} does not answer as ")
+    with stand_in_server(other) as server:
+        said = refusal(redis_url, "--engine", name, "--upstream", server.url, "--model", model)
+    assert said.startswith(f"promptq worker: --upstream: {server.url} does not answer as ")
 
 
 def test_says_that_nothing_answers(redis_url: str, model: str) -> None:
