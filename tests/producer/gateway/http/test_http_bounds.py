@@ -124,8 +124,6 @@ def test_a_client_that_sends_no_more(
 ) -> None:
     """Its connection is closed in the end; that of a client that waits for an answer is not."""
     monkeypatch.setattr(connection_limits, "_CHECK_SECONDS", 0.1)
-    monkeypatch.setattr(connection_limits, "_SILENCE_SECONDS", 0.1)
-    monkeypatch.setattr(connection_limits, "_HEAD_SECONDS", 0.1)
     gateway = start_gateway()
     asked = b'{"prompt":"Hi"}'
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
@@ -133,6 +131,8 @@ def test_a_client_that_sends_no_more(
         waiting.sendall(post % len(asked) + asked)
         claim = own_worker.take_next()
         silent.sendall(sent)
+        monkeypatch.setattr(connection_limits, "_SILENCE_SECONDS", 0.1)
+        monkeypatch.setattr(connection_limits, "_HEAD_SECONDS", 0.1)
         all_of(silent)
         own_worker.finish(claim, "a")
         assert b'"text":"a"' in all_of(waiting)
