@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs, SequenceTiming
-from promptq.worker.engine.core.shares import Shares
+from promptq.worker.engine.core.tenant_shares import TenantShares
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ def preemption(
     newcomer = min((each for each in newcomers if each.request.tenant not in tenants), default=None)
     if newcomer is None:
         return None
-    shares = Shares(num_slots, 1, ((stream.request, 0) for stream in streams))
+    shares = TenantShares(num_slots, 1, ((stream.request, 0) for stream in streams))
     victim = max(
         (
             stream

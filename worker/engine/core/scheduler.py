@@ -13,8 +13,13 @@ from typing import Any, NamedTuple
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN
 from promptq.worker.engine.core.sequence import Batch, Sequence, SequenceStatus
-from promptq.worker.engine.core.shares import Shares, TenantCounts, beyond_their_share, last_of_most
 from promptq.worker.engine.core.step_plan import StepPlan, can_plan_next
+from promptq.worker.engine.core.tenant_shares import (
+    TenantCounts,
+    TenantShares,
+    beyond_their_share,
+    last_of_most,
+)
 
 
 class _Room(NamedTuple):
@@ -316,9 +321,9 @@ class Scheduler:
             return ()
         return beyond_their_share(self.running, self._shares(), newcomer.request, num_needed)
 
-    def _shares(self) -> Shares:
+    def _shares(self) -> TenantShares:
         running = ((sequence.request, len(sequence.block_table)) for sequence in self.running)
-        return Shares(self.max_num_seqs, self.block_manager.num_blocks, running)
+        return TenantShares(self.max_num_seqs, self.block_manager.num_blocks, running)
 
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether a waiting sequence fits into the free blocks. Notes how many blocks it lacks."""

@@ -36,7 +36,7 @@ class TenantCounts(dict[str, int]):
         return sorted(sequences, key=turn)
 
 
-class Shares:
+class TenantShares:
     """The share of each tenant: its part of the slots or of the KV cache, whichever is larger,
     divided by the tenant's weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
 
@@ -78,7 +78,7 @@ class Shares:
         return max(slots / self._num_slots, blocks / self._num_blocks) / request.weight
 
 
-def last_of_most(running: list[Sequence], shares: Shares) -> Sequence:
+def last_of_most(running: list[Sequence], shares: TenantShares) -> Sequence:
     """Returns the sequence to preempt from `running`, which is sorted by urgency. Never returns the
     first one. Of the others with the least urgent priority, returns the last one of the tenant with
     the largest share."""
@@ -88,7 +88,7 @@ def last_of_most(running: list[Sequence], shares: Shares) -> Sequence:
 
 
 def beyond_their_share(
-    running: list[Sequence], shares: Shares, newcomer: EngineRequest, num_needed: int
+    running: list[Sequence], shares: TenantShares, newcomer: EngineRequest, num_needed: int
 ) -> Iterator[Sequence]:
     """Yields the running sequences to preempt for `newcomer`, which needs `num_needed` blocks. Each
     is the last of the tenant with the largest share then. No tenant falls below its share."""
