@@ -7,15 +7,14 @@ import asyncio
 import time
 from dataclasses import fields
 
-from promptq.shared.protocol.worker_stats import RECORD_MS, SlotState, SlotStats, WorkerStats
+from promptq.shared.protocol.worker_stats import RECORD_MS, WorkerStats
 from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.worker.engine.api.messages import EngineSnapshot, EngineStats, SequenceSnapshot
+from promptq.worker.engine.api.messages import EngineSnapshot, EngineStats
 from promptq.worker.engine.api.port import EnginePort
+from promptq.worker.health.live_batch import live_batch
 from promptq.worker.leases.held_and_lost_leases import Leases
-from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.meter import Meter
-from promptq.worker.leases.rows import PreparedRequest
 
 INTERVAL_SECONDS = 1.0
 _ENGINE_FIELDS = {each.name for each in fields(EngineStats)} & WorkerStats.model_fields.keys()
@@ -50,9 +49,8 @@ class Heartbeat:
         """Publish a heartbeat. Returns the number of workers. Raises RedisError, OSError."""
         await self._take_snapshot()
         contribution = self._contribution()
-        num_workers = await self._queue.run(
-            scripts.heartbeat(self.stats(), RECORD_MS, self.slots())
-        )
+        batch = live_batch(self._snapshot, self._leases)
+        num_workers = await self._queue.run(scripts.heartbeat(self.stats(), RECORD_MS, batch))
         await self._queue.run(statistics.sample(contribution))
         return num_workers
 
@@ -92,14 +90,6 @@ class Heartbeat:
             now["state"] = "no_server"
         return self.about.model_copy(update=now)
 
-    def slots(self) -> list[SlotStats]:
-        """Returns the batch of the last snapshot, without sequences that have ended since then."""
-        return [
-            _slot_of(lease, sequence)
-            for sequence in self._snapshot.sequences
-            if (lease := self._leases.by_sequence(sequence.sequence_id)) is not None
-        ]
-
     async def _take_snapshot(self) -> None:
         if self._next_snapshot is None:
             self._next_snapshot = asyncio.create_task(self._engine.snapshot())
@@ -117,41 +107,3 @@ class Heartbeat:
         if self.about.overflow:
             work.overflow_tokens, work.generated_tokens = work.generated_tokens, 0
         return work
-
-
-def _slot_of(lease: Lease, sequence: SequenceSnapshot) -> SlotStats:
-    prepared = lease.prepared
-    timing = sequence.timing
-    return SlotStats(
-        slot=sequence.slot,
-        request_id=prepared.request_id,
-        tenant=prepared.request.tenant,
-        priority=prepared.priority,
-        attempt=prepared.claim.attempt,
-        state=_state_of(sequence),
-        prompt_tokens=prepared.num_prompt_tokens,
-        emitted_tokens=sequence.num_tokens - prepared.num_prompt_tokens,
-        max_tokens=prepared.engine_request.max_tokens,
-        computed_tokens=sequence.num_computed_tokens,
-        cached_tokens=timing.cached_tokens,
-        recomputed_tokens=timing.recomputed_tokens,
-        preemptions=timing.preemptions,
-        kv_blocks=sequence.num_blocks,
-        kv_shared_blocks=sequence.num_shared_blocks,
-        claimed_at=prepared.claim.claimed_at_ms,
-        prefill_at=_server_ms(prepared, timing.scheduled_at),
-        first_token_at=_server_ms(prepared, timing.first_token_at),
-        preempted_at=[*map(prepared.claim.server_ms, timing.preempted_at)],
-        resumed_at=[*map(prepared.claim.server_ms, timing.resumed_at)],
-    )
-
-
-def _state_of(sequence: SequenceSnapshot) -> SlotState:
-    if sequence.slot is None:
-        return SlotState.PREEMPTED if sequence.timing.preemptions else SlotState.WAITING
-    is_decoding = sequence.num_tokens - sequence.num_computed_tokens <= 1
-    return SlotState.DECODE if is_decoding else SlotState.PREFILL
-
-
-def _server_ms(prepared: PreparedRequest, at: float | None) -> int | None:
-    return None if at is None else prepared.claim.server_ms(at)
