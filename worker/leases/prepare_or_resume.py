@@ -92,7 +92,8 @@ class Preparation:
             raise TakesLongError
         self._check_values(claim.payload)
         request = Request.parse(claim.payload)
-        self._check_served(request)
+        pair = _pair_of(request)
+        self._check_served(request, pair)
         if only_quick and len(request.messages or ()) > _QUICK_MESSAGES:
             raise TakesLongError
         prompt = self.tokenizer.encode_prompt(request)
@@ -154,7 +155,7 @@ class Preparation:
                 weight=claim.weight,
                 grammar=self._grammar(request, ends, emitted, bool(unsent), only_quick),
                 pooling=pooling,
-                pair=_pair_of(request),
+                pair=pair,
                 pictures=tuple(picture.url for picture in pictures),
                 picture_tokens=picture_tokens,
             ),
@@ -212,13 +213,12 @@ class Preparation:
                 "payload", f"holds more than {most} JSON values, the most that this worker takes"
             )
 
-    def _check_served(self, request: Request) -> None:
+    def _check_served(self, request: Request, pair: tuple[str, str] | None) -> None:
         if request.model is not None and self.model.name and request.model != self.model.name:
             raise _invalid("model", f"this queue serves {self.model.name!r}, not {request.model!r}")
         unheeded = self.engine.abilities.unheeded
         if not self.engine.abilities.logprobs:
             unheeded |= {"logprobs"}
-        pair = _pair_of(request)
         if pair and not self.engine.abilities.scores:
             raise UnservedFieldError("embed", "scores")
         for name in sorted((unheeded - {"embed"} if pair else unheeded) & request.model_fields_set):
