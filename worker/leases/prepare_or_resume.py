@@ -192,11 +192,12 @@ class Preparation:
             prefix.pop()
         if wanted.text:
             prefix += self.tokenizer.encode_output(wanted.text)
-        longest = self.engine.limits.max_model_len - 1 - num_prompt
+        longest_context = self.engine.limits.max_model_len
+        longest = longest_context - 1 - num_prompt
         if len(prefix) > longest:
             raise _invalid(
                 "output_prefix",
-                f"this model's maximum context length is {self.engine.limits.max_model_len} tokens,"
+                f"this model's maximum context length is {longest_context} tokens,"
                 f" and after the prompt's {num_prompt} the prefix may have {longest} at most; it"
                 f" has {len(prefix)}",
                 code="context_length_exceeded",
@@ -216,22 +217,23 @@ class Preparation:
     def _check_served(self, request: Request, pair: tuple[str, str] | None) -> None:
         if request.model is not None and self.model.name and request.model != self.model.name:
             raise _invalid("model", f"this queue serves {self.model.name!r}, not {request.model!r}")
-        unheeded = self.engine.abilities.unheeded
-        if not self.engine.abilities.logprobs:
+        abilities = self.engine.abilities
+        unheeded = abilities.unheeded
+        if not abilities.logprobs:
             unheeded |= {"logprobs"}
-        if pair and not self.engine.abilities.scores:
+        if pair and not abilities.scores:
             raise UnservedFieldError("embed", "scores")
         for name in sorted((unheeded - {"embed"} if pair else unheeded) & request.model_fields_set):
             if getattr(request, name) != Request.model_fields[name].default:
                 raise UnservedFieldError(name)
-        if request.messages and request.pictures and not self.engine.abilities.pictures:
+        if request.messages and request.pictures and not abilities.pictures:
             raise UnservedFieldError("messages", "pictures")
-        if not (self.engine.abilities.generates or request.embed or request.tokenize):
+        if not (abilities.generates or request.embed or request.tokenize):
             raise _unsupported("embed", "computes only vectors, so a request must have this field")
-        lowest = self.engine.abilities.lowest_temperature
+        lowest = abilities.lowest_temperature
         if 0.0 < request.temperature < lowest:
             # The engine can correct its draws by log-probabilities, which know no such field.
-            others = [] if self.engine.abilities.logprobs else ["this engine"]
+            others = [] if abilities.logprobs else ["this engine"]
             others += filter(request.is_set, _CHANGES_LOGITS)
             others += [request.wanted_output.field] if request.wanted_output else []
             if others:
@@ -253,16 +255,16 @@ class Preparation:
             return None
         if embed.query is not None:
             return "last"  # the server knows better
-        size = self.engine.limits.embedding_size
+        abilities, size = self.engine.abilities, self.engine.limits.embedding_size
         if embed.dimensions is not None and embed.dimensions > size:
             raise _invalid(
                 "embed",
                 f"dimensions: {embed.dimensions} is more than the {size} that the vectors of this"
                 " model have",
             )
-        if self.engine.abilities.normalizes and not embed.normalize:
+        if abilities.normalizes and not embed.normalize:
             raise _unsupported("embed", "computes only vectors of length 1 (`normalize`)")
-        if not self.engine.abilities.generates:
+        if not abilities.generates:
             if embed.pooling not in (None, self.pooling):
                 raise _unsupported("embed", f"pools as its model does, not by {embed.pooling!r}")
             return self.pooling or "last"  # the server knows better
@@ -292,12 +294,13 @@ class Preparation:
             if request.prompt == "":
                 why = "is empty, and this model's tokenizer puts no token in front of a text"
             raise _invalid(field_name, f"{why}, so there is nothing to continue")
-        longest = self.engine.limits.max_model_len - 1
+        limits = self.engine.limits
+        longest = limits.max_model_len - 1
         if len(prompt) > longest:
             raise _invalid(
                 field_name,
                 "the prompt is too long: this model's maximum context length is"
-                f" {self.engine.limits.max_model_len} tokens, of which at most {longest} can be the"
+                f" {limits.max_model_len} tokens, of which at most {longest} can be the"
                 f" prompt; this one has {len(prompt)}",
                 code="context_length_exceeded",
             )
@@ -320,8 +323,8 @@ class Preparation:
             named.append(("logit_bias", [int(key) for key in request.logit_bias]))
         for name, token_ids in named:
             worst = max(token_ids)
-            if worst >= self.engine.limits.vocab_size:
-                why = f"is outside the vocabulary of {self.engine.limits.vocab_size} tokens"
+            if worst >= limits.vocab_size:
+                why = f"is outside the vocabulary of {limits.vocab_size} tokens"
                 raise _invalid(name, f"token id {worst} {why}")
 
     def _grammar(
