@@ -94,27 +94,30 @@ def test_llama_cpp_applies_the_adapter_of_the_name_also_behind_a_killed_worker(
 ) -> None:
     if why := why_missing("llama.cpp"):
         pytest.skip(why)
-    tokenizer, arguments, merged = AutoTokenizer.from_pretrained(MODEL_DIR), list[str](), {}
+    arguments, merged = list[str](), {}
     for seed in (1, 2):
         folder, merged[folder] = saved_adapter(tmp_path / f"adapter{seed}", seed)
         file = saved_gguf(tmp_path / f"{folder.name}.gguf", folder)
         arguments += ["--lora", str(file)]
     with real_server("llama.cpp", tmp_path / "server", arguments=arguments) as server:
         for folder, model in merged.items():
-            wanted = [generate(model, tokenizer.encode(prompt), NUM_TOKENS) for prompt in PROMPTS]
-            assert wanted[0] != undisturbed(PROMPTS[0], NUM_TOKENS)
-            assert tokens_behind_a_kill(redis_url, tmp_path, server, folder) == wanted
+            assert tokens_behind_a_kill(redis_url, tmp_path, server, folder) == tokens_of(model)
 
 
 def test_vllm_loads_adapters_also_behind_an_unload_and_a_killed_worker(
     redis_url: str, tmp_path: Path, server: RealServer
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     for seed in (1, 2):
         folder, merged = saved_adapter(tmp_path / f"adapter{seed}", seed)
-        wanted = [generate(merged, tokenizer.encode(prompt), NUM_TOKENS) for prompt in PROMPTS]
-        assert wanted[0] != undisturbed(PROMPTS[0], NUM_TOKENS)
-        assert tokens_behind_a_kill(redis_url, tmp_path, server, folder) == wanted
+        assert tokens_behind_a_kill(redis_url, tmp_path, server, folder) == tokens_of(merged)
+
+
+def tokens_of(merged: Any) -> list[list[int]]:
+    """Returns the merged model's tokens, which must differ from those without an adapter."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    tokens = [generate(merged, tokenizer.encode(prompt), NUM_TOKENS) for prompt in PROMPTS]
+    assert tokens[0] != undisturbed(PROMPTS[0], NUM_TOKENS)
+    return tokens
 
 
 def tokens_behind_a_kill(
