@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from redis.crc import key_slot
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import text_map
 from tests.programs.failover.isolation import Machine
+from tests.support.preload import compile_preload
 from tests.support.roles import acl_file_for_tests, as_role
 from tests.support.servers import answers
 from tests.support.waiting import until
@@ -49,7 +49,8 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        preloaded = {"LD_PRELOAD": str(_library(self._folder.parent)), "SYNCED": str(self._note)}
+        library = compile_preload(Path(__file__).with_name("synced.c"), self._folder.parent)
+        preloaded = {"LD_PRELOAD": str(library), "SYNCED": str(self._note)}
         self._process = self.machine.start(self._command, self._folder / "log", **preloaded)
         until(lambda: answers(self.client))
 
@@ -162,14 +163,3 @@ def _is_joined(node: Node, num_nodes: int) -> bool:
     info = node.client.execute_command("CLUSTER INFO")
     is_known = int(info["cluster_known_nodes"]) == num_nodes
     return is_known and info["cluster_state"] == "ok"
-
-
-def _library(folder: Path) -> Path:
-    """Returns the preloaded library, built in the folder when first used."""
-    library = folder / "synced.so"
-    if not library.exists():
-        source = Path(__file__).with_name("synced.c")
-        built = library.with_suffix(".new")
-        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", built, source], check=True)
-        built.rename(library)
-    return library

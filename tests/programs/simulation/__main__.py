@@ -45,9 +45,9 @@ def main() -> int:
     if arguments.mutant:
         MUTANTS[arguments.mutant].install()
     from tests.programs.simulation.plan import Plan
-    from tests.programs.simulation.server import compile_preload
     from tests.programs.simulation.shrinking import read_plan
     from tests.programs.simulation.world import run_world
+    from tests.support.preload import compile_preload
 
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     plans: Iterable[Plan] = (Plan.of(seed, arguments.most_requests) for seed in seeds)
@@ -62,7 +62,8 @@ def main() -> int:
     gc.freeze()
     summary = _Summary()
     with ExitStack() as stack:
-        library = compile_preload(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        library = compile_preload(Path(__file__).with_name("preload.c"), folder)
         story = stack.enter_context(arguments.trace.open("w")) if arguments.trace else None
         for plan in plans:
             result = run_world(plan, library, story)

@@ -25,7 +25,7 @@ from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.programs.simulation.loop import EPOCH, SimulatedLoop
 from tests.programs.simulation.network import Transport
 from tests.programs.simulation.trace import Trace
-from tests.support.processes import run, start
+from tests.support.processes import start
 from tests.support.servers import server_program
 
 _PUBLISHING = {b"EVAL", b"PUBLISH", b"SPUBLISH", b"EXEC"}
@@ -41,16 +41,6 @@ _SETTINGS = (
     *("--auto-aof-rewrite-percentage", "0"),
     *("--hz", "1", "--dynamic-hz", "no", "--activerehashing", "no"),
 )
-
-
-def compile_preload(folder: Path) -> Path:
-    """Compiles the library that gives a server the world's time, and returns its path."""
-    library = folder / "preload.so"
-    source = Path(__file__).with_name("preload.c")
-    built = run("gcc", "-shared", "-fPIC", "-O2", "-Wall", "-o", library, source, "-ldl")
-    if built.returncode:
-        raise RuntimeError(f"gcc cannot compile {source}: {built.stderr}")
-    return library
 
 
 class ServerProcess:
