@@ -5,149 +5,87 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
+from collections.abc import Callable
 
-from promptq.shared.protocol.request import FinishReason
-from promptq.worker.engine.api.messages import (
-    EngineRequest,
-    EngineSnapshot,
-    EngineStats,
-    SequenceOutput,
-    StepOutput,
-)
+from promptq.worker.engine.api.messages import StepOutput
 from promptq.worker.engine.api.port import Engine
+from promptq.worker.serve.engine_thread import EngineThread
 
 _MOST_UNFETCHED_STEPS = 64
 
 
-class SimulatedEngine:
-    """Implements `EnginePort` for an engine that computes step by step, without a thread.
+class SimulatedEngine(EngineThread):
+    """An `EngineThread` that starts no thread: a task of the event loop computes the steps.
 
-    It replaces `EngineThread`: messages have an effect between steps, and the outputs of a step
-    arrive when the step is over. A step takes up to `step_seconds` and, for each token, up to
-    `token_seconds`.
+    The outputs of a step arrive when the step is over. A step takes up to `step_seconds` and, for
+    each token, up to `token_seconds`.
     """
-
-    is_accepting = True
 
     def __init__(
         self, engine: Engine, rng: random.Random, step_seconds: float, token_seconds: float
     ) -> None:
+        super().__init__(engine)
         self.engine = engine
-        self.limits = engine.limits
-        self.abilities = engine.abilities
-        self.stats: EngineStats = engine.stats
         self._rng = rng
         self._step_seconds = step_seconds
         self._token_seconds = token_seconds
-        self._additions: deque[EngineRequest] = deque()
-        self._aborts: deque[int] = deque()
-        self._snapshots: deque[asyncio.Future[EngineSnapshot]] = deque()
-        self._outbox: deque[StepOutput] = deque()
         self._mail = asyncio.Event()
-        self._fetchable = asyncio.Event()
         self._fetched = asyncio.Event()
-        self._failure: BaseException | None = None
-        self._is_stopping = False
-        self._last_progress = time.monotonic()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(self._compute())
 
     async def stop(self, patience: float) -> None:
-        self._is_stopping = True
-        self._mail.set()
-        self._outbox.clear()
-        self._fetched.set()
+        self._stopping = True
+        self._wake()
+        self._take_outbox()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=patience)
 
-    def add(self, request: EngineRequest) -> None:
-        self._additions.append(request)
-        self._mail.set()
-
-    def abort(self, sequence_id: int) -> None:
-        self._aborts.append(sequence_id)
-        self._mail.set()
-
-    async def snapshot(self) -> EngineSnapshot:
-        answer: asyncio.Future[EngineSnapshot] = asyncio.get_running_loop().create_future()
-        self._snapshots.append(answer)
-        self._mail.set()
-        return await answer
-
-    async def fetch(self) -> list[StepOutput]:
-        while True:
-            self._fetchable.clear()
-            if self._outbox:
-                steps = list(self._outbox)
-                self._outbox.clear()
-                self._fetched.set()
-                return steps
-            if self._failure is not None:
-                raise self._failure
-            await self._fetchable.wait()
-
-    @property
-    def has_failed(self) -> bool:
-        return self._failure is not None
-
-    @property
-    def num_aborting(self) -> int:
-        return len(self._aborts)
-
     def seconds_without_progress(self) -> float:
-        return time.monotonic() - self._last_progress if self.engine.has_work else 0.0
+        return super().seconds_without_progress() if self.engine.has_work else 0.0
 
-    async def _run(self) -> None:
+    async def _compute(self) -> None:
         try:
             while True:
                 self._mail.clear()
-                self._apply_mail()
-                if self._is_stopping:
+                if not self._apply_inbox():
                     return
                 self._last_progress = time.monotonic()
                 if not self.engine.has_work:
                     await self._mail.wait()
                     continue
-                step = self.engine.step()
+                step = self._step()
                 num_tokens = sum(len(output.token_ids) for output in step.outputs)
                 seconds = self._step_seconds + self._token_seconds * num_tokens
                 await asyncio.sleep(seconds * self._rng.random())
-                await self._put(step)
+                while len(self._outbox) >= _MOST_UNFETCHED_STEPS and not self._stopping:
+                    self._last_progress = time.monotonic()
+                    self._fetched.clear()
+                    await self._fetched.wait()
+                step.ended_at = time.monotonic()
+                self._put(step)
         except Exception as error:  # `fetch` raises it
             self._failure = error
             self._fetchable.set()
 
-    def _apply_mail(self) -> None:
-        aborts, additions = list(self._aborts), list(self._additions)
-        self._aborts.clear()
-        self._additions.clear()
-        for request in additions:
-            try:
-                self.engine.add(request)
-            except ValueError as error:
-                refusal = SequenceOutput(
-                    request.sequence_id, [], finish_reason=FinishReason.ERROR, error=str(error)
-                )
-                self._outbox.append(StepOutput([refusal], self.engine.stats))
-                self._fetchable.set()
-        for sequence_id in aborts:
-            self.engine.abort(sequence_id)
-            self.stats = self.engine.stats
-        snapshots = list(self._snapshots)
-        self._snapshots.clear()
-        for answer in snapshots:
-            if not answer.done():
-                answer.set_result(self.engine.snapshot())
+    def _wait(self) -> None:
+        """Returns at once: `_compute` waits for a message."""
 
-    async def _put(self, step: StepOutput) -> None:
-        while len(self._outbox) >= _MOST_UNFETCHED_STEPS and not self._is_stopping:
-            self._last_progress = time.monotonic()
-            self._fetched.clear()
-            await self._fetched.wait()
-        self.stats = step.stats
-        step.ended_at = time.monotonic()
-        self._outbox.append(step)
+    def _wake(self) -> None:
+        self._mail.set()
+
+    def _put(self, output: StepOutput) -> None:
+        self.stats = output.stats
+        self._outbox.append(output)
         self._fetchable.set()
+
+    def _take_outbox(self) -> list[StepOutput]:
+        steps = [*self._outbox]
+        self._outbox.clear()
+        self._fetched.set()
+        return steps
+
+    def _in_loop(self, callback: Callable[[], object]) -> None:
+        callback()
