@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +20,8 @@ from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, Embed, Pooling, Request
 from promptq.shared.protocol.rows import Row
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
-from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.port import Capacity
 from promptq.worker.leases.rows import PreparedRequest
 from promptq.worker.text.grammars.schema_masks import Grammars, TakesLongError
 from promptq.worker.text.output_marks import OutputMarks
@@ -56,16 +56,6 @@ class UnservedFieldError(InvalidRequestError):
             f"{field}: no live worker's engine serves {what}", field, error_type="unsupported"
         )
         self.ability = ability or field
-
-
-class Capacity(Protocol):
-    """An engine's limits and abilities. The abilities may change."""
-
-    @property
-    def limits(self) -> EngineLimits: ...
-
-    @property
-    def abilities(self) -> EngineAbilities: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,18 @@ def ignore_progress(stage: str, share: float | None = None) -> None:
     """A Progress that does nothing."""
 
 
-class Engine(Protocol):
-    """An engine that computes a continuous batch step by step. Only one thread may call it."""
+class Capacity(Protocol):
+    """An engine's limits and abilities. The abilities may change."""
 
     @property
     def limits(self) -> EngineLimits: ...
 
     @property
     def abilities(self) -> EngineAbilities: ...
+
+
+class Engine(Capacity, Protocol):
+    """An engine that computes a continuous batch step by step. Only one thread may call it."""
 
     @property
     def has_work(self) -> bool:
@@ -68,14 +72,8 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class EnginePort(Protocol):
+class EnginePort(Capacity, Protocol):
     """The interface that a worker uses for every engine. Call all methods in one event loop."""
-
-    @property
-    def limits(self) -> EngineLimits: ...
-
-    @property
-    def abilities(self) -> EngineAbilities: ...
 
     @property
     def stats(self) -> EngineStats:
