@@ -144,7 +144,7 @@ class Fuzzing:
             held = self._held()
             if len(held) != last:
                 last, changed = len(held), time.monotonic()
-            if all(self._may_wait(it, pushed) for it in held):
+            if self._may_wait(held, pushed):
                 self._cancel(held)
                 return self._held()
             if time.monotonic() - changed > _PATIENCE_SECONDS:
@@ -152,13 +152,14 @@ class Fuzzing:
             time.sleep(_LOOK_SECONDS)
         return []
 
-    def _may_wait(self, request_id: bytes, pushed: dict[bytes, Thrown]) -> bool:
-        """Whether the request is for a newer worker, or for one that serves a field that this
+    def _may_wait(self, request_ids: list[bytes], pushed: dict[bytes, Thrown]) -> bool:
+        """Whether each request is for a newer worker, or for one that serves a field that this
         worker does not serve, since a spoilt log shows that there was such a worker."""
-        if request_id in pushed and pushed[request_id].may_wait:
-            return True
-        key = self._keys.request("").encode() + request_id
-        return bool(self._client.type(key) == b"hash" and self._client.hexists(key, "needs"))
+        with self._client.pipeline(transaction=False) as pipeline:
+            for request_id in request_ids:
+                if request_id not in pushed or not pushed[request_id].may_wait:
+                    pipeline.hexists(self._keys.request("").encode() + request_id, "needs")
+            return all(reply is True for reply in pipeline.execute(raise_on_error=False))
 
     def _held(self) -> list[bytes]:
         keys = self._keys
@@ -166,7 +167,7 @@ class Fuzzing:
         with self._client.pipeline() as pipeline:  # at one time, as requests move between them
             for name in names:
                 pipeline.zrange(name, 0, -1)
-            return [it for held in pipeline.execute() for it in held]
+            return [request_id for held in pipeline.execute() for request_id in held]
 
     def _cancel(self, request_ids: list[bytes]) -> None:
         """Cancels a request by plain commands, as any Redis client may."""
