@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
-from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import LEAST, EngineRequest, PromptLogprobs
 from promptq.worker.upstream.dialects.adapter import Adapter
@@ -32,14 +31,13 @@ from promptq.worker.upstream.dialects.dialect import (
     server_abilities,
     with_pooling,
 )
+from promptq.worker.upstream.dialects.openai_completions import choice_of, event_of
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
     Server,
     ServerFaultError,
     UnusableAnswerError,
     answering_as,
-    check_event,
-    read_json,
 )
 from promptq.worker.upstream.dialects.vllm_pictures import (
     GENERATE,
@@ -55,8 +53,6 @@ _MOST_STOPS = 64
 on a GPU. The worker ends the stream at the others."""
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-"""Finish reasons. Any other one (`abort`, `error`) means that the server broke off."""
 
 
 class VllmDialect(Dialect):
@@ -264,19 +260,15 @@ def _put_mask(sampling: dict[str, Any], mask: Mask) -> None:
 
 
 def _read(data: bytes, num_top: int) -> Chunk | None:
-    check_event(event := read_json(data))
-    choices = event.get("choices")
-    if not choices:
+    event = event_of(data)
+    choice, reason = choice_of(event)
+    if not choice:
         return None
-    (choice,) = choices
-    token_ids, reason = choice["token_ids"] or [], choice["finish_reason"]
-    if reason is not None and reason not in _REASONS:
-        raise ServerFaultError(f"ended a stream with {reason!r:.40}")
     logprobs = choice.get("logprobs")
     return Chunk(
-        token_ids=token_ids,
+        token_ids=choice["token_ids"] or [],
         logprobs=[_logprob(entry, num_top) for entry in logprobs["content"]] if logprobs else None,
-        finish_reason=_REASONS.get(reason),
+        finish_reason=reason,
         num_prompt_tokens=(event.get("usage") or {}).get("prompt_tokens"),
     )
 
