@@ -7,7 +7,6 @@ and reads `S'^T q`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -74,7 +73,6 @@ class GatedDeltaNet(Mixer):
         of_keys: int = module.num_k_heads * module.head_k_dim
         return RecurrenceParts(
             inputs=RowsOfLinear.arranged(self._projections, self._arranged),
-            input_scale=None,
             convolution=module.conv1d,
             activation=ACT2FN[module.activation],
             is_delta=True,
@@ -88,9 +86,7 @@ class GatedDeltaNet(Mixer):
             query_scale=module.head_k_dim**-0.5,
             decay=-module.A_log.float().exp(),
             time_bias=module.dt_bias.float(),
-            time_limits=(0.0, math.inf),
             most_rate=self._most_rate,
-            skip=None,
             norm=GatedNorm(norm.weight, norm.variance_epsilon, module.head_v_dim, False),
             output=output,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +49,6 @@ class KimiDeltaAttention(Mixer):
         linears = module.q_proj, module.k_proj, module.v_proj, gates, module.b_proj, gate.f_a_proj
         return RecurrenceParts(
             inputs=tuple(RowsOfLinear.all_of(linear) for linear in linears),
-            input_scale=None,
             convolution=module.conv1d,
             activation=ACT2FN[module.activation],
             is_delta=True,
@@ -64,9 +62,6 @@ class KimiDeltaAttention(Mixer):
             query_scale=module.head_dim**-0.5,
             decay=-gate.A_log.float().exp().flatten(),
             time_bias=gate.dt_bias.float(),
-            time_limits=(0.0, math.inf),
-            most_rate=1.0,
-            skip=None,
             norm=GatedNorm(
                 *(module.o_norm.weight, module.o_norm.variance_epsilon, module.head_dim, False),
                 is_sigmoid=True,

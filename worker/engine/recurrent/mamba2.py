@@ -77,7 +77,6 @@ class Mamba2(Mixer):
             decay=-module.A_log.float().exp(),
             time_bias=module.dt_bias.float(),
             time_limits=module.time_step_limit,
-            most_rate=1.0,
             skip=module.D.float(),
             norm=self._norm,
             output=module.out_proj,

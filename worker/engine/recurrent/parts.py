@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class GatedNorm:
     is_sigmoid: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrenceParts:
     """A gated linear recurrence (native/src/layers/scan.h), whose value heads share key heads."""
 
@@ -85,7 +86,7 @@ class RecurrenceParts:
     """Outputs of linear layers: the channels of the convolution; a gate for each value; in the
     delta rule, an update rate for each value head; a time step for each value head, or with
     `has_key_decays` for each number of its keys."""
-    input_scale: torch.Tensor | None  # of these outputs
+    input_scale: torch.Tensor | None = None  # of these outputs
     convolution: nn.Conv1d
     activation: Any
     """The activation after the convolution."""
@@ -101,10 +102,10 @@ class RecurrenceParts:
     query_scale: float
     decay: torch.Tensor  # [value heads]; a token decays the state by exp(decay * time)
     time_bias: torch.Tensor  # a number for each time step, added to the time step before softplus
-    time_limits: tuple[float, float]
-    most_rate: float
+    time_limits: tuple[float, float] = (0.0, math.inf)
+    most_rate: float = 1.0
     """The factor of the sigmoid that gives the delta rule's update rate."""
-    skip: torch.Tensor | None  # [value heads], the factor of a value that skips the state
+    skip: torch.Tensor | None = None  # [value heads], the factor of a value that skips the state
     norm: GatedNorm | None
     """The norm of the outputs. None: the outputs are only multiplied by SiLU of the gate."""
     output: nn.Linear

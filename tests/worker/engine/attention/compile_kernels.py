@@ -8,7 +8,6 @@ each launch (see `described`). The seed chooses which variants follow the plain 
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -328,7 +327,6 @@ def scan(
     num_times = size.num_value_heads * (size.key_size if has_key_decays else 1)
     parts = RecurrenceParts(
         inputs=(),
-        input_scale=None,
         convolution=convolution(num_channels, 4, False).to(dtype),
         activation=None,
         is_delta=is_delta,
@@ -339,8 +337,6 @@ def scan(
         query_scale=0.1,
         decay=per_head,
         time_bias=torch.zeros(num_times),
-        time_limits=(0.0, math.inf),
-        most_rate=1.0,
         skip=None if is_delta else per_head,
         norm=None,
         output=torch.nn.Linear(1, 1),
