@@ -19,7 +19,6 @@ from promptq import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer
 
-_READY_SECONDS = 300
 _HEARTBEAT_SECONDS = 1.0
 
 

@@ -55,7 +55,6 @@ def _objects(
 
 
 FIRST, SECOND = ARGUMENTS
-_PLAIN = '"name": "stop-all"'
 FAMILIES = {
     "Hermes": Family(
         '{% if tools %}<tool_call>\n{"name": <function-name>, ...}\n</tool_call>{% endif %}',

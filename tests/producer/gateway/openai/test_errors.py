@@ -59,12 +59,6 @@ def reap_one(worker: HandWorker) -> None:
     until(lambda: worker.queue.reap().ended)
 
 
-def called_with(arguments: str) -> dict[str, Any]:
-    """A message of the model that calls a tool."""
-    function = {"name": "look", "arguments": arguments}
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-
-
 def waiting_id(worker: HandWorker) -> str:
     while not (ids := worker.queue.run(lookups.waiting_ids(KEYS, 1))):
         time.sleep(0.005)
