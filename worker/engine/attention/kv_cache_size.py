@@ -37,7 +37,7 @@ def fitting_blocks(
     `memory_bytes` are not free. A model without attention gets the blocks for `wanted_tokens`.
     """
     block_bytes = bytes_per_token(specs) * block_size
-    is_limited = memory_bytes is None or not block_bytes
+    is_limited = memory_bytes is None
     if memory_bytes is not None:
         # On a CPU the cache takes memory only when written, and then the system kills the process.
         if not counts_memory(device) and memory_bytes > (free := free_bytes(device)):
@@ -47,9 +47,13 @@ def fitting_blocks(
             )
     else:
         memory_bytes = default_memory_bytes(device, reserved_bytes)
-    num_blocks = max(0, memory_bytes - state_bytes) // max(1, block_bytes)
-    if is_limited:
-        num_blocks = min(num_blocks, max(num_blocks_for(wanted_tokens, block_size), MIN_BLOCKS))
+    left = memory_bytes - state_bytes
+    num_blocks = max(num_blocks_for(wanted_tokens, block_size), MIN_BLOCKS)
+    if block_bytes:
+        fitting = max(0, left) // block_bytes
+        num_blocks = min(num_blocks, fitting) if is_limited else fitting
+    elif left < 0:
+        num_blocks = 0
     if num_blocks >= MIN_BLOCKS:
         return num_blocks
     if reserved_bytes:

@@ -32,7 +32,7 @@ _SIZES = (
 )
 """Sizes of a model's matrices. `check_sizes` multiplies all but the first by the hidden size."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _CONTENTS = ("vocab", "merges")
 """Tokenizer settings that have either the content of a file or the file's name."""
 _LONGEST_NAME = 200
@@ -121,7 +121,8 @@ def check_sizes(source: str, config: Any, num_numbers: int) -> None:
 
 
 def check_experts(source: str, config: Any, *, has_weights: Callable[[], bool]) -> None:
-    """Raise UnsupportedModelError if no experts are active, or more than the model has.
+    """Raise UnsupportedModelError if no experts or groups of experts are active, or more than the
+    model has.
 
     With 0 experts, models of some families are dense. `has_weights` returns whether the files have
     weights of experts nevertheless.
@@ -139,6 +140,15 @@ def check_experts(source: str, config: Any, *, has_weights: Callable[[], bool]) 
         raise UnsupportedModelError(
             f"{source}: config.json has {active[0]} {active[1]} and {experts[0]} {experts[1]}; a"
             " token needs at least one expert, and at most all of them"
+        )
+    groups, top_groups = count(("n_group",)), count(("topk_group",))
+    if groups is None or top_groups is None or getattr(config, "topk_method", "") == "greedy":
+        return
+    if groups[1] < 1 or experts[1] % groups[1] or not 1 <= top_groups[1] <= groups[1]:
+        raise UnsupportedModelError(
+            f"{source}: config.json has {groups[0]} {groups[1]}, {top_groups[0]} {top_groups[1]}"
+            f" and {experts[0]} {experts[1]}; groups must be of equal sizes, and a token needs at"
+            " least one group, and at most all of them"
         )
 
 

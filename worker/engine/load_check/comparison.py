@@ -22,7 +22,7 @@ from promptq.worker.engine.load_check.checked_model import CheckedModel
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel, RowStarts, set_attention
 
-FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, ArithmeticError)
 """Exceptions that transformers' modules raise if they cannot compute packed steps."""
 
 LENGTHS = (34, 14)

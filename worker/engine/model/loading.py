@@ -162,6 +162,7 @@ def load_model(
                     use_safetensors=True,
                     trust_remote_code=trust_remote_code,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # reported below, by name
                     **placed,
                 )
             else:
@@ -172,6 +173,7 @@ def load_model(
                     state_dict=saved.tensors,
                     dtype=saved.dtype,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # reported below, by name
                     **placed,
                 )
             model: PreTrainedModel = loaded[0]
@@ -186,12 +188,17 @@ def load_model(
         raise UnsupportedModelError(
             f"{source}: the weights of this {config.model_type!r} model do not load: {reason}"
         ) from error
-    for problem in ("missing", "mismatched"):
-        if keys := sorted(str(key) for key in info[f"{problem}_keys"]):
-            raise UnsupportedModelError(
-                f"{source}: {len(keys)} weights that {type(model).__name__} needs are "
-                f"{problem}, for example {keys[0]}"
-            )
+    if keys := sorted(str(key) for key in info["missing_keys"]):
+        raise UnsupportedModelError(
+            f"{source}: {len(keys)} weights that {type(model).__name__} needs are missing, for"
+            f" example {keys[0]}"
+        )
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, saved_shape, shape = mismatched[0]
+        raise UnsupportedModelError(
+            f"{source}: {len(mismatched)} weights have other sizes than config.json says, for"
+            f" example {name}: {[*saved_shape]} in the files, {[*shape]} by config.json"
+        )
     if saved is not None and (keys := sorted(str(key) for key in info["unexpected_keys"])):
         raise UnsupportedModelError(
             f"{source}: it has {len(keys)} tensors that {type(model).__name__} does not know, for"

@@ -215,6 +215,29 @@ def test_experts_that_cannot_be_are_refused(
     assert expected in refusal(lambda: load_model(str(tmp_path), device=CPU))
 
 
+@pytest.mark.parametrize(
+    ("family", "fields", "expected"),
+    [
+        ("gemma4_text", {"top_k_experts": 0}, "has top_k_experts 0 and num_experts 8;"),
+        ("gemma4_text", {"top_k_experts": 9}, "has top_k_experts 9 and num_experts 8;"),
+        ("glm4_moe", {"n_group": 0}, "has n_group 0, topk_group 2 and n_routed_experts 8;"),
+        ("glm4_moe", {"n_group": 3}, "has n_group 3, topk_group 2 and n_routed_experts 8;"),
+        ("glm4_moe", {"topk_group": 0}, "has n_group 4, topk_group 0 and n_routed_experts 8;"),
+        ("glm4_moe", {"topk_group": 5}, "has n_group 4, topk_group 5 and n_routed_experts 8;"),
+    ],
+)
+def test_routers_that_cannot_be_are_refused(
+    family: str, fields: dict[str, int], expected: str, tmp_path: Path
+) -> None:
+    experts: dict[str, Any] = {}
+    if family == "gemma4_text":
+        experts |= {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
+        experts |= {"moe_intermediate_size": 24}
+    file = save_model(tmp_path, family, 1, **experts) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    assert expected in refusal(lambda: load_model(str(tmp_path), device=CPU))
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "qwen3_next", "granitemoehybrid"])
 def test_a_dense_model_of_a_family_with_experts_is_loaded(family: str, tmp_path: Path) -> None:
     """The model has 0 experts, of which the configuration's default number is active."""
@@ -243,8 +266,9 @@ NESTED = "[" * 100_000
         ({"head_dim": 10**7}, "has head_dim 10000000, and a matrix of"),
         ({"num_hidden_layers": 0}, "0 modules of a model of 0 layers"),
         ({"max_position_embeddings": -1}, "its max_position_embeddings are -1"),
-        ({"num_attention_heads": 7}, ""),
-        ({"num_key_value_heads": 3}, ""),
+        ({"num_attention_heads": 7}, "is not a multiple of the number of attention heads (7)"),
+        ({"num_attention_heads": 8}, "self_attn.o_proj.weight: [32, 32] in the files, [32, 64] by"),
+        ({"num_key_value_heads": 3}, "weights have other sizes than config.json says, for example"),
         ({"hidden_size": "x"}, ""),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ""),
     ],

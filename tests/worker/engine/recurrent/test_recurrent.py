@@ -393,12 +393,16 @@ def assert_right_tokens(runner: ModelRunner, model: Any) -> None:
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "modules"])
 def test_a_model_without_attention_is_served(native: bool, tmp_path: Path) -> None:
-    """The model needs no positions and no KV cache, only states."""
+    """The model needs no positions and no KV cache, only memory for its states."""
     directory = save_model(tmp_path, "mamba2", 5, **MAMBA_ALONE)
-    runner = load(directory, max_model_len=64, native=native)
+    model = make_model("mamba2", 5, **MAMBA_ALONE)
+    needed = pool_bytes(mixers_of(model), 4)
+    runner = load(directory, max_model_len=64, native=native, kv_cache_memory=needed)
     assert (runner.why_no_own_code == "") == native
     assert runner.kv_layout.bytes_per_token == 0
-    assert_right_tokens(runner, make_model("mamba2", 5, **MAMBA_ALONE))
+    assert_right_tokens(runner, model)
+    with pytest.raises(ConfigurationError, match=f"{needed} bytes .* are {needed - 1} for both"):
+        load(directory, native=native, kv_cache_memory=needed - 1)
 
 
 @pytest.mark.parametrize(
