@@ -90,7 +90,7 @@ OTHERS = {
     "keys of another queue": ("promptq:{other}:config", "promptq:{other}:request:1"),
     "`promptq:queues` (belongs to no queue)": ("promptq:queues",),
     "`promptq:aliases` (belongs to no queue)": ("promptq:aliases",),
-    "RQ's keys for these jobs": (
+    "[RQ](jobs.md)'s keys for the queue": (
         *("rq:queue:promptq-default-upkeep", "rq:job:promptq-default-upkeep-reap"),
         *("rq:worker:promptq-1", "rq:finished:promptq-default-upkeep", "rq:workers", "rq:queues"),
     ),
