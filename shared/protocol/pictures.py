@@ -20,6 +20,7 @@ STORED_CHARS = 65_536
 
 _STORED = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = re.compile(r"data:image/(?:png|jpeg|gif|webp);base64,")
+_REMOTE = re.compile("https?://")
 _PIXELS_OF_TOKEN = 28 * 28
 _MOST_TOKENS = 16_384
 """Most models scale a picture down to fewer tokens."""
@@ -148,9 +149,10 @@ def _read(url: str) -> Picture:
     if _STORED.fullmatch(url):
         return Picture(url, 0, 0)
     if (header := _HEADER.match(url)) is None:
+        hint = "; only the gateway and batches fetch pictures" if _REMOTE.match(url) else ""
         raise ValueError(
             "a picture's URL must begin with data:image/png;base64, (or jpeg, gif, webp), got"
-            f" {url[:40]!r}"
+            f" {url[:40]!r}{hint}"
         )
     try:
         content = b64decode(url[header.end() :], validate=True)
