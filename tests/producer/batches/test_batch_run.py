@@ -77,7 +77,7 @@ async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
 async def test_pictures_of_lines_are_fetched(
     tmp_path: Path, redis_url: str, own_worker: HandWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the gateway does. Meanwhile, answers of other lines are written."""
+    """The gateway fetches in this way, too. Meanwhile, answers of other lines are written."""
     monkeypatch.setattr("promptq.producer.calls.safe_http.is_public", lambda _: True)
     monkeypatch.setattr("promptq.producer.calls.picture_urls._TIMEOUT", 600.0)
     monkeypatch.setattr("promptq.producer.calls.picture_urls._MOST_SECONDS", 600.0)
