@@ -508,11 +508,6 @@ class NewRequest:
     forked_from: ForkPoint | None = None
     pictures: Mapping[str, str | bytes | memoryview] = field(default_factory=dict)
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the payload, if it is set, and of the pictures."""
-        return len(self.payload or b"") + sum(map(len, self.pictures.values()))
-
     def to_payload(self) -> str | bytes | memoryview:
         """Returns the payload as JSON, with the trace context."""
         if self.payload is None:

@@ -15,7 +15,7 @@ from promptq.producer.clients.request_builder import compose
 from promptq.shared.errors import InvalidRequestError, QueueFullError, RequestExistsError
 from promptq.shared.protocol.claims import Claim, ClaimContext, ModelIdentity
 from promptq.shared.protocol.pictures import data_url, picture_part
-from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.protocol.request import FinishReason, Request, RequestState
 from promptq.shared.queue import scripts
 from promptq.shared.queue.call import carry_out
 from promptq.shared.queue.request_queue import RequestQueue
@@ -84,6 +84,7 @@ def test_two_requests_share_one_picture_until_both_have_ended(
         payload = client.hget(queue.keys.request(request_id), "payload")
         assert len(payload) < len(SMALL) + 500
         assert LARGE.encode() not in payload
+        assert any(picture.is_stored for picture in Request.parse(payload).pictures)
     a, b = queue.take_batch(ROOM)
     assert urls_in(a) == [LARGE, SMALL]
     assert urls_in(b) == [OTHER, LARGE, LARGE]
