@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from promptq.producer.batch_store.input_file import BatchFileError, count_lines,
 from promptq.producer.batches.batch_journal import BatchIsRunningError, Journal
 from promptq.producer.batches.batch_run import BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions, stop_signals
+from promptq.producer.calls.picture_urls import PictureFetcher
 from promptq.producer.calls.queues import ServedQueues, log_unreadable
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
@@ -64,6 +66,8 @@ async def _run(settings: JobsSettings, batch_id: str, stop_pipe: int | None) -> 
             ended = await job.run()
         except BatchIsRunningError:
             return "another process runs it"
+        finally:
+            job.close()
         with suppress(redis.RedisError):
             await job.lease.hold(0)
         return ended
@@ -84,10 +88,14 @@ class _BatchJob:
         self._batches = Batches(queue)
         self._batch_id = batch_id
         self._store = FileStore(settings.files_dir)
+        self._pictures = PictureFetcher(self._store)
         self._log = get_logger(batch_id=batch_id)
         self._stopped = stop_signals(stop_pipe)
         self._began = self._looked = self._renewed = time.monotonic()
         self._reported: BatchProgress | None = None
+
+    def close(self) -> None:
+        self._pictures.close()
 
     async def run(self) -> str:
         try:
@@ -140,6 +148,7 @@ class _BatchJob:
                 max_in_flight=settings.batch_in_flight,
                 defaults={"priority": max(settings.batch_priority, caller.highest_priority)},
                 caller=caller,
+                fetch=partial(self._pictures.fetch, caller=caller),
                 expires_at=record.expires_at,
                 retry_seconds=settings.redis_retry_seconds,
             )

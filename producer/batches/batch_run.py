@@ -35,7 +35,10 @@ RequestOfLine = tuple[LineRequest, NewRequest]
 """A line, and one of its requests."""
 
 T = TypeVar("T")
+U = TypeVar("U")
 
+_FILL_SECONDS = 2.0
+"""About the longest time in seconds between two reads of results. Pictures may take long."""
 _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LONGEST_FULL_SECONDS = 5.0
@@ -116,6 +119,8 @@ class BatchRun:
             await self._expire_written()
         except _StoppedError:
             self._ending = Ending.STOPPED
+        finally:
+            self._gateway.close()
         self._in_flight.clear()
         self._report()
         return self._ending
@@ -154,7 +159,7 @@ class BatchRun:
     async def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
     ) -> AsyncIterator[LineRequest | None]:
-        """Yields the lines to run; None while a worker is still loading the next line's model.
+        """Yields the lines to run; None while the next line's model or pictures are not there yet.
 
         For a line that is not a request, writes an error instead.
         """
@@ -179,7 +184,8 @@ class BatchRun:
                 self._journal.add_refusal(error)
 
     async def _fill(self) -> None:
-        while len(self._in_flight) < self._options.max_in_flight:
+        until = time.monotonic() + _FILL_SECONDS
+        while len(self._in_flight) < self._options.max_in_flight and time.monotonic() < until:
             item = self._first_held_back()
             if item is None:
                 if len(self._held_back) >= self._options.max_in_flight:
@@ -266,22 +272,24 @@ class BatchRun:
 
     async def _of_all(
         self,
-        requests: Sequence[RequestOfLine],
-        call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
+        parts: Sequence[tuple[LineRequest, U]],
+        call: Callable[[AsyncRequestQueue, U], Call[T]],
     ) -> list[T]:
-        """Makes a call for each request, in one round trip per queue. Returns values in order."""
+        """Makes a call for each part of a line, such as a request, in one round trip per queue.
+        Returns values in order."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
-        for at, (item, _) in enumerate(requests):
+        for at, (item, _) in enumerate(parts):
             by_queue.setdefault(item.served.queue, []).append(at)
         results: dict[int, T] = {}
         for queue, places in by_queue.items():
-            calls = [call(queue, requests[at][1]) for at in places]
+            calls = [call(queue, parts[at][1]) for at in places]
             replies = await self._persist(partial(queue.run, calls))
             results.update(zip(places, replies, strict=True))
-        return [results[at] for at in range(len(requests))]
+        return [results[at] for at in range(len(parts))]
 
     async def _expire_written(self) -> None:
-        """Writes the journal to the disk. Then makes the requests of its new lines expire soon.
+        """Writes the journal to the disk. Then makes the requests of its new lines, and pictures
+        that no other request needs, expire soon.
 
         Dead letters never expire, so that people can find out why they failed.
         """
@@ -290,7 +298,8 @@ class BatchRun:
         if done:
             self._journal.sync()
             without = [line for line in done if line[1].request.webhook_url is None]
-            await self._of_all(without, _shorten)
+            kept = [(item, key) for item, new in without for key in _keys_of(item, new)]
+            await self._of_all(kept, _shorten)
 
     async def _write(self, item: LineRequest) -> None:
         line = item.line
@@ -316,10 +325,12 @@ class BatchRun:
     async def _give_up(self, code: str, message: str) -> None:
         """Cancels the requests in flight. Writes this error for each line without an answer."""
         # An earlier process may have enqueued these lines, too.
-        while len(self._in_flight) < self._options.max_in_flight:
+        until = time.monotonic() + _FILL_SECONDS
+        while len(self._in_flight) < self._options.max_in_flight and time.monotonic() < until:
             if (item := await anext(self._lines, None)) is None:
                 break
             self._in_flight[item.line.number] = item
+        self._gateway.close()
         await self._collect()
         open_ones = self._in_flight.values()
         await self._cancel([(item, new) for item in open_ones for new in item.open_requests])
@@ -386,6 +397,10 @@ def _state_and_result(
     return Call("", reading, parse, lambda: (RequestState.FAILED, _SPOILT))
 
 
-def _shorten(queue: AsyncRequestQueue, new: NewRequest) -> Call[int]:
-    key = queue.keys.request(new.request_id)
+def _keys_of(item: LineRequest, new: NewRequest) -> list[str]:
+    keys = item.served.queue.keys
+    return [keys.request(new.request_id), *map(keys.picture, new.pictures)]
+
+
+def _shorten(_: AsyncRequestQueue, key: str) -> Call[int]:
     return Call("", ["PEXPIRE", key, _KEPT_MS, "XX", "LT"], int)

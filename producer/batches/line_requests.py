@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from promptq.producer.calls.call_to_payloads import check_pictures_served, compo
 from promptq.producer.calls.caller import Caller, check_model
 from promptq.producer.calls.completion import completion_of
 from promptq.producer.calls.errors import ApiError, as_api_error
+from promptq.producer.calls.picture_urls import PicturesNeededError, with_pictures
 from promptq.producer.calls.queues import ModelIsLoadingError, ServedQueue, ServedQueues
 from promptq.producer.calls.rate_costs import account_of, beyond_rates, rates_of, take_of_queues
 from promptq.shared.errors import InvalidRequestError, ModelNotServedError
@@ -27,6 +29,7 @@ from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import NewRequest
 from promptq.shared.queue.scripts import Rate
 
+_FETCH_SECONDS = 1.0  # meanwhile, the batch reads no results
 _READERS = dict(zip(URLS, (read_chat, read_completion, read_embedding_call), strict=True))
 
 
@@ -55,10 +58,13 @@ class LineGateway:
         self._batch_id = batch_id
         self._queues = queues
         self._options = options
+        self._fetching: dict[int, asyncio.Future[Mapping[str, str]]] = {}  # by line
+        self._is_closed = False
 
     async def of(self, line: BatchLine) -> LineRequest | None:
-        """Converts a line into requests; None while a worker is still loading the line's model.
-        Raises RefusedLineError if the gateway would refuse the line."""
+        """Converts a line into requests; None while a worker is still loading the line's model, or
+        the line's pictures are still being fetched: then repeat the call. Raises RefusedLineError
+        if the gateway would refuse the line."""
         options, request_id = self._options, request_id_of(self._batch_id, line)
         aliases = await self._queues.aliases()
         with _refusing(line, request_id):
@@ -78,6 +84,9 @@ class LineGateway:
                 check_model(caller, call.model or view.model)
                 call = granted(call, caller)
                 account = account_of(caller, _holder(caller))
+            if (fetched := await self._pictures(line, call)) is None:
+                return None
+            call = with_pictures(call, fetched)
             # The request's id identifies a repeated line, so no key is needed.
             requests = call.with_fields(idempotency_key=None).requests(request_id)
             new = [self._in_the_window(each) for each in composed(call, requests, account)]
@@ -122,6 +131,30 @@ class LineGateway:
         message = f"this line alone exceeds the queue's limit {limit}"
         refusal = ApiError(429, message, code="queue_full")
         return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
+
+    def close(self) -> None:
+        """Fetches no further pictures: `of` returns None for a line that needs some."""
+        self._is_closed = True
+        for fetching in self._fetching.values():
+            fetching.cancel()
+
+    async def _pictures(self, line: BatchLine, call: CompletionCall) -> Mapping[str, str] | None:
+        """Returns data URLs for the URLs of the line's pictures; None if they take long."""
+        try:
+            with_pictures(call, {})
+            return {}
+        except PicturesNeededError as needed:
+            if self._options.fetch is None:
+                raise
+            if self._is_closed:
+                return None
+            fetching = self._fetching.get(line.number)
+            if fetching is None:
+                fetching = asyncio.ensure_future(self._options.fetch(needed.urls, needed.field))
+                self._fetching[line.number] = fetching
+        if not (await asyncio.wait([fetching], timeout=_FETCH_SECONDS))[0]:
+            return None
+        return self._fetching.pop(line.number).result()
 
     def _in_the_window(self, new: NewRequest) -> NewRequest:
         """Returns the request with a deadline that is no later than the end of the batch."""

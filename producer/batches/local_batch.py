@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from promptq.producer.batch_store.input_file import (
 from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.batch_run import BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions, stop_signals
+from promptq.producer.calls.caller import Caller
+from promptq.producer.calls.picture_urls import PictureFetcher
 from promptq.producer.calls.queues import ServedQueues
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import explained, server_url, without_server
@@ -68,7 +71,9 @@ def run_batch(
     """
     source, output = Path(input_file), Path(output_file)
     errors = errors_beside(output) if error_file is None else Path(error_file)
+    pictures = PictureFetcher(None)
     options = RunOptions(
+        fetch=partial(pictures.fetch, caller=Caller(name="batch")),
         max_in_flight=max_in_flight,
         defaults=dict(fields or {}),
         retry_seconds=read_settings_of(ReaperSettings).redis_retry_seconds,
@@ -112,6 +117,8 @@ def run_batch(
             mark.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigurationError(f"the batch's files cannot be used: {error}") from error
+    finally:
+        pictures.close()
     return outcome
 
 

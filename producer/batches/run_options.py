@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -44,6 +44,9 @@ class RunOptions:
     """Default fields of each request; a line may override them."""
     caller: ApiKey | None = None
     """The key whose rights limit the lines; None: no limits."""
+    fetch: Callable[[Sequence[str], str], Awaitable[Mapping[str, str]]] | None = None
+    """Returns data URLs for the URLs, or ids of files, of pictures in a field. None: no pictures
+    are fetched."""
     expires_at: float | None = None
     """Unix time in seconds at which the batch and its requests expire; None: never."""
     retry_seconds: float = 60.0

@@ -16,7 +16,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -253,7 +253,8 @@ def answer(
     """Returns the reply to a query of a `CallReader`. Runs in a process that the reader started.
 
     `parts` has the body of a call and perhaps its history, or payloads from the queue. The reply is
-    a header and a list of bytes: the call's payloads, then the parts of its `extra`.
+    a header and a list of bytes: the call's payloads, its stored pictures, and the parts of its
+    `extra`.
     """
     try:
         if "endpoint" not in query:
@@ -273,13 +274,18 @@ def answer(
         details: dict[str, Any] = {"message": str(error), "status": error.status}
         details |= {"param": error.param, "code": error.code, "unsupported": error.unsupported}
         return {"error": details}, []
-    new, payloads = [], []
+    new, payloads, pictures = [], [], dict[str, Any]()
     for item in prepared.new:
         included = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
-        new.append([item.request_id, item.request.model_dump(include=included), item.delay_ms])
-        bare = item.request.model_copy(update={"trace_context": None})
-        payloads.append(bare.to_payload().encode())
+        fields = item.request.model_dump(include=included)
+        new.append([item.request_id, fields, item.delay_ms, [*item.pictures]])
+        bare = replace(item, request=item.request.model_copy(update={"trace_context": None}))
+        payload = bare.to_payload()
+        payloads.append(payload.encode() if isinstance(payload, str) else bytes(payload))
+        pictures |= item.pictures
+    payloads += [url.encode() for url in pictures.values()]
     reply = {
+        "pictures": [*pictures],
         "call": asdict(prepared.call),
         "new": new,
         "rates": [asdict(rate) for rate in prepared.rates],
@@ -301,16 +307,27 @@ def head(fields: Mapping[str, Any], sizes: list[int]) -> bytes:
 def _prepared_of(
     reader: Reader, reply: Mapping[str, Any], parts: list[Payload], account: TokenAccount | None
 ) -> Prepared:
-    payloads, parts = parts[: len(reply["new"])], parts[len(reply["new"]) :]
+    rest = iter(parts)
+    payloads = [*islice(rest, len(reply["new"]))]
+    urls = dict(zip(reply["pictures"], rest, strict=False))
     new = [
-        NewRequest(request_id, _partial_request(fields), delay_ms, account, payload)
-        for (request_id, fields, delay_ms), payload in zip(reply["new"], payloads, strict=True)
+        NewRequest(
+            request_id,
+            _partial_request(fields),
+            delay_ms,
+            account,
+            payload,
+            pictures={name: urls[name] for name in names},
+        )
+        for (request_id, fields, delay_ms, names), payload in zip(
+            reply["new"], payloads, strict=True
+        )
     ]
     rates = [Rate(**rate) for rate in reply["rates"]]
     extra = None
     if "extra" in reply:
         assert reader.unpack is not None
-        extra = reader.unpack(reply["extra"], parts)
+        extra = reader.unpack(reply["extra"], [*rest])
     return Prepared(CompletionCall(**reply["call"]), new, rates, reply["id"], extra)
 
 

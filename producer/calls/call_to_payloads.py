@@ -41,6 +41,8 @@ class Prepared:
     def num_bytes(self) -> int:
         """The bytes of memory that the call uses until it is enqueued."""
         num_bytes = sum(len(item.payload or b"") for item in self.new)
+        pictures = {name: url for item in self.new for name, url in item.pictures.items()}
+        num_bytes += sum(map(len, pictures.values()))
         return num_bytes + (0 if self.extra is None else self.extra.num_bytes)
 
 

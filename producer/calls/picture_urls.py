@@ -81,7 +81,7 @@ def _url_of(part: Any) -> str | None:
 class PictureFetcher:
     """Gets pictures in threads. Each tenant gets those of one call at a time."""
 
-    def __init__(self, files: FileStore) -> None:
+    def __init__(self, files: FileStore | None) -> None:
         self._files = files
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "pictures")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -119,6 +119,8 @@ class PictureFetcher:
         return found
 
     def _read(self, file_id: str, most_bytes: int, caller: Caller) -> bytes:
+        if self._files is None:
+            raise FileMissingError("there are no uploaded files here")
         stored = self._files.get(file_id, *caller.reach)
         _check_size(stored.bytes, most_bytes)
         return self._files.path(stored).read_bytes()

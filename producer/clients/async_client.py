@@ -126,7 +126,8 @@ class AsyncClient:
         """Enqueue a request. Returns its id: `request_id`, or by default a UUIDv7.
 
         `prompt` is text or token ids. `messages` is a chat, which the model's chat template
-        renders. `fields` are those of `promptq.shared.protocol.request.Request` (`max_tokens`,
+        renders; instead of a picture's URL it may have the picture's bytes, or a `pathlib.Path`.
+        `fields` are those of `promptq.shared.protocol.request.Request` (`max_tokens`,
         `temperature`, `priority`, ...). The request waits at least `delay_ms` milliseconds.
 
         Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply is lost, the

@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from promptq.producer.clients.request_builder import compose
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.pictures import MAX_PICTURES, put_back
 from promptq.shared.protocol.request import ForkPoint, NewRequest
 from promptq.shared.queue import lookups
-from promptq.shared.queue.call import PAUSE, Call, Operation
+from promptq.shared.queue.call import PAUSE, Call, Operation, text_of
 from promptq.shared.runtime.large_json import object_in
 from promptq.shared.runtime.turns import Work, sliced
 
@@ -94,11 +95,11 @@ def check_changes(changes: Mapping[str, Any]) -> None:
 def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
     """Reads the request that a fork continues. Raises RequestNotFoundError for an unknown request,
     InvalidRequestError for a spoilt payload."""
-    fields_read = ["HMGET", keys.request(request_id), "payload", "tenant", "result"]
+    fields_read = ["HMGET", keys.request(request_id), "payload", "tenant", "result", "pictures"]
     # Read the log first: when the log is folded, the result is written before the log is deleted.
-    events, (payload, tenant, result) = yield [
+    events, (payload, tenant, result, names) = yield [
         lookups.log_after(keys, request_id, 0),
-        Call("", fields_read, list, lambda: [None] * 3),
+        Call("", fields_read, list, lambda: [None] * 4),
     ]
     if payload is None:
         raise RequestNotFoundError.of(request_id, keys.queue)
@@ -111,6 +112,9 @@ def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
             " of the protocol, so the request cannot be forked",
             field="payload",
         ) from None
+    if names:
+        stored = yield from lookups.pictures(keys, text_of(names).split()[:MAX_PICTURES])
+        fields["messages"] = put_back(fields.get("messages"), stored)
     return ForkSource(request_id, fields, (tenant or b"").decode("utf-8", "replace"), token_ids)
 
 

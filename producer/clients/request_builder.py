@@ -10,6 +10,7 @@ from pydantic_core import from_json, to_json
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.keys import check_request_id
+from promptq.shared.protocol.pictures import check_found, set_apart
 from promptq.shared.protocol.request import MAX_MS, NewRequest, Request, TokenAccount, check_size
 from promptq.shared.queue.request_queue import new_request_id
 
@@ -68,7 +69,19 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
     except (ValueError, RecursionError):
         raise _unfit_for_json(fields) from None
     check_size(len(payload))
-    return NewRequest(new_request_id() if request_id is None else request_id, request, delay_ms)
+    own_id = new_request_id() if request_id is None else request_id
+    if not (request.messages and request.pictures):
+        return NewRequest(own_id, request, delay_ms)
+    try:
+        check_found(request.pictures)
+    except ValueError as error:
+        raise InvalidRequestError(str(error), field="messages") from None
+    messages, pictures = set_apart(request.messages, request.tenant or "")
+    if not pictures:
+        return NewRequest(own_id, request, delay_ms)
+    bare = request.model_copy(update={"messages": messages, "trace_context": None})
+    payload = bare.to_payload().encode()
+    return NewRequest(own_id, request, delay_ms, payload=payload, pictures=pictures)
 
 
 def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:

@@ -160,6 +160,10 @@ class Keys:
     def request(self, request_id: str) -> str:
         return f"{self.prefix}request:{request_id}"
 
+    def picture(self, name: str) -> str:
+        """Returns the key of a stored picture, a hash whose field `url` has the data URL."""
+        return f"{self.prefix}picture:{name}"
+
     def tokens(self, request_id: str) -> str:
         return f"{self.prefix}tokens:{request_id}"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
-from promptq.shared.protocol.pictures import is_picture, picture_part
+from promptq.shared.protocol.pictures import data_url, is_picture, picture_part
 
 MAX_ARGUMENT_VALUES = 100_000
 """The most JSON values in the arguments of all tool calls in a request's messages. The limit bounds
@@ -94,8 +95,16 @@ def _joined(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _picture(place: str, url: Any) -> dict[str, Any]:
-    """Returns a part with a picture, without members that have no effect, such as `detail`."""
+    """Returns a part with a picture, without members that have no effect, such as `detail`. The
+    Python client may pass the picture's bytes or file as URL. Raises OSError for a file."""
     url = url.get("url") if isinstance(url, Mapping) else url
+    if isinstance(url, Path):
+        url = url.read_bytes()
+    if isinstance(url, bytes):
+        try:
+            url = data_url(url)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
     if not isinstance(url, str):
         raise ValueError(
             f'{place}: must be like {{"type": "image_url", "image_url": {{"url": URL}}}}'

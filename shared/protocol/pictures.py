@@ -6,15 +6,21 @@ import binascii
 import re
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 MAX_PICTURES = 64
 MAX_PIXELS = 2**26
 """The most pixels of all pictures of a request. A decoder needs 3 bytes or more for each."""
 
+STORED_CHARS = 65_536
+"""A picture with a longer data URL is stored apart from the payloads, which only name it."""
+
+_STORED = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = re.compile(r"data:image/(?:png|jpeg|gif|webp);base64,")
+_REMOTE = re.compile("https?://")
 _PIXELS_OF_TOKEN = 28 * 28
 _MOST_TOKENS = 16_384
 """Most models scale a picture down to fewer tokens."""
@@ -24,11 +30,15 @@ _FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture in a message. `url` is its data URL."""
+    """A picture in a message. `url` is its data URL, or names a stored picture of unknown size."""
 
     url: str
     width: int
     height: int
+
+    @property
+    def is_stored(self) -> bool:
+        return _STORED.fullmatch(self.url) is not None
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +67,59 @@ def is_picture(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image_url"
 
 
+def set_apart(
+    messages: Iterable[dict[str, Any]], tenant: str
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Returns normalised messages with names in place of large pictures, and the data URLs of these
+    pictures by name. Each tenant has other names, so tenants share no stored picture."""
+    stored: dict[str, str] = {}
+
+    def name_in(url: str) -> str:
+        if len(url) <= STORED_CHARS:
+            return url
+        name = sha256(f"{tenant}\n{url}".encode()).hexdigest()
+        stored[name] = url
+        return f"sha256:{name}"
+
+    return _with_urls(messages, name_in), stored
+
+
+def put_back(messages: Any, stored: Mapping[str, str]) -> Any:
+    """Returns messages with the data URLs of the pictures in `stored` in place of their names.
+    Other messages, perhaps not valid, stay as they are."""
+    urls = {f"sha256:{name}": url for name, url in stored.items()}
+    try:
+        return _with_urls(messages, lambda url: urls.get(url, url))
+    except (AttributeError, KeyError, TypeError):
+        return messages
+
+
+def check_found(pictures: Iterable[Picture]) -> None:
+    """Raises ValueError for the first picture whose data URL is not there."""
+    for picture in pictures:
+        if picture.is_stored:
+            raise ValueError(
+                f"messages: the picture {picture.url} is not stored with this request, or no longer"
+            )
+
+
+def _with_urls(
+    messages: Iterable[dict[str, Any]], changed: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            **message,
+            "content": [
+                picture_part(changed(part["image_url"]["url"])) if is_picture(part) else part
+                for part in content
+            ],
+        }
+        if isinstance(content := message["content"], list)
+        else message
+        for message in messages
+    ]
+
+
 def pictures_of(messages: Iterable[Mapping[str, Any]]) -> tuple[Picture, ...]:
     """Returns the pictures of normalised messages, in order.
 
@@ -83,10 +146,13 @@ def pictures_of(messages: Iterable[Mapping[str, Any]]) -> tuple[Picture, ...]:
 
 def _read(url: str) -> Picture:
     """Returns a picture, whose size is read from its header. Raises ValueError."""
+    if _STORED.fullmatch(url):
+        return Picture(url, 0, 0)
     if (header := _HEADER.match(url)) is None:
+        hint = "; only the gateway and batches fetch pictures" if _REMOTE.match(url) else ""
         raise ValueError(
             "a picture's URL must begin with data:image/png;base64, (or jpeg, gif, webp), got"
-            f" {url[:40]!r}"
+            f" {url[:40]!r}{hint}"
         )
     try:
         content = b64decode(url[header.end() :], validate=True)

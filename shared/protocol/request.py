@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import cached_property
@@ -497,7 +497,8 @@ class ForkPoint:
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request to enqueue. `payload` is the request's JSON without `trace_context`. If `payload`
-    is set, `request` needs only the fields that the queue reads, such as `priority`."""
+    is set, `request` needs only the fields that the queue reads, such as `priority`. `pictures` has
+    the data URLs of the stored pictures that the payload names."""
 
     request_id: str
     request: Request
@@ -505,6 +506,7 @@ class NewRequest:
     account: TokenAccount | None = None
     payload: bytes | memoryview | None = None
     forked_from: ForkPoint | None = None
+    pictures: Mapping[str, str | bytes | memoryview] = field(default_factory=dict)
 
     def to_payload(self) -> str | bytes | memoryview:
         """Returns the payload as JSON, with the trace context."""

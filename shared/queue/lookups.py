@@ -9,7 +9,7 @@ from typing import Any
 from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys, is_name, is_request_id
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue.call import Call, fields_of, ids_of, text_map, text_of
+from promptq.shared.queue.call import Call, Operation, fields_of, ids_of, text_map, text_of
 
 
 def server_time_ms() -> Call[int]:
@@ -35,6 +35,17 @@ def fields(keys: Keys, request_id: str, names: Sequence[str]) -> Call[dict[str, 
 def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
     """Reads a request's payload as it was enqueued; None if the request is unknown."""
     return Call("", ["HGET", keys.request(request_id), "payload"], lambda reply: reply)
+
+
+def pictures(keys: Keys, names: Sequence[str]) -> Operation[dict[str, str]]:
+    """Reads the data URLs of stored pictures, by name, without missing ones."""
+
+    def parse(reply: bytes | None) -> str | None:
+        return None if reply is None else text_of(reply)
+
+    calls = [Call("", ["HGET", keys.picture(name), "url"], parse, lambda: None) for name in names]
+    urls: list[str | None] = yield calls
+    return {name: url for name, url in zip(names, urls, strict=True) if url is not None}
 
 
 def state(keys: Keys, request_id: str) -> Call[RequestState | None]:

@@ -31,7 +31,7 @@ def _row_status(reply: bytes) -> RowStatus:
     return _ROW_STATUSES.get(reply) or RowStatus(text_of(reply).split(" ", 1)[0])
 
 
-def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
+def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
     """Adds all requests or none. Returns their ids. If the idempotency key of a request is known,
     its id is that of the earlier request.
 
@@ -41,8 +41,12 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     columns = zip(*map(_values, new), strict=True)
     used = {name: column for name, column in zip(_FIELDS, columns, strict=False) if any(column)}
     fields = ",".join(used) or "id"  # no request sets a field
-    args = named(idempotency_ms=idempotency_ms, fields=fields, nonce=nonce)
+    pictures = {name: url for item in new for name, url in item.pictures.items()}
+    args = named(
+        idempotency_ms=idempotency_ms, fields=fields, nonce=nonce, pictures=len(pictures) or ""
+    )
     args += ["then", *chain.from_iterable(zip(*used.values(), strict=True))]
+    args += chain.from_iterable(pictures.items())
 
     def parse(reply: list[Any]) -> list[str]:
         kind, *rest = texts_of(reply)
@@ -63,7 +67,7 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
 
 _FIELDS = (
     *("id", "payload", "priority", "deadline_ms", "delay_ms", "idempotency_key", "tenant"),
-    *("account", "forked_from"),
+    *("account", "forked_from", "pictures"),
 )
 
 
@@ -73,7 +77,7 @@ def _values(item: NewRequest) -> tuple[Argument, ...]:
     return (
         *(item.request_id, item.to_payload(), request.priority, request.deadline_ms or 0),
         *(item.delay_ms, request.idempotency_key or "", request.tenant or ""),
-        *(str(item.account or ""), str(item.forked_from or "")),
+        *(str(item.account or ""), str(item.forked_from or ""), " ".join(item.pictures)),
     )
 
 

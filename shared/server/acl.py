@@ -14,7 +14,7 @@ from promptq.shared.protocol.keys import ALIASES, ALL_QUEUES, QUEUES, Keys
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "waiting": ("pending", "pending:*", "tenants", "tenants:*", "backlog", "deadlines", "delayed"),
-    "requests": ("request:*", "idempotency:*"),
+    "requests": ("request:*", "idempotency:*", "picture:*"),
     "logs": ("tokens:*",),
     "leases": ("leases", "webhooks", "dead"),
     "outputs": ("outputs",),
@@ -110,7 +110,7 @@ ROLES: dict[str, Role] = {
         writes=(*_ENQUEUEING, *("outputs", "claims", "workers", "statistics", "model", "rates")),
         reads=("config",),
         channels=("control", "drain", "events:*"),
-        commands=f"{_COMMON} {_LISTEN} scan zrank",
+        commands=f"{_COMMON} {_LISTEN} hrandfield scan zrank",
         others=(f"~{QUEUES}",),
     ),
     "gateway": Role(

@@ -37,6 +37,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "hincrby": ("KEY", "f", "1"),
     "hincrbyfloat": ("KEY", "f", "1"),
     "hmget": ("KEY", "f"),
+    "hrandfield": ("KEY", "1"),
     "hset": ("KEY", "f", "1"),
     "hsetnx": ("KEY", "f", "1"),
     "hstrlen": ("KEY", "f"),

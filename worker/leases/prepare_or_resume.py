@@ -17,6 +17,7 @@ from promptq.shared.protocol.claims import Claim, ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.output_format import Output, ToolCallOutput
 from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.protocol.pictures import check_found
 from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, Embed, Pooling, Request
 from promptq.shared.protocol.rows import Row
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
@@ -84,6 +85,10 @@ class Preparation:
         request = Request.parse(claim.payload)
         pair = _pair_of(request)
         self._check_served(request, pair)
+        try:
+            check_found(request.pictures if request.messages else ())
+        except ValueError as error:
+            raise InvalidRequestError(str(error), "messages") from None
         if only_quick and len(request.messages or ()) > _QUICK_MESSAGES:
             raise TakesLongError
         prompt = self.tokenizer.encode_prompt(request)

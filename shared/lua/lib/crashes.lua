@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, pending, ending
+-- uses: keys, numbers, server, pictures, requests, pending, ending
 -- Consequences of a worker's crash for the requests that it held.
 
 local SHARED_CRASHES = 2    -- after this number of crashes a request is a suspect and runs alone
@@ -17,7 +17,10 @@ local function bury(id, num)
   redis.call('HSET', keys.request(id), 'state', 'dead')
   -- A hash that is not listed would never be purged, so it keeps its expiry.
   local is_listed = type(redis.pcall('ZADD', keys.dead, server.now_text, id)) == 'number'
-  if is_listed then redis.call('PERSIST', keys.request(id)) end
+  if is_listed then
+    redis.call('PERSIST', keys.request(id))
+    pictures.keep(id, (requests.read(id, 'pictures') or {}).pictures)
+  end
 end
 
 -- Whether to extend a lease that ran out, instead of making the request a dead letter. This is so if the

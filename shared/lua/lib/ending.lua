@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, pending
+-- uses: keys, numbers, server, pictures, requests, pending
 -- Every request ends here: it gets its last event and a result made of its log, and leaves its queue and lease.
 
 local STATE_AFTER = {
@@ -123,6 +123,7 @@ function ending.finish(id, reason, count, event, fields, result)
     ttl = math.max(ttl, WEBHOOK_MS)
   end
   redis.pcall('PEXPIRE', key, numbers.exact(ttl))
+  pictures.let_go(id, (requests.read(id, 'pictures') or {}).pictures, ttl)
   requests.drop_holds(id, fields.tenant)
   local has_output = count ~= '0' -- an embedding has none
   if (reason == 'stop' or reason == 'length') and has_output then

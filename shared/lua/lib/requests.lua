@@ -1,4 +1,4 @@
--- uses: keys, numbers, server
+-- uses: keys, numbers, server, pictures
 -- A request's hash and log, estimates of its tokens, and how it is deleted.
 
 local IS_FINAL = {completed = true, failed = true, cancelled = true, expired = true, dead = true}
@@ -48,18 +48,22 @@ function requests.is_past_deadline(id)
   return deadline and deadline <= server.now
 end
 
-local PICTURE, PICTURE_BYTES = '"data:image/', 4096
+local PICTURE_BYTES = 4096
 
 -- Tokens of a prompt, estimated from the length of the payload until a tokenizer has seen it. A picture counts as
--- if its data URL had PICTURE_BYTES.
+-- if its data URL, or its name, had PICTURE_BYTES.
 function requests.estimated_prompt(payload)
-  local length, start = #payload, string.find(payload, PICTURE, 1, true)
-  while start do
-    local stop = string.find(payload, '"', start + 1, true) or #payload
-    if string.byte(payload, start - 1) ~= 92 then -- a backslash: inside a text
-      length = length - (stop - start) + PICTURE_BYTES
+  local length = #payload
+  for _, beginning in ipairs({'"data:image/', '"sha256:'}) do
+    local start = string.find(payload, beginning, 1, true)
+    while start do
+      local stop = string.find(payload, '"', start + 1, true) or #payload
+      local is_picture = beginning ~= '"sha256:' or pictures.end_of_name(payload, start) == stop + 1
+      if is_picture and string.byte(payload, start - 1) ~= 92 then -- a backslash: inside a text
+        length = length - (stop - start) + PICTURE_BYTES
+      end
+      start = string.find(payload, beginning, stop, true)
     end
-    start = string.find(payload, PICTURE, stop, true)
   end
   return math.ceil(length / 4)
 end
@@ -86,8 +90,9 @@ end
 -- Delete a dead letter and all that is kept of it. Returns false if the id is not a dead letter.
 function requests.purge(id)
   if redis.call('ZREM', keys.dead, id) == 0 then return false end
-  -- A stranger may have put it into a queue again.
-  requests.drop_holds(id, (requests.read(id, 'tenant') or {}).tenant)
+  local fields = requests.read(id, 'tenant', 'pictures') or {}
+  requests.drop_holds(id, fields.tenant) -- a stranger may have put it into a queue again
+  pictures.let_go(id, fields.pictures, 0)
   redis.call('DEL', keys.request(id), keys.tokens(id))
   return true
 end

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, requests, pending, ending, tenants, fair_share, running_limits, abilities, overflow
+-- uses: keys, numbers, server, arguments, pictures, requests, pending, ending, tenants, fair_share, running_limits, abilities, overflow
 -- Give a worker the requests for which it has room, in queue order.
 -- ARGV by name, or by position:
 --   1 worker: its id
@@ -30,7 +30,7 @@
 --     to a worker that serves it, if one lives
 --  21 overflow: '1' for an overflow worker, whatever its model
 -- Reply {'ok', now, still pending, [skip, if the call has one,] claim, ...}, each claim
---       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
+--       {id, payload (with its pictures), fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
 --        log, turn, tenant, weight}. Without tenants the last three are left out. `turn` is the lowest score
 --        when this request was taken (its own if it is given once more), `tenant` the queue it was in. If an
@@ -203,7 +203,7 @@ local claimed_ids = {} -- a stranger may have put one id into the queues of two 
 local function reply_of(id, fields, cost, has_log, turn, tenant)
   new_leases[#new_leases + 1] = expiry
   new_leases[#new_leases + 1] = id
-  local reply = {id, fields.payload, fields.fence, fields.attempt, fields.score, fields.seed,
+  local reply = {id, pictures.insert(fields.payload, fields.pictures), fields.fence, fields.attempt, fields.score, fields.seed,
     fields.enqueued_at, numbers.whole(fields.prompt_tokens, ''), numbers.exact(cost),
     has_log and requests.log_events(id) or {}, fields.suspect and '1' or '',
     has_log and numbers.exact((requests.log_top(id))) or '0', turn, turn and tenant,
@@ -267,7 +267,7 @@ local function examine(queue, turn)
   if wrong then return refuse(id, wrong) end
   local fields = requests.read(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
     'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect', 'needs',
-    'foreign')
+    'foreign', 'pictures')
   if not fields then
     return refuse(id, 'request: the key promptq:{queue}:request:ID is not a hash')
   end
@@ -326,7 +326,7 @@ end
 
 for _, id in ipairs(last_claimed) do
   local fields = requests.read(id, 'payload', 'fence', 'attempt', 'score', 'seed', 'enqueued_at',
-    'prompt_tokens', 'suspect', 'tenant', 'foreign')
+    'prompt_tokens', 'suspect', 'tenant', 'foreign', 'pictures')
   local has_log = redis.call('TYPE', keys.tokens(id)).ok == 'stream'
   local tenant = keys.tenant_name(fields.tenant)
   local turn = tenant ~= '' and fields.score or nil

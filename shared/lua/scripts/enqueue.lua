@@ -1,10 +1,12 @@
--- uses: keys, numbers, server, arguments, requests, scores, pending, backlog_limits
+-- uses: keys, numbers, server, arguments, pictures, requests, scores, pending, backlog_limits
 -- Enqueue requests, all or none.
 -- ARGV by name: idempotency_ms; fields: the names of each request's values, with commas between; nonce, or left
---       out: it identifies a call that is sent again because its reply was lost; then 'then', and for each request
---       its values. They are id, payload and, as needed, priority, deadline_ms (0: none), delay_ms,
---       idempotency_key ('' for none), tenant ('' for none), account ('' for none, else LIMIT HOLDER of the token
---       rate that its output is charged to), forked_from ('' for none, else POSITION ID)
+--       out: it identifies a call that is sent again because its reply was lost; pictures, how many pictures come
+--       last, or left out; then 'then', and for each request its values. They are id, payload and, as needed,
+--       priority, deadline_ms (0: none), delay_ms, idempotency_key ('' for none), tenant ('' for none), account (''
+--       for none, else LIMIT HOLDER of the token rate that its output is charged to), forked_from ('' for none, else
+--       POSITION ID), pictures (the names, with spaces between, of the pictures that the payload names). Then, for
+--       each new picture, its name and its data URL
 --       By position: 1 idempotency_ms, a space, and how many of these values each request has, in this order (6 if
 --       left out); then the values; then the nonce, or nothing
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
@@ -15,14 +17,15 @@
 
 local FIELDS = {
   'id', 'payload', 'priority', 'deadline_ms', 'delay_ms', 'idempotency_key', 'tenant', 'account', 'forked_from',
+  'pictures',
 }
 local DEFAULTS = {__index = {
   id = false, payload = false, priority = 0, deadline_ms = 0, delay_ms = 0, idempotency_key = '', tenant = '',
-  account = '', forked_from = '',
+  account = '', forked_from = '', pictures = '',
 }}
 local args, start, fields, num_fields
 if arguments.are_named then
-  args, start = arguments.read({'idempotency_ms', 'fields', 'nonce'}, 2)
+  args, start = arguments.read({'idempotency_ms', 'fields', 'nonce', 'pictures'}, 2)
   fields = {}
   for name in string.gmatch(args.fields, '[^,]+') do
     if DEFAULTS.__index[name] == nil then arguments.refuse(name, 'a request has no such field', FIELDS) end
@@ -37,6 +40,9 @@ else
   if (#ARGV - 1) % num_fields == 1 then args.nonce = ARGV[#ARGV] end
 end
 local nonce = args.nonce
+
+local pictures_from, urls = #ARGV + 1 - 2 * numbers.whole(args.pictures, 0), {}
+for at = pictures_from, #ARGV - 1, 2 do urls[ARGV[at]] = ARGV[at + 1] end
 
 local num_read = math.min(num_fields, #fields)
 local function request_at(at)
@@ -54,7 +60,7 @@ local function known_by(name)
 end
 
 local ids, fresh, ids_here, keys_here = {'ok'}, {}, {}, {} -- the last two: of this call
-for at = start, #ARGV - num_fields + 1, num_fields do
+for at = start, pictures_from - num_fields, num_fields do
   local request = request_at(at)
   local id, key = request.id, request.idempotency_key
   local wrong = requests.wrong_id(id)
@@ -96,6 +102,10 @@ for _, request in ipairs(fresh) do
   if request.account ~= '' then redis.call('HSET', keys.request(id), 'account', request.account) end
   if request.forked_from ~= '' then
     redis.call('HSET', keys.request(id), 'forked_from', request.forked_from)
+  end
+  if request.pictures ~= '' then
+    redis.call('HSET', keys.request(id), 'pictures', request.pictures)
+    pictures.keep(id, request.pictures, urls)
   end
   pending.count_later('tokens', tenant, request.tokens)
   if deadline_ms > 0 then

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, scores, pending, ending
+-- uses: keys, numbers, server, pictures, requests, scores, pending, ending
 -- Run a dead letter again, as a new request. It stays a suspect and runs alone, so it harms no other request.
 -- ARGV  1 id of the dead letter   2 id of the new request
 -- Reply {'ok'}      also if it was done before and the call is sent again because its reply was lost
@@ -8,7 +8,7 @@
 local old, new = ARGV[1], ARGV[2]
 local wrong = requests.wrong_id(new)
 if wrong then return redis.error_reply('ERR ' .. wrong) end
-local fields = requests.read(old, 'payload', 'priority', 'tenant', 'account')
+local fields = requests.read(old, 'payload', 'priority', 'tenant', 'account', 'pictures')
 if (requests.read(new, 'requeued_from') or {}).requeued_from == old then return {'ok'} end
 if not redis.call('ZSCORE', keys.dead, old) or not fields then return {'unknown'} end
 if redis.call('EXISTS', keys.request(new)) == 1 then return {'exists'} end
@@ -20,6 +20,9 @@ redis.call('HSET', keys.request(new), 'payload', fields.payload, 'state', 'waiti
   'tokens', numbers.exact(tokens))
 if fields.tenant then redis.call('HSET', keys.request(new), 'tenant', fields.tenant) end
 if fields.account then redis.call('HSET', keys.request(new), 'account', fields.account) end
+if fields.pictures then redis.call('HSET', keys.request(new), 'pictures', fields.pictures) end
+pictures.keep(new, fields.pictures)
+pictures.let_go(old, fields.pictures, ending.result_ttl())
 pending.put(new, score, fields.tenant)
 pending.count_later('tokens', fields.tenant, tokens)
 redis.call('ZREM', keys.dead, old)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from promptq.producer.batches.batch_journal import BatchIsRunningError
 from promptq.producer.batches.local_batch import BatchOutcome, errors_beside, run_batch
 from promptq.producer.batches.run_options import BatchProgress
 from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.pictures import data_url, picture_part
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.batches.conftest import (
     NUM_TOKENS,
@@ -32,6 +34,7 @@ from tests.producer.batches.conftest import (
     texts_in,
     write_lines,
 )
+from tests.producer.gateway.pictures_server import LARGE_PICTURE, PICTURE, pictures_server
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start, crash_until_dead
 from tests.support.model_free import running_worker, text_of
 from tests.support.processes import Terminal
@@ -69,6 +72,44 @@ async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
     assert answer["response"]["body"]["usage"]["completion_tokens"] == NUM_TOKENS
     assert not output.with_name("out.jsonl.batch").exists(), "nothing is left to go on with"
     assert errors_beside(output).read_text() == ""
+
+
+async def test_pictures_of_lines_are_fetched(
+    tmp_path: Path, redis_url: str, own_worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway fetches in this way, too. Meanwhile, answers of other lines are written."""
+    monkeypatch.setattr("promptq.producer.calls.safe_http.is_public", lambda _: True)
+    monkeypatch.setattr("promptq.producer.calls.picture_urls._TIMEOUT", 600.0)
+    monkeypatch.setattr("promptq.producer.calls.picture_urls._MOST_SECONDS", 600.0)
+    gate = threading.Event()
+
+    def looking(number: int, url: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": [picture_part(url)]}]
+        return line(number, url="/v1/chat/completions", body={"messages": messages})
+
+    with pictures_server([], gate) as base:
+        urls = [f"{base}/large", f"{base}/slow", f"{base}/none", f"file-{'0' * 32}"]
+        lines = [looking(number, url) for number, url in enumerate(urls)]
+        source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+        running = asyncio.create_task(run_beside(source, output, redis_url))
+        try:
+            first = await asyncio.to_thread(own_worker.take_next)
+            own_worker.finish(first, "Hi")
+            [key] = own_worker.redis.keys(f"{KEYS.prefix}picture:*")
+            await async_until(lambda: output.exists() and "id-0" in output.read_text())
+            assert not gate.is_set()
+        finally:
+            gate.set()
+        second = await asyncio.to_thread(own_worker.take_next)
+        own_worker.finish(second, "Ho")
+        assert (await running).is_complete
+    sent = [json.loads(claim.payload)["messages"][0]["content"] for claim in (first, second)]
+    assert sent == [[picture_part(data_url(LARGE_PICTURE))], [picture_part(data_url(PICTURE))]]
+    assert 0 < own_worker.redis.pttl(key) <= 120_000
+    errors = read_lines(errors_beside(output))
+    said = [errors[f"id-{number}"]["response"]["body"]["error"]["message"] for number in (2, 3)]
+    assert said[0].endswith("the server answered 404")
+    assert said[1].endswith("there are no uploaded files here")
 
 
 async def test_answers_are_on_the_disk_before_the_server_forgets_them(

@@ -67,7 +67,7 @@ def worked(
             raise AssertionError("the call was refused") from asking.exception()
         worker.adopt(claim)
         work(claim)
-        return asking.result(), worker.payload(claim.request_id)
+        return asking.result(), json.loads(claim.payload)
 
 
 def message_of(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +21,14 @@ from promptq.shared.protocol.request import Request
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts
 from tests.producer.gateway.living import LiveGateway, error_of
+from tests.producer.gateway.pictures_server import LARGE_PICTURE, PICTURE, pictures_server
 from tests.producer.gateway.played import anthropic_of, message_of, openai_of, response_of, worked
 from tests.producer.playing import KEYS, HandWorker
-from tests.programs.engines.pngs import png
 from tests.support.waiting import until
 
 CALLER = Caller(name="k", tokens_per_minute=10**6)
-PICTURE = png(1)
 URL = data_url(PICTURE)
-LARGE = data_url(png(1, 400, 400))
+LARGE = data_url(LARGE_PICTURE)
 TEXT = {"type": "text", "text": "What is this?"}
 
 
@@ -61,6 +57,29 @@ def test_chats_responses_and_messages_have_pictures(
         _, message = message_of(other, own_worker, messages=[{"role": "user", "content": blocks}])
     wanted = [{"role": "user", "content": own}]
     assert chat["messages"] == response["messages"] == message["messages"] == wanted
+
+
+def test_the_choices_of_a_call_and_its_forks_share_one_stored_picture(
+    gateway: LiveGateway, own_worker: HandWorker, http: httpx2.Client
+) -> None:
+    messages = [{"role": "user", "content": [picture_part(LARGE), TEXT]}]
+    body = {"messages": messages, "n": 2, "detach": True, "stream": True}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        completion_id = answer.headers["x-request-id"]
+    claims = [own_worker.take_next() for _ in range(2)]
+    [key] = own_worker.redis.keys(f"{KEYS.prefix}picture:*")
+    for claim in claims:
+        assert json.loads(claim.payload)["messages"] == messages
+        assert LARGE not in json.dumps(own_worker.payload(claim.request_id))
+        own_worker.finish(claim, "Hi")
+    assert own_worker.redis.pttl(key) > 0
+    fork = {"choice": 1, "at": 1, "stream": True, "detach": True}
+    with http.stream("POST", f"/v1/streams/{completion_id}/fork", json=fork) as answer:
+        assert answer.status_code == 200
+        claim = own_worker.take_next()
+        own_worker.finish(claim, "Ho")
+    assert json.loads(claim.payload)["messages"] == messages
+    assert own_worker.redis.keys(f"{KEYS.prefix}picture:*") == [key]
 
 
 def test_blocks_of_a_tool_and_successive_turns_keep_their_pictures(
@@ -114,33 +133,6 @@ def test_tokens_are_estimated_from_the_size_in_pixels() -> None:
     fields = {"messages": [{"role": "user", "content": [picture_part(LARGE)]}]}
     (rate,) = rates_of(CALLER, [fields], Request.build(fields).pictures)
     assert 400 * 400 // 28**2 < rate.amount < 400 * 400 // 28**2 + 60
-
-
-@contextmanager
-def pictures_server(calls: list[str]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            calls.append(self.path)
-            status = 302 if self.path == "/moved" else 404 if self.path == "/none" else 200
-            self.send_response(status)
-            self.send_header("location", "/picture")
-            self.end_headers()
-            self.wfile.write(b"<html>" if self.path == "/page" else PICTURE)
-            if self.path == "/huge":
-                self.wfile.write(bytes(2**23))
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 async def test_pictures_are_fetched_without_redirects_and_within_limits(tmp_path: Path) -> None:

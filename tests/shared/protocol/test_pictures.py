@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ def test_payloads_keep_parts_in_order_and_can_be_read_again() -> None:
 )
 def test_wrong_pictures_are_named(url: Any, said: str) -> None:
     assert refusal(url).startswith(said)
+
+
+def test_bytes_and_files_become_data_urls(tmp_path: Path) -> None:
+    content = png(1)
+    file = tmp_path / "a.png"
+    file.write_bytes(content)
+    pictures = Request.build(chat(content, {"url": content}, file, {"url": file})).pictures
+    assert {picture.url for picture in pictures} == {data_url(content)}
+    assert len(pictures) == 4
+    assert refusal(b"<html>") == "messages[0].content[0]: the picture is no PNG, JPEG, GIF or WebP"
+    with pytest.raises(FileNotFoundError):
+        Request.build(chat(tmp_path / "missing.png"))
+
+
+def test_a_url_to_fetch_is_refused_with_a_hint() -> None:
+    assert refusal("http://example.com/a.png").endswith(
+        "; only the gateway and batches fetch pictures"
+    )
 
 
 def test_a_decompression_bomb_is_refused_by_its_header() -> None:

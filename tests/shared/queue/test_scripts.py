@@ -64,7 +64,7 @@ def test_a_file_names_just_the_parts_that_it_uses(file: str) -> None:
 
 def test_a_script_carries_no_part_that_it_does_not_need() -> None:
     carried = re.findall(r"^local (\w+) = {} do$", script_text("purge"), re.MULTILINE)
-    assert carried == ["keys", "numbers", "server", "requests"]
+    assert carried == ["keys", "numbers", "server", "pictures", "requests"]
 
 
 def test_parts_that_use_each_other_in_a_circle_are_refused(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from promptq.producer.clients.request_builder import compose
 from promptq.shared.protocol.pictures import data_url, picture_part
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.queue.request_queue import AsyncRequestQueue
@@ -30,6 +31,7 @@ TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ 
 {%- else %}{% for part in message.content %}{% if part.type == 'image' %}<picture>
 {%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"""
 URLS = [data_url(png(seed)) for seed in (1, 2)]
+LARGE = data_url(png(1, 230, 230))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,8 @@ def stand_in() -> Iterator[StandIn]:
 
 def chat(*parts: str, **fields: Any) -> dict[str, Any]:
     content = [
-        picture_part(part) if part in URLS else {"type": "text", "text": part} for part in parts
+        picture_part(part) if part in (*URLS, LARGE) else {"type": "text", "text": part}
+        for part in parts
     ]
     messages = [{"role": "user", "content": content}]
     return {"messages": messages, "temperature": 0.0, "max_tokens": 30, **fields}
@@ -87,6 +90,42 @@ async def test_pictures_reach_the_server_in_their_places(
             assert result["token_ids"] == plain["token_ids"]
             assert result["usage"] == plain["usage"]
         assert worker.engine.stats.prompt_tokens == 2 * (12 + 12 + 10)
+
+
+async def test_a_stored_picture_reaches_the_server_with_each_attempt(
+    redis_url: str, queue: AsyncRequestQueue, vision_model: Path, stand_in: StandIn
+) -> None:
+    async with running_worker(redis_url, await served("vllm", stand_in.url, vision_model)):
+        stand_in.fail("freeze")
+        new = [{**chat("a", LARGE), "seed": seed} for seed in (1, 2)]
+        first, second = await queue.enqueue(compose(new))
+        assert len(await queue.redis.keys(f"{queue.keys.prefix}picture:*")) == 1
+        await async_until(lambda: stand_in.told()["running"] == 2)
+        stand_in.fail("break")
+        results = [await finished(queue, each) for each in (first, second)]
+        assert [result["stats"]["attempts"] for result in results] == [2, 2]
+        plain = {"temperature": 0.0, "max_tokens": 30}
+        prompt = [ord("a"), *tokens_of_picture(LARGE)]
+        expected = await finished(queue, await async_put(queue, prompt=prompt, **plain))
+        assert [result["token_ids"] for result in results] == [expected["token_ids"]] * 2
+        for key in await queue.redis.keys(f"{queue.keys.prefix}picture:*"):
+            assert 0 < await queue.redis.pttl(key) <= 3_600_000
+
+
+async def test_a_picture_that_is_gone_fails_its_request_alone(
+    redis_url: str, queue: AsyncRequestQueue, vision_model: Path, stand_in: StandIn
+) -> None:
+    [request_id] = await queue.enqueue(compose([chat("a", LARGE)]))
+    [key] = await queue.redis.keys(f"{queue.keys.prefix}picture:*")
+    await queue.redis.delete(key)
+    name = key.decode().rpartition(":")[2]
+    async with running_worker(redis_url, await served("vllm", stand_in.url, vision_model)):
+        assert (await finished(queue, request_id))["error"] == {
+            "type": "invalid_request",
+            "message": f"messages: the picture sha256:{name} is not stored with this request, or no"
+            " longer",
+        }
+        assert (await result_of(queue, "a"))["finish_reason"] == "length"
 
 
 async def test_the_exact_length_is_reported_once_it_is_known(
