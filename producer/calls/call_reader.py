@@ -276,7 +276,8 @@ def answer(
     new, payloads = [], []
     for item in prepared.new:
         included = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
-        new.append([item.request_id, item.request.model_dump(include=included), item.delay_ms])
+        fields = item.request.model_dump(include=included)
+        new.append([item.request_id, fields, item.delay_ms, item.durability])
         bare = item.request.model_copy(update={"trace_context": None})
         payloads.append(bare.to_payload().encode())
     reply = {
@@ -303,8 +304,10 @@ def _prepared_of(
 ) -> Prepared:
     payloads, parts = parts[: len(reply["new"])], parts[len(reply["new"]) :]
     new = [
-        NewRequest(request_id, _partial_request(fields), delay_ms, account, payload)
-        for (request_id, fields, delay_ms), payload in zip(reply["new"], payloads, strict=True)
+        NewRequest(item_id, _partial_request(fields), delay_ms, account, payload, None, durability)
+        for (item_id, fields, delay_ms, durability), payload in zip(
+            reply["new"], payloads, strict=True
+        )
     ]
     rates = [Rate(**rate) for rate in reply["rates"]]
     extra = None

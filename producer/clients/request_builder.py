@@ -22,7 +22,7 @@ Messages = list[dict[str, Any]]
 def compose(
     requests: Iterable[Mapping[str, Any]], account: TokenAccount | None = None
 ) -> list[NewRequest]:
-    """Builds a request from each mapping of payload fields, `request_id` and `delay_ms`.
+    """Builds a request from each mapping of payload fields, `request_id`, `delay_ms`, `durability`.
 
     Output is charged to the rate limit `account`. Raises InvalidRequestError for a wrong field.
     """
@@ -59,6 +59,12 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
         raise InvalidRequestError(
             f"delay_ms: is not a number of milliseconds from 0 to {MAX_MS}", field="delay_ms"
         )
+    durability = fields.pop("durability", None)
+    if durability not in (None, "replicated"):
+        raise InvalidRequestError(
+            f"durability: must be 'replicated' or left out, got {durability!r:.80}",
+            field="durability",
+        )
     try:
         request = Request.build(fields)
         payload = request.to_payload().encode()
@@ -68,7 +74,8 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
     except (ValueError, RecursionError):
         raise _unfit_for_json(fields) from None
     check_size(len(payload))
-    return NewRequest(new_request_id() if request_id is None else request_id, request, delay_ms)
+    own_id = new_request_id() if request_id is None else request_id
+    return NewRequest(own_id, request, delay_ms, durability=durability)
 
 
 def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:

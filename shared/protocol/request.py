@@ -66,6 +66,9 @@ _LONGEST_SHOWN = 80  # characters of a wrong value in an error message
 
 _OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
+Durability = Literal["replicated"]
+"""What the server must have done with a request when enqueueing returns; by default written it."""
+
 Pooling = Literal["last", "mean"]
 """How a prompt becomes a vector: the last token's final hidden state, or all tokens' mean."""
 
@@ -505,6 +508,7 @@ class NewRequest:
     account: TokenAccount | None = None
     payload: bytes | memoryview | None = None
     forked_from: ForkPoint | None = None
+    durability: Durability | None = None
 
     def to_payload(self) -> str | bytes | memoryview:
         """Returns the payload as JSON, with the trace context."""
