@@ -130,10 +130,10 @@ def test_all_replicas_must_have_a_request(servers: Replicated) -> None:
 @pytest.mark.parametrize("num_replicas", [0])
 def test_a_server_without_a_replica_cannot_promise_it(servers: Replicated) -> None:
     with Client(servers.url) as client:
-        with pytest.raises(NotReplicatedError, match="written, but the server has no replica; rep"):
+        with pytest.raises(NotReplicatedError, match="but the server has no replica; rep"):
             client.enqueue("Hi", **DURABLE)
         calls = [{"prompt": "Hi", "request_id": name} for name in "abc"]
-        with pytest.raises(NotReplicatedError, match="^the request 'a' and 2 more are") as raised:
+        with pytest.raises(NotReplicatedError, match=r"^the request 'a' and 2 more are") as raised:
             client.enqueue_many([*calls[:2], {**calls[2], **DURABLE}])
         assert raised.value.request_ids == ["a", "b", "c"]
         assert client.stats().waiting == 4
@@ -141,7 +141,8 @@ def test_a_server_without_a_replica_cannot_promise_it(servers: Replicated) -> No
 
 def test_a_server_that_forgot_the_script_still_waits(servers: Replicated) -> None:
     with Client(servers.url) as client:
-        acknowledged(client)
+        for _ in range(2):
+            acknowledged(client)
         servers.flush_scripts()
         servers.replicas[0].freeze()
         with pytest.raises(NotReplicatedError):
@@ -156,7 +157,7 @@ def test_only_an_equal_request_repeats_an_id(servers: Replicated) -> None:
         for wrong in ({"prompt": "Ho", **DURABLE}, {"prompt": "Hi"}):
             with pytest.raises(RequestExistsError):
                 client.enqueue(request_id="a", **wrong)
-        with pytest.raises(InvalidRequestError, match="^durability: must be 'replicated' or left"):
+        with pytest.raises(InvalidRequestError, match=r"^durability: must be 'replicated' or left"):
             client.enqueue("Hi", durability="always")
 
 
