@@ -1,9 +1,10 @@
-"""Requests with `durability: replicated`: enqueueing waits until the server's replicas have them."""
+"""Requests with `durability: replicated`: enqueueing waits until the replicas have them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,23 @@ def test_only_an_equal_request_repeats_an_id(servers: Replicated) -> None:
                 client.enqueue(request_id="a", **wrong)
         with pytest.raises(InvalidRequestError, match=r"^durability: must be 'replicated' or left"):
             client.enqueue("Hi", durability="always")
+
+
+def test_a_call_is_repeated_after_a_lost_connection(servers: Replicated) -> None:
+    with (
+        Client(f"{servers.primary.url}?socket_timeout=600") as client,
+        servers.primary.client() as other,
+        ThreadPoolExecutor() as pool,
+    ):
+        servers.replicas[0].freeze()
+        waiting = pool.submit(client.enqueue, "Hi", request_id="a", **DURABLE)
+        until(lambda: other.info("clients")["blocked_clients"] == 1)
+        assert other.execute_command("CLIENT", "KILL", "USER", "producer") > 0
+        until(lambda: other.info("clients")["blocked_clients"] == 1)
+        assert not waiting.done()
+        servers.replicas[0].thaw()
+        assert waiting.result() == "a"
+        assert client.stats().waiting == 1
 
 
 def test_every_role_that_enqueues_may_wait(servers: Replicated) -> None:
