@@ -42,7 +42,8 @@ KINDS: dict[str, Callable[..., Servers]] = {
     "sentinel": sentinel,
     "cluster": cluster,
 }
-GUARDS = ("none", "min-replicas", "WAIT")
+GUARDS = ("none", "min-replicas", "replicated")
+"""The last: `durability: replicated` of the real client."""
 SYNCS = ("always", "everysec", "no")
 _LAG_SECONDS = 2
 _BEFORE_SECONDS, _CUT_SECONDS, _AFTER_SECONDS = 2.0, 6.0, 2.0
@@ -109,7 +110,8 @@ def run(setup: Setup, folder: Path) -> Counts:
         near, far = machines[0], machines[-1] if setup.kind != "alone" else machines[0]
         worker = [sys.executable, "-m", "tests.faults.worker.faulty_worker", "--redis", servers.url]
         client = [sys.executable, "-m", "tests.programs.failover.client", "--url", servers.url]
-        client += ["--wait", str(setup.num_replicas if setup.guard == "WAIT" else 0)]
+        if setup.guard == "replicated":
+            client += ["--durability", "replicated"]
         for name, machine in (("near", near), ("far", far)):
             machine.start(worker, folder / f"worker-{name}")
         histories = {name: folder / f"history-{name}" for name in ("near", "far")}
