@@ -67,7 +67,7 @@ _LONGEST_SHOWN = 80  # characters of a wrong value in an error message
 _OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
 Durability = Literal["replicated"]
-"""What the server must have done with a request when enqueueing returns; by default written it."""
+"""`replicated`: when enqueueing returns, all connected replicas have the request."""
 
 Pooling = Literal["last", "mean"]
 """How a prompt becomes a vector: the last token's final hidden state, or all tokens' mean."""

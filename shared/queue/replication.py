@@ -55,28 +55,23 @@ def replicated(
     NotReplicatedError if a replica does not acknowledge the writes within `seconds`, or if there is
     no replica.
     """
-    num_wanted = 1
+    online = Call("", ["INFO", "replication"], _num_online)
+    num_wanted, num_online, num_acknowledged = 1, 0, 0
     for _ in range(_TRIES):
-        calls = [call, _wait(num_wanted, seconds), _online_replicas()]
-        replies = yield from pipe(calls)
+        wait = Call("", ["WAIT", num_wanted, max(1, int(seconds * 1000))], int)
+        replies = yield from pipe([call, wait, online])
         if isinstance(replies[0], NOT_RUN):
-            call.read((yield from send(call)))  # the next try repeats the call, and waits
+            # The next try repeats the call, and waits.
+            request_ids = call.read((yield from send(call)))
             continue
-        request_ids, num_acknowledged, num_online = map(Call.read, calls, replies)
+        request_ids = call.read(replies[0])
+        num_acknowledged, num_online = wait.read(replies[1]), online.read(replies[2])
         if num_acknowledged >= max(1, num_online):
-            return request_ids  # type: ignore[no-any-return]  # the first call's value
+            return request_ids
         if num_wanted >= num_online:
-            raise _not_replicated(request_ids, num_acknowledged, num_online, seconds)
+            break
         num_wanted = num_online
     raise _not_replicated(request_ids, num_acknowledged, num_online, seconds)
-
-
-def _wait(num_replicas: int, seconds: float) -> Call[int]:
-    return Call("", ["WAIT", num_replicas, max(1, int(seconds * 1000))], int)
-
-
-def _online_replicas() -> Call[int]:
-    return Call("", ["INFO", "replication"], _num_online)
 
 
 def _num_online(info: Mapping[str, Any]) -> int:
