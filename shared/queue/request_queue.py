@@ -105,7 +105,8 @@ class _Queue:
         self._check_open()
         if isinstance(calls, Call):
             if calls.is_replicated:
-                return (yield from self._replicated(calls))
+                value: T = yield from self._replicated(calls)
+                return value
             return calls.read((yield from self._reply(calls)))
         if any(call.is_replicated for call in calls):
             raise ValueError("a call that waits for replicas must be sent alone")
