@@ -21,6 +21,7 @@ PromptqError
 └── RequestError                  one request
     ├── InvalidRequestError       a field is wrong; the message names it
     ├── RequestExistsError        a request with this id was enqueued before
+    ├── NotReplicatedError        the request is written, but replicas may lack it
     ├── RequestNotFoundError      the id is unknown, or its record has expired
     ├── StreamChangedError        the server lost delivered tokens, and sent other tokens instead
     └── RequestFailedError        the request ended with `finish_reason: error`
@@ -136,6 +137,18 @@ class InvalidRequestError(RequestError):
 
 class RequestExistsError(RequestError):
     """A request with this id was enqueued before."""
+
+
+class NotReplicatedError(RequestError):
+    """Requests with `durability: replicated` are written, but a replica may lack them.
+
+    The requests run, unless a failover loses them. `request_ids` are their ids. Repeating the call
+    with the same ids or idempotency keys is safe.
+    """
+
+    def __init__(self, message: str, request_ids: list[str]) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids
 
 
 class RequestNotFoundError(RequestError):

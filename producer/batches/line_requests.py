@@ -87,8 +87,9 @@ class LineGateway:
             if (fetched := await self._pictures(line, call)) is None:
                 return None
             call = with_pictures(call, fetched)
-            # The request's id identifies a repeated line, so no key is needed.
-            requests = call.with_fields(idempotency_key=None).requests(request_id)
+            # The request's id identifies a repeated line, so no key is needed. The run enqueues
+            # lost requests again, so it need not wait for replicas.
+            requests = call.with_fields(idempotency_key=None, durability=None).requests(request_id)
             new = [self._in_the_window(each) for each in composed(call, requests, account)]
             if pictures := new[0].request.pictures:
                 check_pictures_served(view, call.names)

@@ -278,7 +278,7 @@ def answer(
     for item in prepared.new:
         included = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
         fields = item.request.model_dump(include=included)
-        new.append([item.request_id, fields, item.delay_ms, [*item.pictures]])
+        new.append([item.request_id, fields, item.delay_ms, item.durability, [*item.pictures]])
         bare = replace(item, request=item.request.model_copy(update={"trace_context": None}))
         payload = bare.to_payload()
         payloads.append(payload.encode() if isinstance(payload, str) else bytes(payload))
@@ -312,14 +312,15 @@ def _prepared_of(
     urls = dict(zip(reply["pictures"], rest, strict=False))
     new = [
         NewRequest(
-            request_id,
+            item_id,
             _partial_request(fields),
             delay_ms,
             account,
             payload,
+            durability=durability,
             pictures={name: urls[name] for name in names},
         )
-        for (request_id, fields, delay_ms, names), payload in zip(
+        for (item_id, fields, delay_ms, durability, names), payload in zip(
             reply["new"], payloads, strict=True
         )
     ]

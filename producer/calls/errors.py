@@ -24,6 +24,7 @@ from promptq.producer.clients.connecting import explained
 from promptq.shared.errors import (
     InvalidRequestError,
     ModelNotServedError,
+    NotReplicatedError,
     PromptqError,
     QueueFullError,
     RedisAuthError,
@@ -155,6 +156,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), param="model", code="model_not_found")
         case RequestExistsError():
             return ApiError(409, str(error), code="exists")
+        case NotReplicatedError():  # a client that repeats the call without a key sends it twice
+            return ApiError(503, str(error), code="not_replicated", headers=NOT_AGAIN)
         case SpoiltRecordError():
             return ApiError(409, str(error), code="spoilt_record")
         case BatchOverError():

@@ -23,7 +23,7 @@ Messages = list[dict[str, Any]]
 def compose(
     requests: Iterable[Mapping[str, Any]], account: TokenAccount | None = None
 ) -> list[NewRequest]:
-    """Builds a request from each mapping of payload fields, `request_id` and `delay_ms`.
+    """Builds a request from each mapping of payload fields, `request_id`, `delay_ms`, `durability`.
 
     Output is charged to the rate limit `account`. Raises InvalidRequestError for a wrong field.
     """
@@ -60,6 +60,12 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
         raise InvalidRequestError(
             f"delay_ms: is not a number of milliseconds from 0 to {MAX_MS}", field="delay_ms"
         )
+    durability = fields.pop("durability", None)
+    if durability not in (None, "replicated"):
+        raise InvalidRequestError(
+            f"durability: must be 'replicated' or left out, got {durability!r:.80}",
+            field="durability",
+        )
     try:
         request = Request.build(fields)
         payload = request.to_payload().encode()
@@ -71,17 +77,19 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
     check_size(len(payload))
     own_id = new_request_id() if request_id is None else request_id
     if not (request.messages and request.pictures):
-        return NewRequest(own_id, request, delay_ms)
+        return NewRequest(own_id, request, delay_ms, durability=durability)
     try:
         check_found(request.pictures)
     except ValueError as error:
         raise InvalidRequestError(str(error), field="messages") from None
     messages, pictures = set_apart(request.messages, request.tenant or "")
     if not pictures:
-        return NewRequest(own_id, request, delay_ms)
+        return NewRequest(own_id, request, delay_ms, durability=durability)
     bare = request.model_copy(update={"messages": messages, "trace_context": None})
     payload = bare.to_payload().encode()
-    return NewRequest(own_id, request, delay_ms, payload=payload, pictures=pictures)
+    return NewRequest(
+        own_id, request, delay_ms, payload=payload, durability=durability, pictures=pictures
+    )
 
 
 def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:

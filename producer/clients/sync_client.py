@@ -133,6 +133,10 @@ class Client:
         Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply is lost, the
         request is sent again, and the server recognises it. If the server stays away, the request
         may or may not have arrived. With an `idempotency_key`, you can repeat the call safely.
+
+        With `durability="replicated"`, the call waits until all connected replicas have the
+        request. If they do not have it in time, or there is none, raises NotReplicatedError.
+        Repeating the call with the same `request_id` and fields then returns the id again.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         [own_id] = self.enqueue_many([request])

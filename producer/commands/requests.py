@@ -54,6 +54,10 @@ def submit(
         int | None,
         typer.Option(help="Milliseconds after which the request ends if it is not done."),
     ] = None,
+    durability: Annotated[
+        str | None,
+        typer.Option(metavar="replicated", help="Wait until the server's replicas have it."),
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a chat message: use the chat template.")
     ] = False,
@@ -89,6 +93,7 @@ def submit(
         "stop": stop or None,
         "priority": priority,
         "deadline_ms": deadline_ms,
+        "durability": durability,
     }
     taken = ["prompt", "messages"] if prompt is not None or chat or system is not None else []
     fields = _fields(options, param, ["request_id", *taken])

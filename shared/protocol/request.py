@@ -66,6 +66,9 @@ _LONGEST_SHOWN = 80  # characters of a wrong value in an error message
 
 _OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
+Durability = Literal["replicated"]
+"""`replicated`: when enqueueing returns, all connected replicas have the request."""
+
 Pooling = Literal["last", "mean"]
 """How a prompt becomes a vector: the last token's final hidden state, or all tokens' mean."""
 
@@ -506,6 +509,7 @@ class NewRequest:
     account: TokenAccount | None = None
     payload: bytes | memoryview | None = None
     forked_from: ForkPoint | None = None
+    durability: Durability | None = None
     pictures: Mapping[str, str | bytes | memoryview] = field(default_factory=dict)
 
     def to_payload(self) -> str | bytes | memoryview:

@@ -69,6 +69,8 @@ class Call(Generic[T_co]):
     """
     keys: Keys | None = None
     """The queue for which the script runs; if None, the queue that sends the call."""
+    is_replicated: bool = False
+    """Whether the replicas must have the script's writes before the call returns."""
 
     def key(self, sender: Keys) -> str:
         """Returns a key that the call uses. On a Cluster, the call goes to the node of this key."""

@@ -13,12 +13,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar, overload
 
 import redis
 import redis.asyncio
-from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 
 from promptq.shared.errors import QueueClosedError, RequestExistsError, RequestNotFoundError
 from promptq.shared.protocol.claims import Claim, Claims, Held, ModelIdentity, Room
@@ -36,6 +37,7 @@ from promptq.shared.queue.call import (
     script_text,
 )
 from promptq.shared.queue.claim_history import ClaimHistory, ClaimTurn
+from promptq.shared.queue.replication import NOT_RUN, nonce_of, replicated, seconds_to_wait
 from promptq.shared.server.cluster import client_at, client_of
 
 T = TypeVar("T")
@@ -44,11 +46,10 @@ POLL_SECONDS = 1.0
 """Seconds between two polls. If a wake-up is lost, a request is delayed by at most this time."""
 
 _SCRIPT_TRIES = 4
-_TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
-"""Errors after which one call of a pipeline is sent again, alone: redis-py handles these errors
-only outside of a pipeline."""
 _ABORT_CHECK_SECONDS = 0.05
 _MAX_CALLS_AT_ONCE = 32
+_MAX_WAITS_AT_ONCE = 8
+"""The most calls at once that wait for replicas: if a replica hangs, the others still run."""
 _CLEAR_PAGE = 500
 
 
@@ -103,7 +104,12 @@ class _Queue:
         """Implements `run`. Yields functions that call the server, and receives their results."""
         self._check_open()
         if isinstance(calls, Call):
+            if calls.is_replicated:
+                value: T = yield from self._replicated(calls)
+                return value
             return calls.read((yield from self._reply(calls)))
+        if any(call.is_replicated for call in calls):
+            raise ValueError("a call that waits for replicas must be sent alone")
         places: dict[Any, list[int]] = {}
         for at, call in enumerate(calls):
             places.setdefault(self._client_for(call), []).append(at)
@@ -120,6 +126,15 @@ class _Queue:
     def _replies(
         self, client: Any, calls: Sequence[Call[Any]], atomic: bool
     ) -> Operation[list[Any]]:
+        replies = yield from self._piped(client, calls, atomic)
+        for at, reply in enumerate(replies):
+            if isinstance(reply, NOT_RUN) and not atomic:
+                replies[at] = yield from self._reply(calls[at])
+        return replies
+
+    def _piped(
+        self, client: Any, calls: Sequence[Call[Any]], atomic: bool = False
+    ) -> Operation[list[Any]]:
         pipeline = client.pipeline(transaction=atomic)
         for call in calls:
             if call.script:
@@ -128,10 +143,12 @@ class _Queue:
             else:
                 pipeline.execute_command(*call.args)
         replies: list[Any] = yield partial(pipeline.execute, raise_on_error=False)
-        for at, reply in enumerate(replies):
-            if isinstance(reply, _TO_SEND_AGAIN) and not atomic:
-                replies[at] = yield from self._reply(calls[at])
         return replies
+
+    def _replicated(self, call: Call[Any]) -> Operation[Any]:
+        client = self._client_for(call)
+        seconds = seconds_to_wait(client)
+        return replicated(call, seconds, partial(self._piped, client), self._reply)
 
     def _client_for(self, call: Call[Any]) -> Any:
         return client_at(self.redis, call.key(self.keys))
@@ -155,7 +172,9 @@ class _Queue:
     def _enqueue(self, new: Sequence[NewRequest]) -> Call[list[str]]:
         for item in new:
             check_request_id(item.request_id)
-        return scripts.enqueue(new, self._idempotency_ms, nonce=secrets.token_hex(8))
+        is_replicated = any(item.durability is not None for item in new)
+        nonce = nonce_of(new) if is_replicated else secrets.token_hex(8)
+        return scripts.enqueue(new, self._idempotency_ms, nonce)
 
     def _claim(self, room: Room, turn: ClaimTurn) -> Call[Claims]:
         seed_base = "" if self._seed is None else f"seed {self._seed} "
@@ -252,7 +271,7 @@ class RequestQueue(_Queue):
 
     def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
         """Adds requests, all or none, and returns their ids. Raises InvalidRequestError,
-        RequestExistsError, QueueFullError."""
+        RequestExistsError, QueueFullError, NotReplicatedError."""
         return self.run(self._enqueue(new))
 
     def take_batch(self, room: Room) -> Claims:
@@ -358,7 +377,9 @@ class AsyncRequestQueue(_Queue):
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:
         super().__init__(client, queue, **options)
         half = max(1, client.connection_pool.max_connections // 2)
-        self._turns = asyncio.Semaphore(min(_MAX_CALLS_AT_ONCE, half))
+        most = min(_MAX_CALLS_AT_ONCE, half)
+        self._turns = asyncio.Semaphore(most)
+        self._waits = asyncio.Semaphore(min(_MAX_WAITS_AT_ONCE, max(1, most // 2)))
 
     @overload
     async def run(self, calls: Call[T]) -> T: ...
@@ -366,7 +387,8 @@ class AsyncRequestQueue(_Queue):
     async def run(self, calls: Sequence[Call[T]], *, atomic: bool = False) -> list[T]: ...
 
     async def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
-        async with self._turns:
+        waits = self._waits if isinstance(calls, Call) and calls.is_replicated else nullcontext()
+        async with waits, self._turns:
             return await carry_out_async(self._exchange(calls, atomic), operator.call)
 
     async def enqueue(self, new: Sequence[NewRequest]) -> list[str]:

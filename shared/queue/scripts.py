@@ -36,8 +36,9 @@ def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     its id is that of the earlier request.
 
     With a `nonce` that is new for each call, the call can be sent again after a lost reply. Raises
-    RequestExistsError, QueueFullError.
+    RequestExistsError, QueueFullError. If a request has `durability`, the queue waits for replicas.
     """
+    new = list(new)
     columns = zip(*map(_values, new), strict=True)
     used = {name: column for name, column in zip(_FIELDS, columns, strict=False) if any(column)}
     fields = ",".join(used) or "id"  # no request sets a field
@@ -62,7 +63,8 @@ def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> 
             )
         return rest
 
-    return Call("enqueue", args, parse)
+    is_replicated = any(item.durability is not None for item in new)
+    return Call("enqueue", args, parse, is_replicated=is_replicated)
 
 
 _FIELDS = (

@@ -126,5 +126,12 @@ for _, request in ipairs(fresh) do
 end
 server.for_all(redis.call, 'ZADD', keys.pending, arrived)
 server.carry_out()
-if #fresh > 0 then server.wake_workers() end
+if #fresh > 0 then
+  server.wake_workers()
+elseif ids[2] then
+  -- WAIT after a repeated call must count the replicas that have the first call, but it only knows the writes of its
+  -- own connection. So this is a write too, which changes nothing.
+  local known = keys.request(ids[2])
+  redis.call('HSET', known, 'nonce', redis.call('HGET', known, 'nonce') or '')
+end
 return ids

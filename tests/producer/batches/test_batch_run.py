@@ -52,6 +52,7 @@ async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
     lines = [line(n) for n in range(30)]
     for item in lines[:2]:
         item["body"]["idempotency_key"] = "the same"
+    lines[2]["body"]["durability"] = "replicated"  # the server has no replica
     source = write_lines(tmp_path / "in.jsonl", lines)
     output, seen = tmp_path / "out.jsonl", []
     async with running_worker(redis_url):

@@ -168,6 +168,12 @@ def test_says_at_a_terminal_why_nothing_comes(
     assert re.fullmatch(told, terminal.shown)
 
 
+def test_says_that_no_replica_has_the_request(run: Run) -> None:
+    done = run("submit", "Hi", "--id", "mine", "--durability", "replicated")
+    assert done.returncode == 1
+    assert "the request 'mine' is written, but the server has no replica" in done.stderr
+
+
 def test_says_at_a_terminal_that_the_server_is_away(tmp_path: Path) -> None:
     """In the midst of a stream, and the stream goes on when the server is back.
 

@@ -15,30 +15,21 @@ import sys
 from typing import Any
 
 from promptq import AsyncClient
-from promptq.producer.clients.connecting import explained
-from promptq.producer.clients.request_builder import compose
 from promptq.shared.errors import PromptqError
-from promptq.shared.queue import scripts
-from promptq.shared.queue.call import script_text
 from tests.support.model_free import text_of
 
 MAX_TOKENS = 20
 _NUM_WRITERS = 8
 _PAUSE_SECONDS = 0.1
-_WAIT_MS = 2000
-
-
-class NotReplicatedError(Exception):
-    """Too few replicas had the request in time, so the client does not count it as accepted."""
 
 
 class Writer:
     """Enqueues requests, one after the other, and reads the stream of each beside them."""
 
-    def __init__(self, client: AsyncClient, name: str, num_replicas: int) -> None:
+    def __init__(self, client: AsyncClient, name: str, durability: str | None) -> None:
         self._client = client
         self._name = name
-        self._num_replicas = num_replicas
+        self._durability = durability
         self._readers = set[asyncio.Task[None]]()
 
     async def write_until(self, stop: asyncio.Event) -> None:
@@ -47,7 +38,7 @@ class Writer:
             number += 1
             try:
                 request_id = await self._enqueue(number)
-            except (PromptqError, NotReplicatedError) as error:
+            except PromptqError as error:
                 note(refused=type(error).__name__)
             else:
                 note(acked=request_id, seed=number)
@@ -59,20 +50,13 @@ class Writer:
             await asyncio.wait(self._readers)
 
     async def _enqueue(self, seed: int) -> str:
-        fields = {"seed": seed, "max_tokens": MAX_TOKENS, "idempotency_key": f"{self._name}-{seed}"}
-        if not self._num_replicas:
-            return await self._client.enqueue("a", **fields)
-        queue = self._client.queue
-        call = scripts.enqueue(compose([{"prompt": "a", **fields}]), 3_600_000)
-        pipeline = queue.redis.pipeline(transaction=False)  # one connection: WAIT counts its writes
-        pipeline.eval(script_text("enqueue"), 1, queue.keys.pending, *call.args)
-        pipeline.execute_command("WAIT", self._num_replicas, _WAIT_MS)
-        with explained(self._client.url):
-            reply, num_replicas = await pipeline.execute()
-        if num_replicas < self._num_replicas:
-            raise NotReplicatedError
-        [request_id] = call.read(reply)
-        return request_id
+        return await self._client.enqueue(
+            "a",
+            seed=seed,
+            max_tokens=MAX_TOKENS,
+            idempotency_key=f"{self._name}-{seed}",
+            durability=self._durability,
+        )
 
     async def _read(self, request_id: str, seed: int) -> None:
         error = ""
@@ -93,12 +77,15 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", required=True)
     parser.add_argument("--name", required=True)
-    parser.add_argument("--wait", type=int, default=0, help="replicas that must have a request")
+    parser.add_argument("--durability", help="that of all requests")
     options = parser.parse_args()
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin, stop.set)
     async with AsyncClient(options.url) as client:
-        writers = [Writer(client, f"{options.name}-{n}", options.wait) for n in range(_NUM_WRITERS)]
+        writers = [
+            Writer(client, f"{options.name}-{nth}", options.durability)
+            for nth in range(_NUM_WRITERS)
+        ]
         await asyncio.gather(*(writer.write_until(stop) for writer in writers))
 
 

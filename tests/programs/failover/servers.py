@@ -12,9 +12,9 @@ from redis.crc import key_slot
 
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import text_map
-from tests.programs.failover.isolation import Machine
+from tests.programs.failover.isolation import NEAR, Machine, NetworkMachine
 from tests.support.preload import compile_preload
-from tests.support.roles import acl_file_for_tests, as_role
+from tests.support.roles import acl_file_for_tests, as_role, password_of
 from tests.support.servers import answers
 from tests.support.waiting import until
 
@@ -25,6 +25,9 @@ _NOTICE_MS = 1000
 """After this time without an answer, a server counts as gone."""
 _SENTINEL = f"""
 port {SENTINEL_PORT}
+bind {{own}}
+bind-source-addr {{own}}
+sentinel announce-ip {{own}}
 protected-mode no
 sentinel monitor {SERVICE} {{primary}} {PORT} 2
 sentinel down-after-milliseconds {SERVICE} {_NOTICE_MS}
@@ -44,7 +47,11 @@ class Node:
         self.machine, self._folder = machine, folder
         self._command = [*command, "--port", str(PORT), "--protected-mode", "no", "--save", ""]
         self._command += ["--dir", folder, "--repl-diskless-sync-delay", "0"]
-        self._command += ["--aclfile", acl_file_for_tests(folder)]
+        self._command += ["--bind", machine.address, "--bind-source-addr", machine.address]
+        users = acl_file_for_tests(folder)
+        with users.open("a") as file:
+            file.write(f"user {NEAR} on >{password_of(NEAR)} ~* &* +@all\n")
+        self._command += ["--aclfile", users]
         self.client: Any = redis.Redis(host=machine.address, port=PORT, socket_timeout=10)
         self.start()
 
@@ -65,6 +72,26 @@ class Node:
         for log in self._folder.glob("appendonlydir/*.incr.aof"):
             with log.open("r+b") as file:
                 file.truncate(min(synced, log.stat().st_size))
+
+    def unplug(self) -> None:
+        """Cut off the node, with the programs on its machine, from all others."""
+        if isinstance(self.machine, NetworkMachine):
+            self.machine.unplug()
+            return
+        with self._near_client() as client:
+            client.execute_command("ACL", "SETUSER", "default", "off")
+            client.execute_command("CLIENT", "KILL", "USER", "default")
+
+    def plug_in(self) -> None:
+        if isinstance(self.machine, NetworkMachine):
+            self.machine.plug_in()
+            return
+        with self._near_client() as client:
+            client.execute_command("ACL", "SETUSER", "default", "on")
+
+    def _near_client(self) -> Any:
+        login = {"username": NEAR, "password": password_of(NEAR)}
+        return redis.Redis(host=self.machine.address, port=PORT, **login)
 
     def replicates(self) -> bool:
         """Whether the node is a replica that gets its primary's writes."""
@@ -116,7 +143,7 @@ def sentinel(
     servers.settle()
     for number, machine in enumerate(machines[:3]):
         config = folder / f"sentinel{number}.conf"
-        config.write_text(_SENTINEL.format(primary=primary))
+        config.write_text(_SENTINEL.format(primary=primary, own=machine.address))
         machine.start([server[0], config, "--sentinel"], config.with_suffix(".log"))
     addresses = [f"{machine.address}:{SENTINEL_PORT}" for machine in machines[:3]]
     until(lambda: all(_knows_all(machine, num_replicas) for machine in machines[:3]))
