@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import (
@@ -25,13 +26,18 @@ class SimulatedEngine:
 
     It replaces `EngineThread`: messages have an effect between steps, and the outputs of a step
     arrive when the step is over. A step takes up to `step_seconds` and, for each token, up to
-    `token_seconds`.
+    `token_seconds`. Each output calls `note` with its request and the number of tokens so far.
     """
 
     is_accepting = True
 
     def __init__(
-        self, engine: Engine, rng: random.Random, step_seconds: float, token_seconds: float
+        self,
+        engine: Engine,
+        rng: random.Random,
+        step_seconds: float,
+        token_seconds: float,
+        note: Callable[[str, int], None],
     ) -> None:
         self.engine = engine
         self.limits = engine.limits
@@ -40,6 +46,9 @@ class SimulatedEngine:
         self._rng = rng
         self._step_seconds = step_seconds
         self._token_seconds = token_seconds
+        self._note = note
+        self._requests: dict[int, tuple[str, int]] = {}
+        """By sequence: the request, and the number of its tokens so far."""
         self._additions: deque[EngineRequest] = deque()
         self._aborts: deque[int] = deque()
         self._snapshots: deque[asyncio.Future[EngineSnapshot]] = deque()
@@ -115,6 +124,7 @@ class SimulatedEngine:
                 num_tokens = sum(len(output.token_ids) for output in step.outputs)
                 seconds = self._step_seconds + self._token_seconds * num_tokens
                 await asyncio.sleep(seconds * self._rng.random())
+                self._note_tokens(step)
                 await self._put(step)
         except Exception as error:  # `fetch` raises it
             self._failure = error
@@ -125,6 +135,8 @@ class SimulatedEngine:
         self._aborts.clear()
         self._additions.clear()
         for request in additions:
+            _, request_id = request.order
+            self._requests[request.sequence_id] = request_id, len(request.output_token_ids)
             try:
                 self.engine.add(request)
             except ValueError as error:
@@ -141,6 +153,13 @@ class SimulatedEngine:
         for answer in snapshots:
             if not answer.done():
                 answer.set_result(self.engine.snapshot())
+
+    def _note_tokens(self, step: StepOutput) -> None:
+        for output in step.outputs:
+            request_id, num_tokens = self._requests[output.sequence_id]
+            num_tokens += len(output.token_ids)
+            self._requests[output.sequence_id] = request_id, num_tokens
+            self._note(request_id, num_tokens)
 
     async def _put(self, step: StepOutput) -> None:
         while len(self._outbox) >= _MOST_UNFETCHED_STEPS and not self._is_stopping:

@@ -19,9 +19,12 @@ class Fault(StrEnum):
     CUT = "cut all connections of a process"
     CUT_ONE = "cut a connection"
     LOSE_REPLY = "lose a reply"
+    LOSE_MESSAGES = "lose messages of channels"
     HOLD = "hold all bytes of a process"
     REFUSE = "refuse connections of a process"
     RESTART = "kill the server"
+    OUTAGE = "kill the server for long"
+    DISK_FULL = "fill the disk of the server"
     JUMP = "move the clock of a process"
 
 
@@ -33,12 +36,16 @@ _WEIGHTS = {
     Fault.CUT: 2,
     Fault.CUT_ONE: 4,
     Fault.LOSE_REPLY: 5,
+    Fault.LOSE_MESSAGES: 3,
     Fault.HOLD: 3,
     Fault.REFUSE: 1,
     Fault.JUMP: 1,
     Fault.RESTART: 1,
+    Fault.OUTAGE: 0.3,
+    Fault.DISK_FULL: 1,
 }
 _LONGEST_SECONDS = 2.5 * LEASE_MS / 1000
+_LONGEST_OUTAGE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,14 @@ def _plan_faults(rng: random.Random, count: int, seconds: float) -> list[Planned
     kinds = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=count)
     times = sorted(seconds * rng.random() for _ in kinds)
     return [
-        PlannedFault(at, kind, rng.random(), _LONGEST_SECONDS * rng.random() * rng.random())
+        PlannedFault(
+            at,
+            kind,
+            rng.random(),
+            (_LONGEST_OUTAGE_SECONDS if kind is Fault.OUTAGE else _LONGEST_SECONDS)
+            * rng.random()
+            * rng.random(),
+        )
         for at, kind in zip(times, kinds, strict=True)
     ]
 
