@@ -6,6 +6,7 @@ import argparse
 import gc
 import logging
 import os
+import random
 import sys
 import tempfile
 import time
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 
 
 _GROUPS = {"all": ALL_MUTANTS, "python": MUTANTS, "scripts": SCRIPT_MUTANTS}
-_HELP_OF_MUTANTS = (
-    "break promptq in one place, and stop at the first violation; `python`, `scripts` or `all`: print"
-    f" for each mutant after how many worlds it is found; or one of: {', '.join(ALL_MUTANTS)}"
-)
 
 
 def _arguments() -> argparse.Namespace:
@@ -41,22 +38,36 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plan", type=Path, help="run the plan in this file instead")
     parser.add_argument("--shrink", type=Path, help="file for the first failing plan, shrunk")
     parser.add_argument("--trace", type=Path, help="file for the stories of the worlds")
-    names = [*ALL_MUTANTS, *_GROUPS]
-    parser.add_argument("--mutant", choices=names, metavar="NAME", help=_HELP_OF_MUTANTS)
+    parser.add_argument(
+        "--mutant", type=_mutants, default=(), metavar="NAMES", help=_HELP_OF_MUTANTS
+    )
+    parser.add_argument("--sample", type=int, help="number of mutants to try, chosen at random")
     parser.add_argument("--jobs", type=int, default=1, help="number of mutants at the same time")
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     return parser.parse_args()
+
+
+_HELP_OF_MUTANTS = """names of mutants (`mutants.py`) with commas between, or `python`, `scripts` or
+`all`: break promptq in one place, and stop at the first violation; several mutants are printed as a
+table of the number of worlds after which each is found"""
+
+
+def _mutants(text: str) -> list[str]:
+    names = [*_GROUPS.get(text, text.split(","))]
+    if unknown := [name for name in names if name not in ALL_MUTANTS]:
+        raise argparse.ArgumentTypeError(f"no mutant is named {unknown[0]!r}")
+    return names
 
 
 def main() -> int:
     """Run the worlds. Returns 1 after a violation."""
     arguments = _arguments()
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-    if arguments.mutant in _GROUPS:
+    if len(arguments.mutant) > 1:
         return _print_table(arguments, seeds)
     clock.install()  # before the modules of promptq are imported
     if arguments.mutant:
-        ALL_MUTANTS[arguments.mutant].install()
+        ALL_MUTANTS[arguments.mutant[0]].install()
     from tests.programs.simulation.plan import Plan
     from tests.programs.simulation.server import compile_preload
     from tests.programs.simulation.shrinking import read_plan
@@ -94,8 +105,10 @@ def main() -> int:
 
 
 def _print_table(arguments: argparse.Namespace, seeds: range) -> int:
-    """Prints how each mutant of a group is found. Returns 1 if one is not."""
-    names = _GROUPS[arguments.mutant]
+    """Prints how each mutant is found. Returns 1 if one is not."""
+    names = arguments.mutant
+    if arguments.sample:
+        names = random.sample(names, arguments.sample)
     num_missed = 0
     print("| mutant | worlds | violations |\n|---|---|---|", flush=True)
     for found in find_all(names, seeds, arguments.most_requests, arguments.jobs):

@@ -59,10 +59,10 @@ def _check_interruptions(
             continue
         worker, begin, end = _held(attempt)
         drain = notes.drains.get(worker)
-        if drain is None or end < drain.begin + drain.grace_seconds - 0.001:
-            if not _explains(notes, worker, begin, end):
-                what = f"attempt {attempt['attempt']} of {worker} is given back before its end"
-                yield Violation("interrupted", request.request_id, what)
+        is_late = drain is not None and end >= drain.begin + drain.grace_seconds - 0.001
+        if not is_late and not _explains(notes, worker, begin, end):
+            what = f"attempt {attempt['attempt']} of {worker} is given back before its end"
+            yield Violation("interrupted", request.request_id, what)
 
 
 def _held(attempt: dict[str, Any]) -> tuple[str, float, float]:

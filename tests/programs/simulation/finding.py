@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.programs.simulation.mutants import ALL_MUTANTS
 
 _LONGEST_SECONDS = 60
 """Seconds of CPU after which a world has stopped for ever. The longest takes 10."""
+_IMPORTED_ONCE = ("hiredis", "numpy", "pydantic", "redis.asyncio", "structlog")
 
 
 class HangError(KeyboardInterrupt):
@@ -38,17 +40,16 @@ def find_all(
     names: Iterable[str], seeds: Sequence[int], most_requests: int | None, num_processes: int
 ) -> Iterator[Found]:
     """Yields how each mutant was found, in the order of `names`."""
-    with ProcessPoolExecutor(
-        num_processes, mp_context=get_context("spawn"), max_tasks_per_child=1
-    ) as pool:
-        searches = [pool.submit(_find, name, seeds, most_requests) for name in names]
-        for search in searches:
-            yield search.result()
+    clock.install()
+    for name in _IMPORTED_ONCE:
+        import_module(name)
+    find = partial(_find, seeds=seeds, most_requests=most_requests)
+    with get_context("fork").Pool(num_processes, maxtasksperchild=1) as pool:
+        yield from pool.imap(find, names)
 
 
 def _find(name: str, seeds: Sequence[int], most_requests: int | None) -> Found:
     """Runs worlds until one breaks a promise. This process must not have imported promptq."""
-    clock.install()
     ALL_MUTANTS[name].install()
     from tests.programs.simulation.__main__ import send_logs_to_story
     from tests.programs.simulation.plan import Plan

@@ -80,7 +80,9 @@ _OF_STREAMS = {
         _SUBSCRIPTIONS, "        self._unread.append(own)\n", ""
     ),
     "mailbox-never-rings": Mutant(
-        _SUBSCRIPTIONS, "elif not self._todo.done():\n            self._pass_on(None)", "else:\n            return"
+        _SUBSCRIPTIONS,
+        "elif not self._todo.done():\n            self._pass_on(None)",
+        "else:\n            return",
     ),
 }
 
@@ -102,7 +104,9 @@ _OF_CALLS = {
 
 _OF_LEASES = {
     "a-lost-lease-goes-on": Mutant(_LEASES, "if status.is_lost or reason:", "if reason:"),
-    "a-lost-lease-is-not-aborted": Mutant(_LEASES, "            if not is_removed:\n", "            if False:\n"),
+    "a-lost-lease-is-not-aborted": Mutant(
+        _LEASES, "            if not is_removed:\n", "            if False:\n"
+    ),
     "a-lease-is-never-forgotten": Mutant(
         _LEASES, "            del self._by_request[lease.request_id]\n", "            pass\n"
     ),
@@ -143,7 +147,9 @@ _OF_OUTPUT = {
         "self._queue.publish([row for _, row in rows], lengths), 0.0",
     ),
     "answers-to-rows-are-ignored": Mutant(
-        _PUBLISHER, "if status is RowStatus.OK and not row.finish_reason:", "if not row.finish_reason:"
+        _PUBLISHER,
+        "if status is RowStatus.OK and not row.finish_reason:",
+        "if not row.finish_reason:",
     ),
     "a-stopped-sequence-goes-on": Mutant(
         _PUBLISHER, "by_engine=output.finish_reason is not None", "by_engine=True"
@@ -206,11 +212,15 @@ _OF_CLAIMS = {
     "a-lost-claim-is-left-behind": Mutant(
         _PREFETCHER, "if self._queue.has_unanswered_claim:", "if False:"
     ),
-    "room-counts-only-if-nothing-waits": Mutant(_READY, "if self.num_left:", "if not self.num_left:"),
+    "room-counts-only-if-nothing-waits": Mutant(
+        _READY, "if self.num_left:", "if not self.num_left:"
+    ),
     "held-requests-need-no-slots": Mutant(
         _POLICY, "max_count=places - leases.num_counted", "max_count=places"
     ),
-    "messages-wake-nobody": Mutant(_CONTROL, "            wake_up.work_came()\n", "            pass\n"),
+    "messages-wake-nobody": Mutant(
+        _CONTROL, "            wake_up.work_came()\n", "            pass\n"
+    ),
     "a-lost-channel-ends-the-worker": Mutant(
         _CONTROL,
         "        except (RedisError, OSError) as error:\n            note_failure(error)\n"
@@ -230,13 +240,19 @@ _OF_UPKEEP = {
         _REAPER, "if was_silent or now < self._patient_until:", "if was_silent:"
     ),
     "reaper-forgets-that-it-reached-the-server": Mutant(
-        _REAPER, "        self.reached_at = self._clock()\n        if was_silent", "        if was_silent"
+        _REAPER,
+        "        self.reached_at = self._clock()\n        if was_silent",
+        "        if was_silent",
     ),
     "a-heartbeat-stays-behind": Mutant(
-        _HEARTBEAT, "scripts.heartbeat(self.stats(), 0)", "scripts.heartbeat(self.stats(), RECORD_MS)"
+        _HEARTBEAT,
+        "scripts.heartbeat(self.stats(), 0)",
+        "scripts.heartbeat(self.stats(), RECORD_MS)",
     ),
     "a-heartbeat-repeats-its-batch": Mutant(
-        _HEARTBEAT, "self._next_snapshot.result(), None", "self._next_snapshot.result(), self._next_snapshot"
+        _HEARTBEAT,
+        "self._next_snapshot.result(), None",
+        "self._next_snapshot.result(), self._next_snapshot",
     ),
     "heartbeats-are-rare": Mutant(_HEARTBEAT, "INTERVAL_SECONDS = 1.0", "INTERVAL_SECONDS = 9.0"),
     "work-is-counted-again": Mutant(
@@ -249,9 +265,13 @@ _OF_UPKEEP = {
         "        await self._survive_redis(self.intake.stop)\n        while",
         "        while",
     ),
-    "a-drain-interrupts": Mutant(_WORKER, "while self.leases.is_busy and not", "while False and not"),
+    "a-drain-interrupts": Mutant(
+        _WORKER, "while self.leases.is_busy and not", "while False and not"
+    ),
     "a-stop-gives-nothing-back": Mutant(
-        _WORKER, "        await self._survive_redis(lambda: self._exchange.give_back(seconds))\n", ""
+        _WORKER,
+        "        await self._survive_redis(lambda: self._exchange.give_back(seconds))\n",
+        "",
     ),
     "a-stop-leaves-its-tasks": Mutant(_WORKER, "        await end(self._tasks)\n", ""),
     "a-failed-upkeep-ends-the-worker": Mutant(

@@ -1,4 +1,4 @@
-"""The record of a world, beside that of its subscribers. Times are those of the world, in seconds."""
+"""Records of a world, beside those of its subscribers. Times are the world's, in seconds."""
 
 from __future__ import annotations
 

@@ -111,6 +111,14 @@ class WorkerProgram:
         finally:
             await client.aclose()
 
+    @property
+    def worker_id(self) -> str:
+        return self.worker.worker_id if self.worker else ""
+
+    @property
+    def is_serving(self) -> bool:
+        return self.ready_at is not None and not self.stop.is_set()
+
     def drain(self) -> None:
         """Send the first SIGTERM."""
         now, grace_seconds = self.process.loop.now, self.settings.drain_seconds

@@ -117,13 +117,17 @@ class ServerProcess:
             self._shown = nanoseconds
             struct.pack_into("<q", self._clock, 0, nanoseconds)
 
-    def ask(self, *command: str | int) -> Any:
-        """Returns the reply to a command that does not go through the network of the world."""
+    def ask(self, *commands: Sequence[str | int]) -> list[Any]:
+        """Returns the replies to commands that do not go through the network of the world."""
         reader = hiredis.Reader(notEnoughData=_NOTHING)
-        self._control.sendall(hiredis.pack_command(command))
-        while (reply := reader.gets()) is _NOTHING:
-            reader.feed(self._control.recv(_PAGE))
-        return reply
+        self._control.sendall(b"".join(map(hiredis.pack_command, map(tuple, commands))))
+        replies: list[Any] = []
+        while len(replies) < len(commands):
+            while (reply := reader.gets()) is not _NOTHING:
+                replies.append(reply)
+            if len(replies) < len(commands):
+                reader.feed(self._control.recv(_PAGE))
+        return replies
 
     def wait_for_writes(self) -> None:
         """Wait until the server has written everything that earlier commands caused."""

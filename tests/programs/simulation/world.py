@@ -263,7 +263,7 @@ class World:
         await asyncio.sleep(IDLE_SECONDS)
         sent = self._server.num_commands - before
         workers = [place.worker for place in self._places if place.worker is not None]
-        self.result.violations += check_idle(self._server_process.ask, sent, workers, self._clients)
+        self.result.violations += check_idle(self._server_process.ask, sent, workers)
 
     async def _send_again(self) -> None:
         """Send some more requests, now that the faults have no effect any longer."""
