@@ -58,8 +58,8 @@ _OF_STREAMS = {
     ),
     "keeper-ends-with-the-connection": Mutant(
         _SUBSCRIPTIONS,
-        "                    await pubsub.connection.disconnect(nowait=True)\n                    sec",
-        "                    return\n                    sec",
+        "await pubsub.connection.disconnect(nowait=True)\n                    seconds",
+        "return\n                    seconds",
     ),
     "keeper-trusts-old-confirmations": Mutant(
         _SUBSCRIPTIONS,
@@ -156,7 +156,8 @@ _OF_OUTPUT = {
     ),
     "the-publisher-does-not-feed": Mutant(
         _PUBLISHER,
-        "        self._leases.feed()  # before the round trip, so that free slots do not wait for it\n"
+        "        self._leases.feed()  # before the round trip,"
+        " so that free slots do not wait for it\n"
         "        if rows:\n            await self._send(rows)\n            self._leases.feed()\n",
         "        if rows:\n            await self._send(rows)\n",
     ),
@@ -182,8 +183,8 @@ _OF_OUTPUT = {
     "rows-forget-texts": Mutant(_ROWS, "        self.texts.append(text)\n", ""),
     "a-resumed-request-begins-anew": Mutant(
         _PREPARATION,
-        "            emitted = [token_id for event in claim.events for token_id in event.token_ids]\n",
-        "            pass\n",
+        "emitted = [token_id for event in claim.events for token_id in event.token_ids]\n",
+        "pass\n",
     ),
 }
 

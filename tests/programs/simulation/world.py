@@ -20,8 +20,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.worker.serve import worker as worker_module
 from tests.programs.chaos.audit.auditor import Violation, audit
 from tests.programs.chaos.audit.outcome import take_snapshot
-from tests.programs.chaos.audit.records import Kind, Sent
-from tests.programs.chaos.requests import make_request
+from tests.programs.chaos.audit.records import Sent
 from tests.programs.simulation import clock
 from tests.programs.simulation.auditor import (
     PATIENCE_SECONDS,
@@ -56,13 +55,10 @@ from tests.programs.simulation.watch import (
     check_idle,
     check_statistics,
 )
+from tests.programs.simulation.workload import make_again, make_requests
 
 _MOST_CALLBACKS = 1_000_000
-_MOST_TOKENS = 20
-_MOST_TOKENS_OF_LONG = 120
-_SHARE_OF_LONG = 0.1
 _AGAIN_SECONDS = 0.5
-_AGAIN_KINDS = (Kind.PLAIN, Kind.PLAIN, Kind.CANCEL)
 _DRAIN_SECONDS = 2.0
 """Seconds within which a worker without requests ends."""
 _MOST_CLOSINGS = 5  # each ends one more `finally` that waits
@@ -181,7 +177,7 @@ class World:
             rng = random.Random(f"{self.plan.seed} client {number}")
             process = Process(self.loop, f"client-{number + 1}", _clock_rate(rng))
             share = self.plan.num_requests // self.plan.num_clients
-            requests = process.context.run(_make_requests, process, rng, share)
+            requests = process.context.run(make_requests, process, rng, share)
             self._requests += requests
             client = ClientProgram(process, rng, requests, self._notes)
             client.start(self.plan.seconds)
@@ -271,7 +267,7 @@ class World:
             self._notes.calm_from = self.loop.now
         for number, client in enumerate(self._clients):
             rng = random.Random(f"{self.plan.seed} client {number} again")
-            requests = client.process.context.run(_make_again, client.process, rng)
+            requests = client.process.context.run(make_again, client.process, rng)
             self._requests += requests
             client.start_again(requests, _AGAIN_SECONDS)
         mains = [client.main for client in self._clients]
@@ -425,29 +421,6 @@ class World:
 
 def _clock_rate(rng: random.Random) -> float:
     return 1 + rng.choice([0.0, 0.0001, 0.01]) * (rng.random() - 0.5)
-
-
-def _make_requests(process: Process, rng: random.Random, count: int) -> list[Sent]:
-    """Makes requests in the context of a process, whose clock and entropy their ids have."""
-    before, clock.running = clock.running, process
-    requests = [make_request(QUEUE, rng) for _ in range(count)]
-    clock.running = before
-    for request in requests:
-        is_long = request.kind is Kind.CANCEL or rng.random() < _SHARE_OF_LONG
-        most = _MOST_TOKENS_OF_LONG if is_long else _MOST_TOKENS
-        request.fields["max_tokens"] = rng.randint(1, most)
-    return requests
-
-
-def _make_again(process: Process, rng: random.Random) -> list[Sent]:
-    """Makes the last requests of a client, which no fault delays."""
-    requests = _make_requests(process, rng, len(_AGAIN_KINDS))
-    for request, kind in zip(requests, _AGAIN_KINDS, strict=True):
-        request.kind, request.delay_ms = kind, 0
-        request.fields.pop("deadline_ms", None)
-        request.fields.pop("idempotency_key", None)
-        request.fields["max_tokens"] = _MOST_TOKENS_OF_LONG
-    return requests
 
 
 def _waits(loop: SimulatedLoop) -> Iterator[str]:

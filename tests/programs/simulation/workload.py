@@ -1,0 +1,39 @@
+"""Makes the requests of a world: short ones, and some that run while much else happens."""
+
+from __future__ import annotations
+
+import random
+
+from tests.programs.chaos.audit.records import Kind, Sent
+from tests.programs.chaos.requests import make_request
+from tests.programs.simulation import clock
+from tests.programs.simulation.loop import Process
+from tests.programs.simulation.processes import QUEUE
+
+_MOST_TOKENS = 20
+_MOST_TOKENS_OF_LONG = 120
+_SHARE_OF_LONG = 0.1
+_AGAIN_KINDS = (Kind.PLAIN, Kind.PLAIN, Kind.CANCEL)
+
+
+def make_requests(process: Process, rng: random.Random, count: int) -> list[Sent]:
+    """Makes requests in the context of a process, whose clock and entropy their ids have."""
+    before, clock.running = clock.running, process
+    requests = [make_request(QUEUE, rng) for _ in range(count)]
+    clock.running = before
+    for request in requests:
+        is_long = request.kind is Kind.CANCEL or rng.random() < _SHARE_OF_LONG
+        most = _MOST_TOKENS_OF_LONG if is_long else _MOST_TOKENS
+        request.fields["max_tokens"] = rng.randint(1, most)
+    return requests
+
+
+def make_again(process: Process, rng: random.Random) -> list[Sent]:
+    """Makes the last requests of a client, which no fault delays."""
+    requests = make_requests(process, rng, len(_AGAIN_KINDS))
+    for request, kind in zip(requests, _AGAIN_KINDS, strict=True):
+        request.kind, request.delay_ms = kind, 0
+        request.fields.pop("deadline_ms", None)
+        request.fields.pop("idempotency_key", None)
+        request.fields["max_tokens"] = _MOST_TOKENS_OF_LONG
+    return requests
