@@ -39,13 +39,13 @@ class Found:
 def find_all(
     names: Iterable[str], seeds: Sequence[int], most_requests: int | None, num_processes: int
 ) -> Iterator[Found]:
-    """Yields how each mutant was found, in the order of `names`."""
+    """Yields how each mutant was found, the quickest first."""
     clock.install()
     for name in _IMPORTED_ONCE:
         import_module(name)
     find = partial(_find, seeds=seeds, most_requests=most_requests)
     with get_context("fork").Pool(num_processes, maxtasksperchild=1) as pool:
-        yield from pool.imap(find, names)
+        yield from pool.imap_unordered(find, names)
 
 
 def _find(name: str, seeds: Sequence[int], most_requests: int | None) -> Found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from tests.programs.chaos.audit.auditor import Snapshot
@@ -181,6 +182,26 @@ def test_finds_a_lease_that_is_renewed_too_late() -> None:
     assert not watch.violations
     watch.look(2.2, [], [], Counter(), is_calm=True)
     assert list(watch.violations) == [("late renewal", "r")]
+
+
+def test_finds_workers_that_idle_while_requests_wait() -> None:
+    server = Server()
+    watch = Watch(server.ask)
+    name = SimpleNamespace(name=WORKER)
+    worker: Any = SimpleNamespace(
+        is_serving=True, worker_id="w", worker=None, ready_at=2.0, process=name
+    )
+    server.num_waiting = 1
+    watch.look(2.0, [worker], [], Counter(), is_calm=False)
+    watch.look(2.3, [worker], [], Counter(), is_calm=True)
+    assert not watch.violations
+    server.lease_until = 3.0
+    watch.look(2.4, [worker], [], Counter(), is_calm=True)
+    server.lease_until = None
+    watch.look(2.6, [worker], [], Counter(), is_calm=True)
+    assert not watch.violations
+    watch.look(2.71, [worker], [], Counter(), is_calm=True)
+    assert list(watch.violations) == [("idle", "")]
 
 
 def test_finds_processes_that_spin_or_connect_without_end() -> None:

@@ -68,6 +68,8 @@ class Watch:
             self._limit("holds too much", program.process.name, held, _MOST_HELD, "requests")
         if is_calm:
             self._look_at_server(now, [each for each in workers if each.is_serving])
+        else:
+            self._idle_since = now
 
     def _limit(self, rule: str, name: str, count: int, most: int, of: str) -> None:
         self._note(rule, count)

@@ -35,5 +35,6 @@ def make_again(process: Process, rng: random.Random) -> list[Sent]:
         request.kind, request.delay_ms = kind, 0
         request.fields.pop("deadline_ms", None)
         request.fields.pop("idempotency_key", None)
-        request.fields["max_tokens"] = _MOST_TOKENS_OF_LONG
+        is_long = kind is Kind.CANCEL
+        request.fields["max_tokens"] = _MOST_TOKENS_OF_LONG if is_long else _MOST_TOKENS
     return requests
