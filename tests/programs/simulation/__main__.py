@@ -6,7 +6,6 @@ import argparse
 import gc
 import logging
 import os
-import random
 import sys
 import tempfile
 import time
@@ -41,7 +40,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mutant", type=_mutants, default=(), metavar="NAMES", help=_HELP_OF_MUTANTS
     )
-    parser.add_argument("--sample", type=int, help="number of mutants to try, chosen at random")
     parser.add_argument("--jobs", type=int, default=1, help="number of mutants at the same time")
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     return parser.parse_args()
@@ -107,8 +105,6 @@ def main() -> int:
 def _print_table(arguments: argparse.Namespace, seeds: range) -> int:
     """Prints how each mutant is found. Returns 1 if one is not."""
     names = arguments.mutant
-    if arguments.sample:
-        names = random.sample(names, arguments.sample)
     num_missed = 0
     print("| mutant | worlds | violations |\n|---|---|---|", flush=True)
     for found in find_all(names, seeds, arguments.most_requests, arguments.jobs):

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from itertools import pairwise
 from typing import Any
 
 from tests.programs.chaos.audit.auditor import Violation
+from tests.programs.chaos.processes.fleet import LEASE_MS
 from tests.programs.simulation.loop import EPOCH
 from tests.programs.simulation.notes import Claim, Notes, Request
-from tests.programs.simulation.plan import Fault
+from tests.programs.simulation.plan import LONG_LEASE_MS, Fault
 
 _LOSES_LEASES = {Fault.KILL, Fault.FREEZE, Fault.HOLD, Fault.REFUSE, Fault.CUT}
 """Faults of a worker after which its leases may end. The others cost a worker less time."""
 _OF_SERVER = {Fault.RESTART, Fault.OUTAGE, Fault.DISK_FULL}
+"""Faults of the server. They cost workers only leases shorter than `LONG_LEASE_MS`."""
 _RECOVERY_SECONDS = 2.5
 """Seconds after a fault until a worker has renewed its leases: it tries again after 2 s at most."""
 _MOST_SECONDS_TO_STOP_CLAIMING = 0.1
 
 
-def check_causes(notes: Notes, requests: Mapping[str, Request]) -> Iterator[Violation]:
-    """Checks that faults explain crashes, interruptions and attempts."""
+def check_causes(
+    notes: Notes, requests: Mapping[str, Request], lease_ms: int = LEASE_MS
+) -> Iterator[Violation]:
+    """Checks that faults explain crashes, interruptions and claims in drains."""
     claims: defaultdict[str, list[Claim]] = defaultdict(list)
     for claim in notes.claims:
         claims[claim.claimed.request_id].append(claim)
@@ -31,16 +35,17 @@ def check_causes(notes: Notes, requests: Mapping[str, Request]) -> Iterator[Viol
             if not _explains(notes, claim.worker, drain.begin, claim.at):
                 yield Violation("claim in a drain", claim.claimed.request_id, what)
     for request_id, request in requests.items():
-        yield from _check_crashes(notes, request)
+        yield from _check_crashes(notes, request, lease_ms)
         yield from _check_interruptions(notes, request, claims[request_id])
 
 
-def _check_crashes(notes: Notes, request: Request) -> Iterator[Violation]:
+def _check_crashes(notes: Notes, request: Request, lease_ms: int) -> Iterator[Violation]:
+    of_server = _OF_SERVER if lease_ms < LONG_LEASE_MS else set()
     for past in request.attempts:
         if not past["how"].startswith("crashed"):
             continue
         worker, begin, end = _held(past)
-        if not _explains(notes, worker, begin, end):
+        if not _explains(notes, worker, begin, end, of_server):
             what = f"attempt {past['attempt']} of {worker} counts as a crash, and nothing broke it"
             yield Violation("crash without a cause", request.request_id, what)
 
@@ -71,11 +76,17 @@ def _held(attempt: dict[str, Any]) -> tuple[str, float, float]:
     return name, attempt["claimed_at"] / 1000 - EPOCH, attempt["ended_at"] / 1000 - EPOCH
 
 
-def _explains(notes: Notes, worker: str, begin: float, end: float) -> bool:
+def _explains(
+    notes: Notes,
+    worker: str,
+    begin: float,
+    end: float,
+    of_server: Set[Fault] = frozenset(_OF_SERVER),
+) -> bool:
     """Returns whether a fault between two times may have cost the worker its leases."""
     return any(
         fault.begin <= end
         and fault.end + _RECOVERY_SECONDS >= begin
-        and (fault.kind in _OF_SERVER or (fault.process == worker and fault.kind in _LOSES_LEASES))
+        and (fault.kind in of_server or (fault.process == worker and fault.kind in _LOSES_LEASES))
         for fault in notes.disturbances
     )

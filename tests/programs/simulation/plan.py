@@ -44,6 +44,8 @@ _WEIGHTS = {
     Fault.OUTAGE: 0.3,
     Fault.DISK_FULL: 1,
 }
+LONG_LEASE_MS = 4000
+"""Long enough that all workers renew their leases after an outage before any reaper reaps."""
 _LONGEST_SECONDS = 2.5 * LEASE_MS / 1000
 _LONGEST_OUTAGE_SECONDS = 30.0
 
@@ -87,6 +89,7 @@ class Plan:
     seconds: float
     """Seconds in which the requests are sent and the faults happen."""
     faults: tuple[PlannedFault, ...]
+    lease_ms: int
 
     @classmethod
     def of(cls, seed: int, most_requests: int | None = None) -> Plan:
@@ -100,4 +103,5 @@ class Plan:
             num_requests=min(rng.randint(20, 200), most_requests or 200),
             seconds=seconds,
             faults=tuple(_plan_faults(rng, rng.choice([0, 5, 10, 20]), seconds)),
+            lease_ms=rng.choice([LEASE_MS, LEASE_MS, LONG_LEASE_MS]),
         )

@@ -22,7 +22,6 @@ from promptq.worker.serve.process import open_when_there
 from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
-from tests.programs.chaos.processes.fleet import LEASE_MS
 from tests.programs.simulation.auditor import Stream, is_cancelled_while_it_runs
 from tests.programs.simulation.engine import SimulatedEngine
 from tests.programs.simulation.loop import PROCESS, Process
@@ -58,7 +57,7 @@ class NotingQueue(AsyncRequestQueue):
 class WorkerProgram:
     """`promptq worker` in a simulated process, without its command line and signals."""
 
-    def __init__(self, process: Process, rng: random.Random, notes: Notes) -> None:
+    def __init__(self, process: Process, rng: random.Random, notes: Notes, lease_ms: int) -> None:
         self.process = process
         self.worker: Worker | None = None
         self.ready_at: float | None = None
@@ -72,7 +71,7 @@ class WorkerProgram:
         self._notes = notes
         self.settings = WorkerSettings(
             queue=QUEUE,
-            lease_ms=LEASE_MS,
+            lease_ms=lease_ms,
             max_crashes=1000,
             redis_wait=_WAIT_SECONDS,
             max_events_per_second=rng.choice([20.0, 1e6]),

@@ -48,11 +48,11 @@ class Story:
         self.notes.steps["r"] = [Step(WORKER, 1.1, 1), Step(WORKER, 1.19, 2)]
         self.notes.events_per_second[WORKER] = 20.0
 
-    def rules(self) -> set[str]:
+    def rules(self, lease_ms: int = 1000) -> set[str]:
         requests = lives(Snapshot({"r": self.record}))
         found = [
             *check_calm(self.notes, requests, [self.sent], [self.stream]),
-            *check_causes(self.notes, requests),
+            *check_causes(self.notes, requests, lease_ms),
         ]
         return {violation.rule for violation in found}
 
@@ -133,6 +133,14 @@ def test_finds_a_crash_that_no_fault_explains() -> None:
     assert story.rules() == set()
 
 
+def test_an_outage_of_the_server_explains_the_end_of_short_leases_alone() -> None:
+    story = Story()
+    story.ends_an_attempt("crashed", 2.1)
+    story.notes.disturbances.append(Disturbance(Fault.RESTART, "server", 1.5, 1.6))
+    assert story.rules(lease_ms=1000) == set()
+    assert story.rules(lease_ms=4000) == {"crash without a cause"}
+
+
 def test_finds_a_request_that_is_given_back_before_its_end() -> None:
     story = Story()
     story.ends_an_attempt("given back", 1.15)
@@ -174,7 +182,7 @@ class Server:
 
 def test_finds_a_lease_that_is_renewed_too_late() -> None:
     server = Server()
-    watch = Watch(server.ask)
+    watch = Watch(server.ask, 1000)
     server.lease_until = 2.6
     watch.look(2.0, [], [], Counter(), is_calm=True)
     assert not watch.violations
@@ -186,7 +194,7 @@ def test_finds_a_lease_that_is_renewed_too_late() -> None:
 
 def test_finds_workers_that_idle_while_requests_wait() -> None:
     server = Server()
-    watch = Watch(server.ask)
+    watch = Watch(server.ask, 1000)
     name = SimpleNamespace(name=WORKER)
     worker: Any = SimpleNamespace(
         is_serving=True, worker_id="w", worker=None, ready_at=2.0, process=name
@@ -206,7 +214,7 @@ def test_finds_workers_that_idle_while_requests_wait() -> None:
 
 def test_finds_processes_that_spin_or_connect_without_end() -> None:
     loop = SimulatedLoop("1", 1)
-    watch, connections = Watch(Server().ask), Counter({loop.root: 1000})
+    watch, connections = Watch(Server().ask, 1000), Counter({loop.root: 1000})
     loop.root.num_callbacks = 5000
     watch.look(0.1, [], [loop.root], Counter(), is_calm=False)
     watch.look(0.2, [], [loop.root], connections, is_calm=False)

@@ -9,7 +9,6 @@ from typing import Any
 
 from promptq.shared.protocol.keys import Keys
 from tests.programs.chaos.audit.auditor import Violation
-from tests.programs.chaos.processes.fleet import LEASE_MS
 from tests.programs.simulation.loop import EPOCH, Process
 from tests.programs.simulation.processes import QUEUE, WorkerProgram
 
@@ -25,7 +24,7 @@ _MOST_CONNECTIONS = 1000
 """Connections of a process in a second."""
 _MOST_HELD = 20
 """Requests that a worker holds: its 9 places, and those that it takes in 100 ms."""
-_LEAST_SECONDS_OF_LEASE = LEASE_MS / 1000 / 2
+_LEAST_PART_OF_LEASE = 0.5
 """Without faults, a lease never has less left, so that a failed renewal does not cost it."""
 _MOST_SECONDS_IDLE = 0.3
 _MOST_SECONDS_WITHOUT_HEARTBEAT = 1.5
@@ -39,6 +38,7 @@ class Watch:
     """Collects violations. A promise that stays broken counts once for each process or request."""
 
     ask: Ask
+    lease_ms: int
     violations: dict[tuple[str, str], Violation] = field(default_factory=dict)
     most: Counter[str] = field(default_factory=Counter)
     """The largest value of each measure, from which its limit was chosen."""
@@ -88,8 +88,8 @@ class Watch:
         )
         for name, score in zip(leases[::2], leases[1::2], strict=True):
             left = float(score) / 1000 - EPOCH - now
-            self._note("ms of a lease", LEASE_MS - left * 1000)
-            if left < _LEAST_SECONDS_OF_LEASE:
+            self._note("ms of a lease", self.lease_ms - left * 1000)
+            if left < self.lease_ms / 1000 * _LEAST_PART_OF_LEASE:
                 what = f"its lease has {left:.3f} s left"
                 self._add("late renewal", name.decode(), what, name.decode())
         for each, at in zip(workers, heartbeats, strict=True):

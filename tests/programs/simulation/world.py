@@ -108,7 +108,7 @@ class World:
         self._clients: list[ClientProgram] = []
         self._requests: list[Sent] = []
         self._notes = Notes()
-        self._watcher = Watch(server.ask)
+        self._watcher = Watch(server.ask, plan.lease_ms)
         self._is_over = False
         self._restarting: asyncio.Task[None] | None = None
 
@@ -188,7 +188,7 @@ class World:
         name = f"worker-{place.number}.{place.num_starts}"
         rng = random.Random(f"{self.plan.seed} {name}")
         process = Process(self.loop, name, _clock_rate(rng))
-        place.worker = WorkerProgram(process, rng, self._notes)
+        place.worker = WorkerProgram(process, rng, self._notes, self.plan.lease_ms)
         self.trace.note(process, "starts")
         place.watching = self.loop.root.start(self._watch(place, place.worker))
 
@@ -407,7 +407,7 @@ class World:
         result.violations += audit(self._requests, seen, {QUEUE: snapshot}, {}, claimed)
         requests = lives(snapshot)
         result.violations += check_calm(self._notes, requests, self._requests, streams)
-        result.violations += check_causes(self._notes, requests)
+        result.violations += check_causes(self._notes, requests, self.plan.lease_ms)
         if not self.plan.faults:
             num_finished = sum(request.finished_at is not None for request in requests.values())
             result.violations += check_statistics(self._server_process.ask, num_finished)
