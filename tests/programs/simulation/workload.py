@@ -9,6 +9,7 @@ from tests.programs.chaos.requests import make_request
 from tests.programs.simulation import clock
 from tests.programs.simulation.loop import Process
 from tests.programs.simulation.processes import QUEUE
+from tests.support.model_free import tokens_of
 
 _MOST_TOKENS = 20
 _MOST_TOKENS_OF_LONG = 120
@@ -22,10 +23,20 @@ def make_requests(process: Process, rng: random.Random, count: int) -> list[Sent
     requests = [make_request(QUEUE, rng) for _ in range(count)]
     clock.running = before
     for request in requests:
-        is_long = request.kind is Kind.CANCEL or rng.random() < _SHARE_OF_LONG
+        may_end_early = request.kind is Kind.CANCEL or "stop" in request.fields
+        is_long = may_end_early or rng.random() < _SHARE_OF_LONG
         most = _MOST_TOKENS_OF_LONG if is_long else _MOST_TOKENS
         request.fields["max_tokens"] = rng.randint(1, most)
+        if "stop" in request.fields:
+            request.fields["stop"] = _part_of_answer(request, rng)
     return requests
+
+
+def _part_of_answer(request: Sent, rng: random.Random) -> str:
+    """Returns two letters of the answer, or one if it is short."""
+    text = bytes(tokens_of(request.fields["seed"], request.fields["max_tokens"])).decode()
+    start = rng.randrange(len(text))
+    return text[start : start + 2]
 
 
 def make_again(process: Process, rng: random.Random) -> list[Sent]:
