@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from promptq.worker.leases.coalescer import LONGEST_SECONDS
 from tests.programs.chaos.audit.auditor import Snapshot, Violation
 from tests.programs.chaos.audit.records import Kind, Seen, Sent
 from tests.programs.simulation.loop import EPOCH
@@ -119,7 +120,7 @@ def _check_rate(stream: Stream, notes: Notes) -> Iterator[Violation]:
     steps = notes.steps[request_id]
     if not steps or stream.times[:1] > [steps[0].at + _MOST_SECONDS_UNSEEN]:
         return
-    limit = notes.events_per_second[steps[0].worker]
+    limit = max(notes.events_per_second[steps[0].worker], 1 / LONGEST_SECONDS)
     seconds = steps[-1].at - steps[0].at
     num_events = len(stream.seen.events)
     if num_events > _EVENTS_AT_ONCE + limit * seconds:

@@ -74,7 +74,7 @@ class WorkerProgram:
             lease_ms=lease_ms,
             max_crashes=1000,
             redis_wait=_WAIT_SECONDS,
-            max_events_per_second=rng.choice([20.0, 1e6]),
+            max_events_per_second=rng.choice([20.0, 5.0, 1e6]),
             drain_seconds=rng.choice([20.0, 0.1]),
         )
         notes.events_per_second[process.name] = self.settings.max_events_per_second
