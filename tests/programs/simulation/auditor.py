@@ -1,4 +1,4 @@
-"""Promises about time in a world without faults, or in its part after all faults.
+"""Promises about time, most of them for worlds without faults, and for the part after all faults.
 
 The other promises are those of chaos (`tests/programs/chaos/audit`), of `causes.py` and `watch.py`.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from promptq.producer.clients.resumable_stream import SILENCE_SECONDS
 from promptq.worker.leases.coalescer import LONGEST_SECONDS
 from tests.programs.chaos.audit.auditor import Snapshot, Violation
 from tests.programs.chaos.audit.records import Kind, Seen, Sent
 from tests.programs.simulation.loop import EPOCH
 from tests.programs.simulation.notes import Notes, Request, Step
+from tests.programs.simulation.plan import OF_SERVER, Fault
 
 PATIENCE_SECONDS = 10.0
 """Seconds within which all requests end after the faults, and within which workers drain."""
@@ -24,6 +26,12 @@ _MOST_SECONDS_OF_WORK = 0.1
 """Seconds after a request's end during which an engine may still generate tokens of it."""
 _MOST_SECONDS_TO_START = 0.3
 """Seconds until the first token of a request while the workers have nothing else to do."""
+_RECOVERY_SECONDS = {
+    **dict.fromkeys((Fault.CUT, Fault.CUT_ONE, Fault.LOSE_REPLY), 1.0),
+    Fault.LOSE_MESSAGES: SILENCE_SECONDS + 1.0,
+    **dict.fromkeys((Fault.HOLD, Fault.REFUSE, Fault.FREEZE_CLIENT, *OF_SERVER), 5.0),
+}
+"""Seconds after a fault until a subscriber listens again: it tries again after 4 s at most."""
 _EVENTS_AT_ONCE = 3
 """The first token, the end, and one event that was due already."""
 
@@ -57,7 +65,7 @@ def _seconds(unix_ms: str | None) -> float | None:
     return None if unix_ms is None else int(unix_ms) / 1000 - EPOCH
 
 
-def check_calm(
+def check_times(
     notes: Notes, requests: Mapping[str, Request], sent: Iterable[Sent], streams: Iterable[Stream]
 ) -> Iterator[Violation]:
     """Checks that leases last, and that ends, tokens, cancels and starts come soon."""
@@ -67,13 +75,16 @@ def check_calm(
         if notes.is_calm(request.enqueued_at)
     }
     for request in calm.values():
-        if int(request.record.get("attempt", 1)) > 1:
+        num_given_back = sum(past["how"] == "given back" for past in request.attempts)
+        if int(request.record.get("attempt", 1)) > 1 + num_given_back:
             what = f"attempt {request.record['attempt']}, without a fault"
             yield Violation("lost lease", request.request_id, what)
         yield from _check_work(request, notes.steps[request.request_id])
     sent = list(sent)
     may_stop = {request.request_id for request in sent if "stop" in request.fields}
     for stream in streams:
+        if (ended := requests.get(stream.seen.request_id)) is not None:
+            yield from _check_end(stream, ended, notes)
         if (found := calm.get(stream.seen.request_id)) is not None:
             yield from _check_stream(stream, found, notes.steps[found.request_id])
             if found.request_id not in may_stop:  # their tokens are never delayed
@@ -96,7 +107,7 @@ def _check_work(request: Request, steps: Sequence[Step]) -> Iterator[Violation]:
 
 
 def _check_stream(stream: Stream, request: Request, steps: Sequence[Step]) -> Iterator[Violation]:
-    """Checks that a subscriber sees each token and the end soon after they exist."""
+    """Checks that a subscriber sees each token soon after a step has generated it."""
     made_at: list[float] = []
     for step in steps:
         made_at += [step.at] * (step.num_tokens - len(made_at))
@@ -107,11 +118,23 @@ def _check_stream(stream: Stream, request: Request, steps: Sequence[Step]) -> It
                 what = f"a subscriber sees token {event.index} {seconds:.3f} s late"
                 yield Violation("late token", request.request_id, what)
                 break
-    if stream.ended_at is not None and request.finished_at is not None:
-        seconds = stream.ended_at - max(request.finished_at, stream.began_at)
-        if seconds > _MOST_SECONDS_UNSEEN:
-            what = f"its subscriber sees it {seconds:.3f} s late"
-            yield Violation("late end", request.request_id, what)
+
+
+def _check_end(stream: Stream, request: Request, notes: Notes) -> Iterator[Violation]:
+    """Checks that a subscriber sees the end soon, unless a fault disturbs its connection."""
+    if stream.ended_at is None or request.finished_at is None:
+        return
+    ended_at = max(request.finished_at, stream.began_at)
+    seconds = stream.ended_at - ended_at
+    if seconds > _MOST_SECONDS_UNSEEN and not any(
+        fault.begin <= stream.ended_at
+        and fault.end + _RECOVERY_SECONDS[fault.kind] >= ended_at
+        and (fault.kind in OF_SERVER or stream.seen.subscriber.startswith(f"{fault.process}-"))
+        for fault in notes.disturbances
+        if fault.kind in _RECOVERY_SECONDS
+    ):
+        what = f"{stream.seen.subscriber} sees it {seconds:.3f} s late"
+        yield Violation("late end", request.request_id, what)
 
 
 def _check_rate(stream: Stream, notes: Notes) -> Iterator[Violation]:

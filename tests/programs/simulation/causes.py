@@ -11,12 +11,10 @@ from tests.programs.chaos.audit.auditor import Violation
 from tests.programs.chaos.processes.fleet import LEASE_MS
 from tests.programs.simulation.loop import EPOCH
 from tests.programs.simulation.notes import Claim, Notes, Request
-from tests.programs.simulation.plan import LONG_LEASE_MS, Fault
+from tests.programs.simulation.plan import LONG_LEASE_MS, OF_SERVER, Fault
 
 _LOSES_LEASES = {Fault.KILL, Fault.FREEZE, Fault.HOLD, Fault.REFUSE, Fault.CUT}
 """Faults of a worker after which its leases may end. The others cost a worker less time."""
-_OF_SERVER = {Fault.RESTART, Fault.OUTAGE, Fault.DISK_FULL}
-"""Faults of the server. They cost workers only leases shorter than `LONG_LEASE_MS`."""
 _RECOVERY_SECONDS = 2.5
 """Seconds after a fault until a worker has renewed its leases: it tries again after 2 s at most."""
 _MOST_SECONDS_TO_STOP_CLAIMING = 0.1
@@ -40,7 +38,7 @@ def check_causes(
 
 
 def _check_crashes(notes: Notes, request: Request, lease_ms: int) -> Iterator[Violation]:
-    of_server = _OF_SERVER if lease_ms < LONG_LEASE_MS else set()
+    of_server = OF_SERVER if lease_ms < LONG_LEASE_MS else frozenset()
     for past in request.attempts:
         if not past["how"].startswith("crashed"):
             continue
@@ -81,7 +79,7 @@ def _explains(
     worker: str,
     begin: float,
     end: float,
-    of_server: Set[Fault] = frozenset(_OF_SERVER),
+    of_server: Set[Fault] = OF_SERVER,
 ) -> bool:
     """Returns whether a fault between two times may have cost the worker its leases."""
     return any(

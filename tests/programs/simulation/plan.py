@@ -28,6 +28,9 @@ class Fault(StrEnum):
     JUMP = "move the clock of a process"
 
 
+OF_SERVER = frozenset({Fault.RESTART, Fault.OUTAGE, Fault.DISK_FULL})
+"""Faults of the server. They cost workers only leases shorter than `LONG_LEASE_MS`."""
+
 _WEIGHTS = {
     Fault.KILL: 4,
     Fault.DRAIN: 2,

@@ -115,6 +115,10 @@ class WorkerProgram:
         return self.worker.worker_id if self.worker else ""
 
     @property
+    def num_held(self) -> int:
+        return len(self.worker.leases) if self.worker else 0
+
+    @property
     def is_serving(self) -> bool:
         return self.ready_at is not None and not self.stop.is_set()
 

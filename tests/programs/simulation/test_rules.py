@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from promptq.shared.protocol.keys import Keys
 from tests.programs.chaos.audit.auditor import Snapshot
 from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
-from tests.programs.simulation.auditor import Stream, check_calm, lives
+from tests.programs.simulation.auditor import Stream, check_times, lives
 from tests.programs.simulation.causes import check_causes
 from tests.programs.simulation.loop import EPOCH, SimulatedLoop
 from tests.programs.simulation.notes import Claim, Disturbance, Drain, Notes, Step
 from tests.programs.simulation.plan import Fault
-from tests.programs.simulation.watch import Watch, check_idle, check_statistics
+from tests.programs.simulation.watch import Watch, check_idle, check_listed, check_statistics
 
 WORKER = "worker-1.1"
 
@@ -43,7 +44,7 @@ class Story:
     def __post_init__(self) -> None:
         self.sent = Sent("r", Queue.VOLUME, Kind.CANCEL, {})
         events = [SeenEvent(0, [1], "a"), SeenEvent(1, [2], "b", "length")]
-        seen = Seen("client-1", "r", events)
+        seen = Seen("client-1-first", "r", events)
         self.stream = Stream(seen, began_at=1.0, times=[1.1, 1.2], ended_at=1.2)
         self.notes.steps["r"] = [Step(WORKER, 1.1, 1), Step(WORKER, 1.19, 2)]
         self.notes.events_per_second[WORKER] = 20.0
@@ -51,7 +52,7 @@ class Story:
     def rules(self, lease_ms: int = 1000) -> set[str]:
         requests = lives(Snapshot({"r": self.record}))
         found = [
-            *check_calm(self.notes, requests, [self.sent], [self.stream]),
+            *check_times(self.notes, requests, [self.sent], [self.stream]),
             *check_causes(self.notes, requests, lease_ms),
         ]
         return {violation.rule for violation in found}
@@ -97,6 +98,12 @@ def test_finds_an_end_that_comes_late() -> None:
     story = Story()
     story.stream.ended_at = 1.51
     assert story.rules() == {"late end"}
+    story.notes.calm_from = None
+    story.notes.disturbances.append(Disturbance(Fault.CUT_ONE, "client-2", 1.3, 1.3))
+    story.notes.disturbances.append(Disturbance(Fault.CUT_ONE, "client-1", 0.1, 0.1))
+    assert story.rules() == {"late end"}
+    story.notes.disturbances.append(Disturbance(Fault.CUT_ONE, "client-1", 0.3, 0.3))
+    assert story.rules() == set()
 
 
 def test_finds_a_cancel_that_comes_late() -> None:
@@ -192,6 +199,17 @@ def test_finds_a_lease_that_is_renewed_too_late() -> None:
     assert list(watch.violations) == [("late renewal", "r")]
 
 
+def test_finds_a_client_that_stays_subscribed() -> None:
+    server = Server()
+    watch = Watch(server.ask, 1000)
+    server.channels = [Keys(Queue.VOLUME).events("r").encode()]
+    for now in (2.0, 2.5):
+        watch.look(now, [], [], Counter(), is_calm=True)
+    assert not watch.violations
+    watch.look(2.6, [], [], Counter(), is_calm=True)
+    assert list(watch.violations) == [("still subscribed", "r")]
+
+
 def test_finds_workers_that_idle_while_requests_wait() -> None:
     server = Server()
     watch = Watch(server.ask, 1000)
@@ -224,6 +242,16 @@ def test_finds_processes_that_spin_or_connect_without_end() -> None:
     watch.look(0.3, [], [loop.root], connections, is_calm=False)
     loop.close()
     assert list(watch.violations) == [("spins", "world"), ("hammers", "world")]
+
+
+def test_finds_a_worker_that_stays_listed() -> None:
+    server = Server()
+    worker: Any = SimpleNamespace(worker_id="w", process=SimpleNamespace(name=WORKER))
+    server.lease_until = 3.0  # the answer to ZRANGE has the name r
+    assert list(check_listed(server.ask, [worker])) == []
+    worker.worker_id = "r"
+    [violation] = check_listed(server.ask, [worker])
+    assert violation.rule == "still listed"
 
 
 def test_finds_what_stays_after_all_ends() -> None:

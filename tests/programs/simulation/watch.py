@@ -26,6 +26,8 @@ _MOST_HELD = 20
 """Requests that a worker holds: its 9 places, and those that it takes in 100 ms."""
 _LEAST_PART_OF_LEASE = 0.5
 """Without faults, a lease never has less left, so that a failed renewal does not cost it."""
+_MOST_SECONDS_SUBSCRIBED = 0.5
+"""Seconds after a request's end during which clients may still be subscribed."""
 _MOST_SECONDS_IDLE = 0.3
 _MOST_SECONDS_WITHOUT_HEARTBEAT = 1.5
 
@@ -45,6 +47,8 @@ class Watch:
     _callbacks: Counter[Process] = field(default_factory=Counter)
     _connections: list[Counter[Process]] = field(default_factory=list)
     _idle_since: float = 0.0
+    _subscribed: dict[bytes, float] = field(default_factory=dict)
+    """Since when somebody listens to each request, by channel."""
 
     def look(
         self,
@@ -64,8 +68,8 @@ class Watch:
             opened = connections[process] - self._connections[0][process]
             self._limit("hammers", process.name, opened, _MOST_CONNECTIONS, "connections in 1 s")
         for program in workers:
-            held = len(program.worker.leases) if program.worker else 0
-            self._limit("holds too much", program.process.name, held, _MOST_HELD, "requests")
+            name, held = program.process.name, program.num_held
+            self._limit("holds too much", name, held, _MOST_HELD, "requests")
         if is_calm:
             self._look_at_server(now, [each for each in workers if each.is_serving])
         else:
@@ -81,9 +85,10 @@ class Watch:
 
     def _look_at_server(self, now: float, workers: Sequence[WorkerProgram]) -> None:
         """Look at the leases, the backlog, and the heartbeats of workers that serve."""
-        leases, num_waiting, *heartbeats = self.ask(
+        leases, num_waiting, channels, *heartbeats = self.ask(
             ("ZRANGE", _KEYS.leases, 0, -1, "WITHSCORES"),
             ("ZCARD", _KEYS.pending),
+            ("PUBSUB", "CHANNELS", _KEYS.events("*")),
             *(("HGET", _KEYS.worker(each.worker_id), "heartbeat_at") for each in workers),
         )
         for name, score in zip(leases[::2], leases[1::2], strict=True):
@@ -92,6 +97,7 @@ class Watch:
             if left < self.lease_ms / 1000 * _LEAST_PART_OF_LEASE:
                 what = f"its lease has {left:.3f} s left"
                 self._add("late renewal", name.decode(), what, name.decode())
+        self._look_at_channels(now, channels)
         for each, at in zip(workers, heartbeats, strict=True):
             seconds = now - max(int(at or 0) / 1000 - EPOCH, each.ready_at or 0.0)
             self._note("ms since a heartbeat", seconds * 1000)
@@ -104,6 +110,16 @@ class Watch:
         self._note("ms of idle workers", seconds * 1000)
         if seconds > _MOST_SECONDS_IDLE:
             self._add("idle", "", f"all workers idle for {seconds:.3f} s, and requests wait")
+
+    def _look_at_channels(self, now: float, channels: Sequence[bytes]) -> None:
+        self._subscribed = {channel: self._subscribed.get(channel, now) for channel in channels}
+        for channel, since in self._subscribed.items():
+            if now - since > _MOST_SECONDS_SUBSCRIBED:
+                request_id = channel.decode().removeprefix(_KEYS.events(""))
+                [at] = self.ask(("HGET", _KEYS.request(request_id), "finished_at"))
+                if at and now - (int(at) / 1000 - EPOCH) > _MOST_SECONDS_SUBSCRIBED:
+                    what = "a client stays subscribed after its end"
+                    self._add("still subscribed", request_id, what, request_id)
 
     def _note(self, name: str, value: float) -> None:
         self.most[name] = max(self.most[name], round(value))
@@ -134,6 +150,14 @@ def check_idle(
     if channels:
         what = f"{len(channels)} channels of requests that have ended"
         yield Violation("still subscribed", "", what)
+
+
+def check_listed(ask: Ask, drained: Iterable[WorkerProgram]) -> Iterator[Violation]:
+    """Checks that workers that have ended in order are no longer listed."""
+    [listed] = ask(("ZRANGE", _KEYS.workers, 0, -1))
+    for program in drained:
+        if program.worker_id.encode() in listed:
+            yield Violation("still listed", "", f"{program.process.name} has ended")
 
 
 def check_statistics(ask: Ask, num_finished: int) -> Iterator[Violation]:

@@ -24,7 +24,7 @@ from tests.programs.chaos.audit.records import Sent
 from tests.programs.simulation import clock
 from tests.programs.simulation.auditor import (
     PATIENCE_SECONDS,
-    check_calm,
+    check_times,
     lives,
     num_carried_on,
 )
@@ -53,6 +53,7 @@ from tests.programs.simulation.watch import (
     LOOK_SECONDS,
     Watch,
     check_idle,
+    check_listed,
     check_statistics,
 )
 from tests.programs.simulation.workload import make_again, make_requests
@@ -262,7 +263,7 @@ class World:
         self.result.violations += check_idle(self._server_process.ask, sent, workers)
 
     async def _send_again(self) -> None:
-        """Send some more requests, now that the faults have no effect any longer."""
+        """Send more requests, now that the faults have no effect any longer. Drain a worker."""
         if self._notes.calm_from is None:
             self._notes.calm_from = self.loop.now
         for number, client in enumerate(self._clients):
@@ -270,6 +271,10 @@ class World:
             requests = client.process.context.run(make_again, client.process, rng)
             self._requests += requests
             client.start_again(requests, _AGAIN_SECONDS)
+        await asyncio.sleep(_AGAIN_SECONDS)
+        workers = [place.worker for place in self._places if place.worker is not None]
+        if len(workers) > 1:  # with another one that goes on, no request waits for the drain
+            max(workers, key=lambda worker: worker.num_held).drain()
         mains = [client.main for client in self._clients]
         done, late = await asyncio.wait(mains, timeout=PATIENCE_SECONDS)
         for task in done:
@@ -280,15 +285,16 @@ class World:
     async def _drain_all(self) -> None:
         self._is_over = True
         closing = [client.close() for client in self._clients]
-        for place in self._places:
-            if place.worker is not None:
-                place.worker.drain()
+        drained = [place.worker for place in self._places if place.worker is not None]
+        for worker in drained:
+            worker.drain()
         ending = [place.watching for place in self._places if place.watching is not None]
         _, late = await asyncio.wait([*ending, *closing], timeout=_DRAIN_SECONDS)
         if late:
             self._violate("no drain", self._where_everybody_waits())
         for client in self._clients:
             self._check_end(client.process)
+        self.result.violations += check_listed(self._server_process.ask, drained)
 
     # ------------------------------------------------------------ faults
 
@@ -406,7 +412,7 @@ class World:
         claimed = [claim.claimed for claim in self._notes.claims]
         result.violations += audit(self._requests, seen, {QUEUE: snapshot}, {}, claimed)
         requests = lives(snapshot)
-        result.violations += check_calm(self._notes, requests, self._requests, streams)
+        result.violations += check_times(self._notes, requests, self._requests, streams)
         result.violations += check_causes(self._notes, requests, self.plan.lease_ms)
         if not self.plan.faults:
             num_finished = sum(request.finished_at is not None for request in requests.values())
