@@ -143,10 +143,11 @@ def _check_rate(stream: Stream, notes: Notes) -> Iterator[Violation]:
     steps = notes.steps[request_id]
     if not steps or stream.times[:1] > [steps[0].at + _MOST_SECONDS_UNSEEN]:
         return
-    limit = max(notes.events_per_second[steps[0].worker], 1 / LONGEST_SECONDS)
+    workers = {step.worker for step in steps}
+    limit = max(1 / LONGEST_SECONDS, *(notes.events_per_second[worker] for worker in workers))
     seconds = steps[-1].at - steps[0].at
     num_events = len(stream.seen.events)
-    if num_events > _EVENTS_AT_ONCE + limit * seconds:
+    if num_events > _EVENTS_AT_ONCE * len(workers) + limit * seconds:
         what = f"{num_events} events in {seconds:.3f} s, above the limit of {limit:g} a second"
         yield Violation("too many events", request_id, what)
 

@@ -215,7 +215,7 @@ def test_finds_workers_that_idle_while_requests_wait() -> None:
     watch = Watch(server.ask, 1000)
     name = SimpleNamespace(name=WORKER)
     worker: Any = SimpleNamespace(
-        is_serving=True, worker_id="w", worker=None, ready_at=2.0, process=name
+        is_serving=True, worker_id="w", num_held=0, ready_at=2.0, process=name
     )
     server.num_waiting = 1
     watch.look(2.0, [worker], [], Counter(), is_calm=False)
