@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from tests.programs.simulation import clock
-from tests.programs.simulation.mutants import MUTANTS
+from tests.programs.simulation.finding import find_all
+from tests.programs.simulation.mutants import ALL_MUTANTS, MUTANTS, SCRIPT_MUTANTS
 
 if TYPE_CHECKING:
     from tests.programs.simulation.plan import Plan
     from tests.programs.simulation.world import Result
+
+
+_GROUPS = {"all": ALL_MUTANTS, "python": MUTANTS, "scripts": SCRIPT_MUTANTS}
 
 
 def _arguments() -> argparse.Namespace:
@@ -33,23 +37,40 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plan", type=Path, help="run the plan in this file instead")
     parser.add_argument("--shrink", type=Path, help="file for the first failing plan, shrunk")
     parser.add_argument("--trace", type=Path, help="file for the stories of the worlds")
-    parser.add_argument("--mutant", choices=MUTANTS, help="break a module of promptq")
+    parser.add_argument(
+        "--mutant", type=_mutants, default=(), metavar="NAMES", help=_HELP_OF_MUTANTS
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="number of mutants at the same time")
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     return parser.parse_args()
+
+
+_HELP_OF_MUTANTS = """names of mutants (`mutants.py`) with commas between, or `python`, `scripts` or
+`all`: break promptq in one place, and stop at the first violation; several mutants are printed as a
+table of the number of worlds after which each is found"""
+
+
+def _mutants(text: str) -> list[str]:
+    names = [*_GROUPS.get(text, text.split(","))]
+    if unknown := [name for name in names if name not in ALL_MUTANTS]:
+        raise argparse.ArgumentTypeError(f"no mutant is named {unknown[0]!r}")
+    return names
 
 
 def main() -> int:
     """Run the worlds. Returns 1 after a violation."""
     arguments = _arguments()
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    if len(arguments.mutant) > 1:
+        return _print_table(arguments, seeds)
     clock.install()  # before the modules of promptq are imported
     if arguments.mutant:
-        MUTANTS[arguments.mutant].install()
+        ALL_MUTANTS[arguments.mutant[0]].install()
     from tests.programs.simulation.plan import Plan
     from tests.programs.simulation.shrinking import read_plan
     from tests.programs.simulation.world import run_world
     from tests.support.preload import compile_preload
 
-    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     plans: Iterable[Plan] = (Plan.of(seed, arguments.most_requests) for seed in seeds)
     if arguments.plan:
         try:
@@ -57,7 +78,7 @@ def main() -> int:
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2
-    _send_logs_to_story(bool(arguments.trace))
+    send_logs_to_story(bool(arguments.trace))
     gc.collect()
     gc.freeze()
     summary = _Summary()
@@ -80,6 +101,18 @@ def main() -> int:
                     break
     print(summary)
     return int(summary.num_failed > 0)
+
+
+def _print_table(arguments: argparse.Namespace, seeds: range) -> int:
+    """Prints how each mutant is found. Returns 1 if one is not."""
+    names = arguments.mutant
+    num_missed = 0
+    print("| mutant | worlds | violations |\n|---|---|---|", flush=True)
+    for found in find_all(names, seeds, arguments.most_requests, arguments.jobs):
+        num_missed += not found.rules
+        print(found, flush=True)
+    print(f"{num_missed} of {len(names)} mutants not found")
+    return int(num_missed > 0)
 
 
 def _shrink(result: Result, library: Path, path: Path) -> None:
@@ -137,7 +170,7 @@ class _Summary:
         return "\n".join(lines)
 
 
-def _send_logs_to_story(is_told: bool) -> None:
+def send_logs_to_story(is_told: bool) -> None:
     logging.disable()  # of redis-py and asyncio
 
     def tell(_logger: Any, level: str, line: Any) -> str:

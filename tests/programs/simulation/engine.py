@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable
 
-from promptq.worker.engine.api.messages import StepOutput
+from promptq.worker.engine.api.messages import EngineRequest, StepOutput
 from promptq.worker.engine.api.port import Engine
 from promptq.worker.serve.engine_thread import EngineThread
 
@@ -18,17 +18,26 @@ class SimulatedEngine(EngineThread):
     """An `EngineThread` that starts no thread: a task of the event loop computes the steps.
 
     The outputs of a step arrive when the step is over. A step takes up to `step_seconds` and, for
-    each token, up to `token_seconds`.
+    each token, up to `token_seconds`. Each output calls `note` with its request and the number of
+    tokens so far.
     """
 
     def __init__(
-        self, engine: Engine, rng: random.Random, step_seconds: float, token_seconds: float
+        self,
+        engine: Engine,
+        rng: random.Random,
+        step_seconds: float,
+        token_seconds: float,
+        note: Callable[[str, int], None],
     ) -> None:
         super().__init__(engine)
         self.engine = engine
         self._rng = rng
         self._step_seconds = step_seconds
         self._token_seconds = token_seconds
+        self._note = note
+        self._requests: dict[int, tuple[str, int]] = {}
+        """By sequence: the request, and the number of its tokens so far."""
         self._mail = asyncio.Event()
         self._fetched = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -42,6 +51,11 @@ class SimulatedEngine(EngineThread):
         self._take_outbox()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=patience)
+
+    def add(self, request: EngineRequest) -> None:
+        _, request_id = request.order
+        self._requests[request.sequence_id] = request_id, len(request.output_token_ids)
+        super().add(request)
 
     def seconds_without_progress(self) -> float:
         return super().seconds_without_progress() if self.engine.has_work else 0.0
@@ -60,6 +74,7 @@ class SimulatedEngine(EngineThread):
                 num_tokens = sum(len(output.token_ids) for output in step.outputs)
                 seconds = self._step_seconds + self._token_seconds * num_tokens
                 await asyncio.sleep(seconds * self._rng.random())
+                self._note_tokens(step)
                 while len(self._outbox) >= _MOST_UNFETCHED_STEPS and not self._stopping:
                     self._last_progress = time.monotonic()
                     self._fetched.clear()
@@ -69,6 +84,13 @@ class SimulatedEngine(EngineThread):
         except Exception as error:  # `fetch` raises it
             self._failure = error
             self._fetchable.set()
+
+    def _note_tokens(self, step: StepOutput) -> None:
+        for output in step.outputs:
+            request_id, num_tokens = self._requests[output.sequence_id]
+            num_tokens += len(output.token_ids)
+            self._requests[output.sequence_id] = request_id, num_tokens
+            self._note(request_id, num_tokens)
 
     def _wait(self) -> None:
         """Returns at once: `_compute` waits for a message."""

@@ -42,6 +42,7 @@ class Process:
         self.pid = loop.num_processes
         self.is_alive = True
         self.ready: deque[asyncio.Handle] = deque()
+        self.num_callbacks = 0
         self.num_pauses = 0
         """Number of reasons for which the process does not run."""
         self.wall_ahead = 0.0
@@ -232,6 +233,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         if handle._cancelled:  # type: ignore[attr-defined]
             return
         self.num_callbacks += 1
+        process.num_callbacks += 1
         if self.num_callbacks > self._most_callbacks:
             raise StandstillError(f"the world has not ended after {self.num_callbacks} callbacks")
         clock.running = process

@@ -1,65 +1,30 @@
-"""Modules of promptq with one fault each, which the worlds must find."""
+"""Faults in the Python code of promptq, one in each mutant, which the worlds must find."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import CodeType, ModuleType
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """A module that has `new` in place of `old`, which stands in it once."""
-
-    module: str
-    old: str
-    new: str
-
-    def install(self) -> None:
-        """Break the module when it is imported, which must come later."""
-        assert self.module not in sys.modules
-        sys.meta_path.insert(0, _Finder(self))
-
-    def broken(self, source: str) -> str:
-        """Returns the broken source. Raises ValueError without `old`."""
-        if source.count(self.old) != 1:
-            raise ValueError(f"{self.old!r} does not stand once in {self.module}")
-        return source.replace(self.old, self.new)
-
-
-class _Finder(MetaPathFinder):
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != self._mutant.module:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        assert spec is not None
-        assert spec.origin is not None
-        spec.loader = _Loader(self._mutant, spec.origin)
-        return spec
-
-
-class _Loader(SourceFileLoader):
-    def __init__(self, mutant: Mutant, path: str) -> None:
-        super().__init__(mutant.module, path)
-        self._mutant = mutant
-
-    def get_code(self, fullname: str) -> CodeType:
-        source = self._mutant.broken(self.get_data(self.path).decode())
-        return compile(source, self.path, "exec")
-
+from tests.programs.simulation.breaking import Mutant, ScriptMutant
 
 _STREAM = "promptq.producer.clients.resumable_stream"
-_LEASES = "promptq.worker.leases"
+_SUBSCRIPTIONS = "promptq.producer.clients.subscriptions"
+_LEASES = "promptq.worker.leases.held_and_lost_leases"
+_EXCHANGE = "promptq.worker.leases.exchange"
+_PUBLISHER = "promptq.worker.leases.publisher"
+_COALESCER = "promptq.worker.leases.coalescer"
+_PREFETCHER = "promptq.worker.leases.prefetcher"
+_READY = "promptq.worker.leases.ready"
+_POLICY = "promptq.worker.leases.token_budget"
+_PREPARATION = "promptq.worker.leases.prepare_or_resume"
+_ROWS = "promptq.worker.leases.rows"
+_HEARTBEAT = "promptq.worker.health.heartbeat"
+_REAPER = "promptq.worker.health.reaper"
+_WATCHDOGS = "promptq.worker.health.watchdogs"
+_WORKER = "promptq.worker.serve.worker"
+_CONTROL = "promptq.worker.serve.control_channel"
+_RETRY = "promptq.shared.server.retry"
+_CLAIMS = "promptq.shared.queue.claim_history"
+_QUEUE = "promptq.shared.queue.request_queue"
 
-MUTANTS = {
+_OF_STREAMS = {
     "stream-repeats": Mutant(
         _STREAM,
         "        if not event.is_last and event.end <= self._position:\n            return\n"
@@ -67,15 +32,271 @@ MUTANTS = {
         "            event = yield from self._beyond(event)\n",
         "",
     ),
+    "stream-gaps": Mutant(
+        _STREAM, "if event is not None and event.index <= self._position:", "if event is not None:"
+    ),
+    "stream-never-reads-after-subscribing": Mutant(
+        _STREAM,
+        "            else:\n                if answer is Notice.SUBSCRIBED and self._token_ids:",
+        "            elif answer is not Notice.SUBSCRIBED:\n                if False:",
+    ),
+    "stream-never-reads-in-silence": Mutant(
+        _STREAM,
+        "            else:\n                if answer is Notice.SUBSCRIBED and self._token_ids:",
+        "            elif answer is not None:\n                if False:",
+    ),
+    "stream-drops-an-empty-last-event": Mutant(
+        _STREAM, "if not event.is_last and event.end <=", "if event.end <="
+    ),
+    "stream-gives-up-early": Mutant(_STREAM, "GIVE_UP_SECONDS = 60.0", "GIVE_UP_SECONDS = 1.0"),
+    "stream-never-reconnects": Mutant(_STREAM, "if not is_away(error):", "if is_away(error):"),
+    "stream-repeats-text-of-the-result": Mutant(
+        _STREAM, '"text": result.text[text_start:],', '"text": result.text,'
+    ),
+    "keeper-forgets-to-subscribe-again": Mutant(
+        _SUBSCRIPTIONS, "        self._requested.clear()\n", ""
+    ),
+    "keeper-ends-with-the-connection": Mutant(
+        _SUBSCRIPTIONS,
+        "await pubsub.connection.disconnect(nowait=True)\n                    seconds",
+        "return\n                    seconds",
+    ),
+    "keeper-trusts-old-confirmations": Mutant(
+        _SUBSCRIPTIONS,
+        "        self._confirmed.clear()\n        self._changed.set()\n",
+        "        self._changed.set()\n",
+    ),
+    "keeper-never-unsubscribes": Mutant(
+        _SUBSCRIPTIONS,
+        "            del self._mailboxes[channel]\n            self._changed.set()\n",
+        "            del self._mailboxes[channel]\n",
+    ),
+    "keeper-fails-in-silence": Mutant(
+        _SUBSCRIPTIONS,
+        "            for mailbox in channel:\n                mailbox.put(error)\n",
+        "            pass\n",
+    ),
+    "mailbox-drops-what-a-busy-stream-missed": Mutant(
+        _SUBSCRIPTIONS, "        self._unread.append(own)\n", ""
+    ),
+    "mailbox-never-rings": Mutant(
+        _SUBSCRIPTIONS,
+        "elif not self._todo.done():\n            self._pass_on(None)",
+        "else:\n            return",
+    ),
+}
+
+_OF_CALLS = {
+    "no-call-is-repeated": Mutant(_RETRY, "if tried_seconds >= seconds:", "if True:"),
+    "a-lost-connection-is-final": Mutant(
+        _RETRY, "return isinstance(error, (ConnectionError, TimeoutError)) or", "return"
+    ),
+    "claims-name-no-answer": Mutant(_CLAIMS, "self._answered = turn.nonce", "pass"),
+    "claims-stay-under-way": Mutant(
+        _CLAIMS,
+        "        finally:\n            if is_alone:\n                self._is_under_way = False\n",
+        "            self._is_under_way = False\n        finally:\n            pass\n",
+    ),
+    "a-cancelled-claim-keeps-its-requests": Mutant(
+        _QUEUE, "            await self.release([claim.as_held() for claim in claims])\n", ""
+    ),
+}
+
+_OF_LEASES = {
+    "a-lost-lease-goes-on": Mutant(_LEASES, "if status.is_lost or reason:", "if reason:"),
+    "a-lost-lease-is-not-aborted": Mutant(
+        _LEASES, "            if not is_removed:\n", "            if False:\n"
+    ),
+    "a-lease-is-never-forgotten": Mutant(
+        _LEASES, "            del self._by_request[lease.request_id]\n", "            pass\n"
+    ),
+    "ended-sequences-count-as-running": Mutant(
+        _LEASES, "            del self._running[lease.prepared.sequence_id]\n", ""
+    ),
+    "an-earlier-attempt-stays": Mutant(
+        _LEASES, "                self._set_state(earlier, _GONE)\n", "                pass\n"
+    ),
+    "freed-room-is-not-reported": Mutant(_LEASES, "        self.wake_up.room_freed()\n", ""),
+    "cancels-are-ignored": Mutant(_EXCHANGE, "            self._some_cancelled.set()\n", ""),
+    "a-failed-cancel-ends-the-worker": Mutant(
+        _EXCHANGE, 'self._log.warning("cancels not carried out", error=str(error))', "raise"
+    ),
+    "returns-are-repeated-at-once": Mutant(
+        _EXCHANGE, "await asyncio.sleep(_RETRY_SECONDS)", "await asyncio.sleep(0)"
+    ),
+    "renewals-come-too-late": Mutant(
+        _WATCHDOGS, "_RENEWALS_PER_LEASE = 4", "_RENEWALS_PER_LEASE = 1.2"
+    ),
+    "only-running-requests-are-renewed": Mutant(
+        _WATCHDOGS,
+        "elif held := list(leases):",
+        "elif held := [lease for lease in leases if leases.by_sequence("
+        "lease.prepared_or_none.sequence_id if lease.prepared_or_none else 0)]:",
+    ),
+    "a-failed-renewal-ends-the-worker": Mutant(
+        _WATCHDOGS,
+        "        except (RedisError, OSError) as error:\n            note_failure(error)\n",
+        "        finally:\n            pass\n",
+    ),
+}
+
+_OF_OUTPUT = {
+    "rows-are-sent-once": Mutant(
+        _PUBLISHER,
+        "self._queue.publish([row for _, row in rows], lengths), self._retry_seconds",
+        "self._queue.publish([row for _, row in rows], lengths), 0.0",
+    ),
+    "answers-to-rows-are-ignored": Mutant(
+        _PUBLISHER,
+        "if status is RowStatus.OK and not row.finish_reason:",
+        "if not row.finish_reason:",
+    ),
+    "a-stopped-sequence-goes-on": Mutant(
+        _PUBLISHER, "by_engine=output.finish_reason is not None", "by_engine=True"
+    ),
+    "the-publisher-does-not-feed": Mutant(
+        _PUBLISHER,
+        "        self._leases.feed()  # before the round trip,"
+        " so that free slots do not wait for it\n"
+        "        if rows:\n            await self._send(rows)\n            self._leases.feed()\n",
+        "        if rows:\n            await self._send(rows)\n",
+    ),
+    "delayed-tokens-wait-for-a-step": Mutant(
+        _PUBLISHER,
+        "        yield from self._coalescer.take_due()  # also if there was no step\n",
+        "",
+    ),
     "coalescer-drops-waiting-tokens": Mutant(
-        f"{_LEASES}.coalescer", "output.token_ids = before.token_ids + output.token_ids", "pass"
+        _COALESCER, "output.token_ids = before.token_ids + output.token_ids", "pass"
     ),
-    "reaper-never-reaps": Mutant(
-        "promptq.worker.health.reaper", "while (await self._queue.reap()).has_more:", "while False:"
+    "coalescer-drops-waiting-logprobs": Mutant(
+        _COALESCER, "output.logprobs = before.logprobs + output.logprobs", "pass"
     ),
+    "coalescer-delays-too-long": Mutant(
+        _COALESCER,
+        "min(len(outputs) / self._events_per_second, LONGEST_SECONDS)",
+        "len(outputs) / self._events_per_second",
+    ),
+    "coalescer-delays-nothing": Mutant(
+        _COALESCER, "if now < self._due_at or not self._waiting:", "if not self._waiting:"
+    ),
+    "rows-forget-texts": Mutant(_ROWS, "        self.texts.append(text)\n", ""),
+    "a-resumed-request-begins-anew": Mutant(
+        _PREPARATION,
+        "emitted = [token_id for event in claim.events for token_id in event.token_ids]\n",
+        "pass\n",
+    ),
+}
+
+_OF_CLAIMS = {
     "idle-worker-spins": Mutant(
-        f"{_LEASES}.prefetcher",
+        _PREFETCHER,
         "if not await self._wake_up.wait(seconds):",
         "if not await self._wake_up.wait(seconds / 100):",
     ),
+    "a-failed-claim-ends-the-worker": Mutant(
+        _PREFETCHER,
+        "            except (RedisError, OSError) as error:\n                note_failure(error)\n",
+        "",
+    ),
+    "nothing-is-claimed-without-a-message": Mutant(
+        _PREFETCHER, "            self._wake_up.work_came()  # perhaps a message was missed\n", ""
+    ),
+    "messages-during-a-claim-are-lost": Mutant(
+        _PREFETCHER,
+        "        self._wake_up.num_left = claims.num_pending\n",
+        "        self._wake_up.num_left = claims.num_pending\n        self._wake_up.take()\n",
+    ),
+    "a-full-claim-counts-as-empty": Mutant(
+        _PREFETCHER, "self._too_small = None if claims else room", "self._too_small = room"
+    ),
+    "a-lost-claim-is-left-behind": Mutant(
+        _PREFETCHER, "if self._queue.has_unanswered_claim:", "if False:"
+    ),
+    "room-counts-only-if-nothing-waits": Mutant(
+        _READY, "if self.num_left:", "if not self.num_left:"
+    ),
+    "held-requests-need-no-slots": Mutant(
+        _POLICY, "max_count=places - leases.num_counted", "max_count=places"
+    ),
+    "messages-wake-nobody": Mutant(
+        _CONTROL, "            wake_up.work_came()\n", "            pass\n"
+    ),
+    "a-lost-channel-ends-the-worker": Mutant(
+        _CONTROL,
+        "        except (RedisError, OSError) as error:\n            note_failure(error)\n"
+        "            await asyncio.sleep(_RECONNECT_SECONDS)\n",
+        "",
+    ),
 }
+
+_OF_UPKEEP = {
+    "reaper-never-reaps": Mutant(
+        _REAPER, "while (await self._queue.reap()).has_more:", "while False:"
+    ),
+    "reaper-reaps-after-an-outage": Mutant(
+        _REAPER, "if was_silent or now < self._patient_until:", "if now < self._patient_until:"
+    ),
+    "reaper-has-no-patience": Mutant(
+        _REAPER, "if was_silent or now < self._patient_until:", "if was_silent:"
+    ),
+    "reaper-forgets-that-it-reached-the-server": Mutant(
+        _REAPER,
+        "        self.reached_at = self._clock()\n        if was_silent",
+        "        if was_silent",
+    ),
+    "a-heartbeat-stays-behind": Mutant(
+        _HEARTBEAT,
+        "scripts.heartbeat(self.stats(), 0)",
+        "scripts.heartbeat(self.stats(), RECORD_MS)",
+    ),
+    "a-heartbeat-repeats-its-batch": Mutant(
+        _HEARTBEAT,
+        "self._next_snapshot.result(), None",
+        "self._next_snapshot.result(), self._next_snapshot",
+    ),
+    "heartbeats-are-rare": Mutant(_HEARTBEAT, "INTERVAL_SECONDS = 1.0", "INTERVAL_SECONDS = 9.0"),
+    "work-is-counted-again": Mutant(
+        "promptq.worker.leases.meter",
+        "taken, self._contribution = self._contribution, Contribution()",
+        "taken = self._contribution",
+    ),
+    "a-drain-goes-on-claiming": Mutant(
+        _WORKER,
+        "        await self._survive_redis(self.intake.stop)\n        while",
+        "        while",
+    ),
+    "a-drain-interrupts": Mutant(
+        _WORKER, "while self.leases.is_busy and not", "while False and not"
+    ),
+    "a-stop-gives-nothing-back": Mutant(
+        _WORKER,
+        "        await self._survive_redis(lambda: self._exchange.give_back(seconds))\n",
+        "",
+    ),
+    "a-stop-leaves-its-tasks": Mutant(_WORKER, "        await end(self._tasks)\n", ""),
+    "a-failed-upkeep-ends-the-worker": Mutant(
+        _WORKER,
+        "        except (RedisError, OSError) as error:\n            note_failure(error)\n"
+        "        except SpoiltRecordError",
+        "        except SpoiltRecordError",
+    ),
+}
+
+MUTANTS = {
+    **_OF_STREAMS,
+    **_OF_CALLS,
+    **_OF_LEASES,
+    **_OF_OUTPUT,
+    **_OF_CLAIMS,
+    **_OF_UPKEEP,
+}
+
+_SCRIPTS = (
+    *("attempts-not-counted", "cancel-drops-leases", "cancel-ignored", "claim-without-lease"),
+    *("deadline-ignored", "early-reap", "finish-keeps-holds", "finish-without-state"),
+    *("half-a-result", "key-astray", "log-for-ever", "log-trimmed", "lost-fence", "no-reap"),
+    *("resume-refused", "rows-after-the-end", "rows-anywhere", "script-raises"),
+)
+SCRIPT_MUTANTS = {f"script: {name}": ScriptMutant(name) for name in _SCRIPTS}
+ALL_MUTANTS: dict[str, Mutant | ScriptMutant] = {**MUTANTS, **SCRIPT_MUTANTS}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,8 @@ class Network:
         self.rng = random.Random(f"{loop.seed} network")
         self.links: list[Link] = []
         self.num_links = 0
+        self.num_connects: Counter[Process] = Counter()
+        """Number of connections that each process has opened or tried to open."""
         self._listeners: dict[str, tuple[Process, Callable[[], asyncio.Protocol]]] = {}
         self._held_until: dict[Process, float] = {}
         self._refused_until: dict[Process, float] = {}
@@ -42,6 +45,7 @@ class Network:
         self, client: Process, factory: Callable[[], asyncio.Protocol], host: str, port: int
     ) -> tuple[Transport, asyncio.Protocol]:
         """Open a connection for a client. Raises ConnectionRefusedError if nobody listens."""
+        self.num_connects[client] += 1
         await asyncio.sleep(self._draw(_LONGEST_CONNECT_SECONDS))
         while (held_until := self.held_until(client)) > self.loop.now:
             await asyncio.sleep(held_until - self.loop.now + 0.001)
@@ -106,6 +110,8 @@ class Link:
         self.far = Transport(self, server)
         self.swallows_replies = False
         """Whether the next reply is lost, and the connection with it."""
+        self.swallows_messages = False
+        """Whether the server does not send the next messages of channels to this connection."""
         self._is_cut = False
         self._latency = network._draw(_LONGEST_LATENCY_SECONDS)
         self._last_arrival = {self.near: 0.0, self.far: 0.0}
@@ -175,14 +181,14 @@ class Transport(asyncio.Transport):
         """Whether the process was killed."""
         self.is_over = False
         """Whether nothing more is sent from here."""
-        self._link = link
+        self.link = link
         self._was_lost = False
         self._is_paused = False
         self._unread: list[bytes] = []
 
     @property
     def peer(self) -> Transport:
-        return self._link.peer(self)
+        return self.link.peer(self)
 
     def accept(self, factory: Callable[[], asyncio.Protocol]) -> None:
         self.protocol = factory()
@@ -190,12 +196,12 @@ class Transport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         if not self.is_over and data:
-            self._link.carry(self, bytes(data))
+            self.link.carry(self, bytes(data))
 
     def close(self) -> None:
         if not self.is_over:
             self.is_over = True
-            self._link.end(self)
+            self.link.end(self)
             self.process.loop.call_soon(self._lose, None)
 
     abort = close
@@ -227,7 +233,7 @@ class Transport(asyncio.Transport):
         if self._is_paused:
             self._unread.append(data)
             return
-        self._link.network.trace.chunk(self.process, self._link.number, data)
+        self.link.network.trace.chunk(self.process, self.link.number, data)
         self.protocol.data_received(data)
 
     def receive_end(self) -> None:

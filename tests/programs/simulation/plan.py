@@ -19,11 +19,17 @@ class Fault(StrEnum):
     CUT = "cut all connections of a process"
     CUT_ONE = "cut a connection"
     LOSE_REPLY = "lose a reply"
+    LOSE_MESSAGES = "lose messages of channels"
     HOLD = "hold all bytes of a process"
     REFUSE = "refuse connections of a process"
     RESTART = "kill the server"
+    OUTAGE = "kill the server for long"
+    DISK_FULL = "fill the disk of the server"
     JUMP = "move the clock of a process"
 
+
+OF_SERVER = frozenset({Fault.RESTART, Fault.OUTAGE, Fault.DISK_FULL})
+"""Faults of the server. They cost workers only leases shorter than `LONG_LEASE_MS`."""
 
 _WEIGHTS = {
     Fault.KILL: 4,
@@ -33,12 +39,18 @@ _WEIGHTS = {
     Fault.CUT: 2,
     Fault.CUT_ONE: 4,
     Fault.LOSE_REPLY: 5,
+    Fault.LOSE_MESSAGES: 3,
     Fault.HOLD: 3,
     Fault.REFUSE: 1,
     Fault.JUMP: 1,
     Fault.RESTART: 1,
+    Fault.OUTAGE: 0.3,
+    Fault.DISK_FULL: 1,
 }
+LONG_LEASE_MS = 4000
+"""Long enough that all workers renew their leases after an outage before any reaper reaps."""
 _LONGEST_SECONDS = 2.5 * LEASE_MS / 1000
+_LONGEST_OUTAGE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,14 @@ def _plan_faults(rng: random.Random, count: int, seconds: float) -> list[Planned
     kinds = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=count)
     times = sorted(seconds * rng.random() for _ in kinds)
     return [
-        PlannedFault(at, kind, rng.random(), _LONGEST_SECONDS * rng.random() * rng.random())
+        PlannedFault(
+            at,
+            kind,
+            rng.random(),
+            (_LONGEST_OUTAGE_SECONDS if kind is Fault.OUTAGE else _LONGEST_SECONDS)
+            * rng.random()
+            * rng.random(),
+        )
         for at, kind in zip(times, kinds, strict=True)
     ]
 
@@ -73,6 +92,7 @@ class Plan:
     seconds: float
     """Seconds in which the requests are sent and the faults happen."""
     faults: tuple[PlannedFault, ...]
+    lease_ms: int
 
     @classmethod
     def of(cls, seed: int, most_requests: int | None = None) -> Plan:
@@ -86,4 +106,5 @@ class Plan:
             num_requests=min(rng.randint(20, 200), most_requests or 200),
             seconds=seconds,
             faults=tuple(_plan_faults(rng, rng.choice([0, 5, 10, 20]), seconds)),
+            lease_ms=rng.choice([LEASE_MS, LEASE_MS, LONG_LEASE_MS]),
         )

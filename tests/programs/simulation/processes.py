@@ -22,10 +22,10 @@ from promptq.worker.serve.process import open_when_there
 from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
-from tests.programs.chaos.processes.fleet import LEASE_MS
-from tests.programs.simulation.auditor import Stream, Timed, is_cancelled_while_it_runs
+from tests.programs.simulation.auditor import Stream, is_cancelled_while_it_runs
 from tests.programs.simulation.engine import SimulatedEngine
-from tests.programs.simulation.loop import Process
+from tests.programs.simulation.loop import PROCESS, Process
+from tests.programs.simulation.notes import Claim, Drain, Notes, Step
 from tests.support.model_free import END_TOKEN_ID, ModelFreeRunner
 
 T = TypeVar("T")
@@ -42,35 +42,42 @@ _WAIT_SECONDS = 60.0
 class NotingQueue(AsyncRequestQueue):
     """Records each claim, and the number of tokens before it."""
 
-    claimed: list[Claimed]
+    notes: Notes
     """The records of the world that runs now."""
 
     async def take_batch(self, room: Room) -> Claims:
         claims = await super().take_batch(room)
-        self.claimed += [
-            Claimed(claim.request_id, claim.attempt, claim.num_logged) for claim in claims
-        ]
+        process = PROCESS.get()
+        for claim in claims:
+            claimed = Claimed(claim.request_id, claim.attempt, claim.num_logged)
+            self.notes.claims.append(Claim(process.name, process.loop.now, claimed))
         return claims
 
 
 class WorkerProgram:
     """`promptq worker` in a simulated process, without its command line and signals."""
 
-    def __init__(self, process: Process, rng: random.Random) -> None:
+    def __init__(self, process: Process, rng: random.Random, notes: Notes, lease_ms: int) -> None:
         self.process = process
+        self.worker: Worker | None = None
+        self.ready_at: float | None = None
+        """The world's time at which the worker began to claim."""
         self.stop = asyncio.Event()
         """Set by the first SIGTERM."""
         self.stop_now = asyncio.Event()
         """Set by the second SIGTERM."""
         self.engine: SimulatedEngine | None = None
         self._rng = rng
+        self._notes = notes
         self.settings = WorkerSettings(
             queue=QUEUE,
-            lease_ms=LEASE_MS,
+            lease_ms=lease_ms,
             max_crashes=1000,
             redis_wait=_WAIT_SECONDS,
-            max_events_per_second=rng.choice([20.0, 1e6]),
+            max_events_per_second=rng.choice([20.0, 5.0, 1e6]),
+            drain_seconds=rng.choice([20.0, 0.1]),
         )
+        notes.events_per_second[process.name] = self.settings.max_events_per_second
         self.main = process.start(self._run())
 
     async def _run(self) -> None:
@@ -82,6 +89,7 @@ class WorkerProgram:
                 self._rng,
                 step_seconds=self._rng.choice([0.001, 0.005, 0.02]),
                 token_seconds=0.001,
+                note=self._note_step,
             )
             served = Served(
                 engine=self.engine,
@@ -91,15 +99,38 @@ class WorkerProgram:
                 device="none",
                 dtype="none",
             )
-            worker = Worker(self.settings, served, client)
+            self.worker = worker = Worker(self.settings, served, client)
             try:
                 await worker.start()
+                self.ready_at = self.process.loop.now
                 await worker.serve(self.stop)
                 await worker.drain(self.stop_now)
             finally:
                 await worker.stop()
         finally:
             await client.aclose()
+
+    @property
+    def worker_id(self) -> str:
+        return self.worker.worker_id if self.worker else ""
+
+    @property
+    def num_held(self) -> int:
+        return len(self.worker.leases) if self.worker else 0
+
+    @property
+    def is_serving(self) -> bool:
+        return self.ready_at is not None and not self.stop.is_set()
+
+    def drain(self) -> None:
+        """Send the first SIGTERM."""
+        now, grace_seconds = self.process.loop.now, self.settings.drain_seconds
+        self._notes.drains.setdefault(self.process.name, Drain(grace_seconds, now))
+        self.stop.set()
+
+    def _note_step(self, request_id: str, num_tokens: int) -> None:
+        step = Step(self.process.name, self.process.loop.now, num_tokens)
+        self._notes.steps[request_id].append(step)
 
     def check_idle(self) -> str:
         """Returns what the engine still holds after a drain; empty if it holds nothing."""
@@ -113,9 +144,12 @@ class WorkerProgram:
 class ClientProgram:
     """Producers and subscribers of one simulated process."""
 
-    def __init__(self, process: Process, rng: random.Random, requests: list[Sent]) -> None:
+    def __init__(
+        self, process: Process, rng: random.Random, requests: list[Sent], notes: Notes
+    ) -> None:
         self.process = process
-        self.timed = Timed()
+        self.streams: list[Stream] = []
+        self._notes = notes
         self._rng = rng
         self._requests = requests
         self.main: asyncio.Task[None]
@@ -124,16 +158,29 @@ class ClientProgram:
         """Send all requests within about `seconds`, and follow their streams to the end."""
         self.main = self.process.start(self._run(seconds))
 
+    def start_again(self, requests: list[Sent], seconds: float) -> None:
+        """Send more requests, with the same clients, after all earlier ones have ended."""
+        self.main = self.process.start(self._serve_all(requests, seconds))
+
+    def close(self) -> asyncio.Task[None]:
+        """Close the clients."""
+        return self.process.start(self._close())
+
     async def _run(self, seconds: float) -> None:
-        producer, subscriber = AsyncClient(URL, QUEUE), AsyncClient(URL, QUEUE)
-        for client in (producer, subscriber):
+        self._clients = [AsyncClient(URL, QUEUE), AsyncClient(URL, QUEUE)]
+        for client in self._clients:
             await persist(client.__aenter__)
+        await self._serve_all(self._requests, seconds)
+
+    async def _serve_all(self, requests: list[Sent], seconds: float) -> None:
         serving = []
-        for request in self._requests:
-            serving.append(asyncio.create_task(self._serve(request, producer, subscriber)))
-            await asyncio.sleep(2 * seconds * self._rng.random() / len(self._requests))
+        for request in requests:
+            serving.append(asyncio.create_task(self._serve(request, *self._clients)))
+            await asyncio.sleep(2 * seconds * self._rng.random() / len(requests))
         await asyncio.gather(*serving)
-        for client in (producer, subscriber):
+
+    async def _close(self) -> None:
+        for client in self._clients:
             await client.close()
 
     async def _serve(self, request: Sent, producer: AsyncClient, subscriber: AsyncClient) -> None:
@@ -147,7 +194,7 @@ class ClientProgram:
             status = await persist(lambda: producer.cancel(request.request_id))
             request.cancel_status = CancelStatus(status).value
             if is_cancelled_while_it_runs(request):
-                self.timed.cancels.append((request, self.process.loop.now))
+                self._notes.cancels.append((request, self.process.loop.now))
         await asyncio.gather(*listening)
 
     async def _send(self, request: Sent, producer: AsyncClient) -> None:
@@ -173,10 +220,11 @@ class ClientProgram:
             await asyncio.sleep(2 * self._rng.random())
         record = Seen(f"{self.process.name}-{name}", request.request_id, [])
         stream = Stream(record, self.process.loop.now)
-        self.timed.streams.append(stream)
+        self.streams.append(stream)
         try:
             async for event in client.stream(request.request_id):
                 record.events.append(SeenEvent.of(event))
+                stream.times.append(self.process.loop.now)
                 how = f"{event.index} {event.text!r} {event.finish_reason or ''}"
                 self.process.loop.tell(self.process, f"sees {request.request_id} {how}")
         except Exception as error:  # whatever it is, a subscriber must not see it

@@ -23,12 +23,14 @@ import hiredis
 
 from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.programs.simulation.loop import EPOCH, SimulatedLoop
-from tests.programs.simulation.network import Transport
+from tests.programs.simulation.network import Link, Transport
 from tests.programs.simulation.trace import Trace
 from tests.support.processes import start
 from tests.support.servers import server_program
 
 _PUBLISHING = {b"EVAL", b"PUBLISH", b"SPUBLISH", b"EXEC"}
+_SCRIPTS = {b"EVAL", b"EVALSHA"}
+_DISK_FULL = b"-MISCONF Errors writing to the AOF file: No space left on device\r\n"
 _SUBSCRIBING = {b"SUBSCRIBE", b"SSUBSCRIBE", b"UNSUBSCRIBE", b"SUNSUBSCRIBE"}
 _NOT_OF_MACHINE = (b"redis_version:", b"valkey_version:", b"redis_mode:", b"maxmemory")
 """Beginnings of lines of INFO that are the same on each machine and at each run."""
@@ -105,6 +107,18 @@ class ServerProcess:
             self._shown = nanoseconds
             struct.pack_into("<q", self._clock, 0, nanoseconds)
 
+    def ask(self, *commands: Sequence[str | int]) -> list[Any]:
+        """Returns the replies to commands that do not go through the network of the world."""
+        reader = hiredis.Reader(notEnoughData=_NOTHING)
+        self._control.sendall(b"".join(map(hiredis.pack_command, map(tuple, commands))))
+        replies: list[Any] = []
+        while len(replies) < len(commands):
+            while (reply := reader.gets()) is not _NOTHING:
+                replies.append(reply)
+            if len(replies) < len(commands):
+                reader.feed(self._control.recv(_PAGE))
+        return replies
+
     def wait_for_writes(self) -> None:
         """Wait until the server has written everything that earlier commands caused."""
         assert self._ask(b"PING\r\n") == _PONG
@@ -131,6 +145,8 @@ class SteppedServer:
         self.process = process
         self.num_commands: Counter[str] = Counter()
         """Number of commands by the process that sent them."""
+        self.full_until = 0.0
+        """The world's time until which the server refuses scripts, because its disk is full."""
         self._subscribers: list[ServerConnection] = []
         self._poll = select.poll()
         texts = {name: script_text(name) for name in SCRIPT_NAMES}
@@ -138,6 +154,10 @@ class SteppedServer:
         self._publishing = {
             digest.encode() for digest, name in self._names.items() if "PUBLISH" in texts[name]
         }
+
+    @property
+    def subscribed_links(self) -> list[Link]:
+        return [subscriber.transport.link for subscriber in self._subscribers]
 
     def accept(self) -> asyncio.Protocol:
         """Returns the protocol of a new connection."""
@@ -151,6 +171,8 @@ class SteppedServer:
         if self.trace.is_told:
             self.trace.tell(sender, f"sends {self._shown(name, command)}")
         self.process.set_time(EPOCH + self.loop.now)
+        if self.loop.now < self.full_until and name in _SCRIPTS:
+            return _DISK_FULL
         num_replies = max(1, len(command) - 1) if name in _SUBSCRIBING else 1
         replies = connection.exchange(hiredis.pack_command(tuple(command)), num_replies)
         if name == b"INFO":
@@ -176,7 +198,12 @@ class SteppedServer:
         ready = {descriptor for descriptor, _ in self._poll.poll(0)}
         for subscriber in self._subscribers if ready else ():
             if subscriber.socket.fileno() in ready:
-                subscriber.transport.write(subscriber.socket.recv(_PAGE))
+                messages, link = subscriber.socket.recv(_PAGE), subscriber.transport.link
+                if link.swallows_messages:
+                    link.swallows_messages = False
+                    self.trace.note(link.near.process, f"gets no messages on link {link.number}")
+                else:
+                    subscriber.transport.write(messages)
 
     def _shown(self, name: bytes, command: Sequence[bytes]) -> str:
         words = [name.decode()]

@@ -20,16 +20,15 @@ from promptq.shared.protocol.keys import Keys
 from promptq.worker.serve import worker as worker_module
 from tests.programs.chaos.audit.auditor import Violation, audit
 from tests.programs.chaos.audit.outcome import take_snapshot
-from tests.programs.chaos.audit.records import Claimed, Sent
-from tests.programs.chaos.requests import make_request
+from tests.programs.chaos.audit.records import Sent
 from tests.programs.simulation import clock
 from tests.programs.simulation.auditor import (
-    IDLE_SECONDS,
     PATIENCE_SECONDS,
-    check_calm,
-    check_idle,
+    check_times,
+    lives,
     num_carried_on,
 )
+from tests.programs.simulation.causes import check_causes
 from tests.programs.simulation.loop import (
     EPOCH,
     Process,
@@ -38,6 +37,7 @@ from tests.programs.simulation.loop import (
     StandstillError,
 )
 from tests.programs.simulation.network import Network
+from tests.programs.simulation.notes import Disturbance, Notes
 from tests.programs.simulation.plan import Fault, Plan, PlannedFault
 from tests.programs.simulation.processes import (
     HOST,
@@ -48,9 +48,20 @@ from tests.programs.simulation.processes import (
 )
 from tests.programs.simulation.server import ServerProcess, SteppedServer
 from tests.programs.simulation.trace import Trace
+from tests.programs.simulation.watch import (
+    IDLE_SECONDS,
+    LOOK_SECONDS,
+    Watch,
+    check_idle,
+    check_listed,
+    check_statistics,
+)
+from tests.programs.simulation.workload import make_again, make_requests
 
 _MOST_CALLBACKS = 1_000_000
-_MOST_TOKENS = 20
+_AGAIN_SECONDS = 0.5
+_DRAIN_SECONDS = 2.0
+"""Seconds within which a worker without requests ends."""
 _MOST_CLOSINGS = 5  # each ends one more `finally` that waits
 
 
@@ -97,7 +108,8 @@ class World:
         self._places = [_Place(number + 1) for number in range(plan.num_workers)]
         self._clients: list[ClientProgram] = []
         self._requests: list[Sent] = []
-        self._claimed: list[Claimed] = []
+        self._notes = Notes()
+        self._watcher = Watch(server.ask, plan.lease_ms)
         self._is_over = False
         self._restarting: asyncio.Task[None] | None = None
 
@@ -105,7 +117,7 @@ class World:
         """Run the world to its end, and audit it."""
         result = self.result
         random.seed(f"{self.plan.seed} shared")
-        NotingQueue.claimed = self._claimed
+        NotingQueue.notes = self._notes
         worker_module.AsyncRequestQueue = NotingQueue  # type: ignore[misc]
         main = self.loop.root.start(self._main())
         gc.disable()  # so that objects end when nothing refers to them, and at no other time
@@ -146,12 +158,16 @@ class World:
         for place in self._places:
             self._start_worker(place)
         self._start_clients()
+        self.loop.root.start(self._look())
+        if not self.plan.faults:
+            self._notes.calm_from = 0.0
         for planned in self.plan.faults:
             await asyncio.sleep(planned.at - self.loop.now)
             self._inflict(planned)
         await asyncio.sleep(self.plan.seconds - self.loop.now)
         await self._let_all_end()
         await self._let_all_idle()
+        await self._send_again()
         await self._drain_all()
 
     def _listen(self) -> None:
@@ -162,9 +178,9 @@ class World:
             rng = random.Random(f"{self.plan.seed} client {number}")
             process = Process(self.loop, f"client-{number + 1}", _clock_rate(rng))
             share = self.plan.num_requests // self.plan.num_clients
-            requests = process.context.run(_make_requests, process, rng, share)
+            requests = process.context.run(make_requests, process, rng, share)
             self._requests += requests
-            client = ClientProgram(process, rng, requests)
+            client = ClientProgram(process, rng, requests, self._notes)
             client.start(self.plan.seconds)
             self._clients.append(client)
 
@@ -173,7 +189,7 @@ class World:
         name = f"worker-{place.number}.{place.num_starts}"
         rng = random.Random(f"{self.plan.seed} {name}")
         process = Process(self.loop, name, _clock_rate(rng))
-        place.worker = WorkerProgram(process, rng)
+        place.worker = WorkerProgram(process, rng, self._notes, self.plan.lease_ms)
         self.trace.note(process, "starts")
         place.watching = self.loop.root.start(self._watch(place, place.worker))
 
@@ -188,6 +204,7 @@ class World:
             self._violate("bad exit", f"{worker.process.name} {how}")
         if left := worker.check_idle():
             self._violate("leaked block", f"{worker.process.name}: {left}")
+        self._check_end(worker.process)
         self._bury(worker)
         if not self._is_over:
             self._start_worker(place)
@@ -211,23 +228,73 @@ class World:
         if late:
             self._violate("no end", self._where_everybody_waits())
 
+    def _check_end(self, process: Process) -> None:
+        """Checks that a process that has ended by itself left nothing open."""
+        tasks = [task for task in asyncio.all_tasks(self.loop) if isinstance(task, SimulatedTask)]
+        if left := [task for task in tasks if task.process is process]:
+            names = ", ".join(sorted(task.get_coro().__qualname__ for task in left))
+            self._violate("tasks left", f"{process.name}: {names}")
+        if left := [link for link in self.network.of(process) if not link.near.is_over]:
+            self._violate("connections left", f"{process.name}: {len(left)}")
+
+    async def _look(self) -> None:
+        """Look at the world until it ends."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._server_process.is_running:
+                workers = [place.worker for place in self._places if place.worker is not None]
+                is_calm = self._notes.is_calm(self.loop.now)
+                connections = self.network.num_connects
+                self._watcher.look(self.loop.now, workers, self._processes(), connections, is_calm)
+
     async def _let_all_idle(self) -> None:
+        """Wait until all workers are back, and have nothing to do."""
+        began_at = self.loop.now
+        while not all(place.worker and place.worker.ready_at for place in self._places):
+            await asyncio.sleep(LOOK_SECONDS)
+            if self.loop.now > began_at + PATIENCE_SECONDS:
+                self._violate("no worker", self._where_everybody_waits())
+                return
         await asyncio.sleep(IDLE_SECONDS)  # the last requests may be on their way back
         before = self._server.num_commands.copy()
         await asyncio.sleep(IDLE_SECONDS)
         sent = self._server.num_commands - before
-        names = {place.worker.process.name for place in self._places if place.worker is not None}
-        self.result.violations += check_idle({name: sent[name] for name in names})
+        workers = [place.worker for place in self._places if place.worker is not None]
+        self.result.violations += check_idle(self._server_process.ask, sent, workers)
+
+    async def _send_again(self) -> None:
+        """Send more requests, now that the faults have no effect any longer. Drain a worker."""
+        if self._notes.calm_from is None:
+            self._notes.calm_from = self.loop.now
+        for number, client in enumerate(self._clients):
+            rng = random.Random(f"{self.plan.seed} client {number} again")
+            requests = client.process.context.run(make_again, client.process, rng)
+            self._requests += requests
+            client.start_again(requests, _AGAIN_SECONDS)
+        await asyncio.sleep(_AGAIN_SECONDS)
+        workers = [place.worker for place in self._places if place.worker is not None]
+        if len(workers) > 1:  # with another one that goes on, no request waits for the drain
+            max(workers, key=lambda worker: worker.num_held).drain()
+        mains = [client.main for client in self._clients]
+        done, late = await asyncio.wait(mains, timeout=PATIENCE_SECONDS)
+        for task in done:
+            task.result()
+        if late:
+            self._violate("no end", self._where_everybody_waits())
 
     async def _drain_all(self) -> None:
         self._is_over = True
-        for place in self._places:
-            if place.worker is not None:
-                place.worker.stop.set()
+        closing = [client.close() for client in self._clients]
+        drained = [place.worker for place in self._places if place.worker is not None]
+        for worker in drained:
+            worker.drain()
         ending = [place.watching for place in self._places if place.watching is not None]
-        _, late = await asyncio.wait(ending, timeout=PATIENCE_SECONDS)
+        _, late = await asyncio.wait([*ending, *closing], timeout=_DRAIN_SECONDS)
         if late:
             self._violate("no drain", self._where_everybody_waits())
+        for client in self._clients:
+            self._check_end(client.process)
+        self.result.violations += check_listed(self._server_process.ask, drained)
 
     # ------------------------------------------------------------ faults
 
@@ -240,17 +307,25 @@ class World:
                 worker = self._choose(self._places, planned).worker
                 if worker is not None:
                     self._note(planned, worker.process)
-                    worker.stop.set()
+                    worker.drain()
             case Fault.FREEZE:
                 worker = self._choose(self._places, planned).worker
                 if worker is not None:
                     self._freeze(planned, worker.process)
             case Fault.FREEZE_CLIENT:
                 self._freeze(planned, self._choose(self._clients, planned).process)
-            case Fault.RESTART:
+            case Fault.RESTART | Fault.OUTAGE:
                 if self._server_process.is_running:
                     self._note(planned, self._host)
                     self._restart_server(planned.seconds)
+            case Fault.DISK_FULL:
+                self._note(planned, self._host)
+                self._server.full_until = self.loop.now + planned.seconds
+            case Fault.LOSE_MESSAGES:
+                if links := self._server.subscribed_links:
+                    link = self._choose(links, planned)
+                    self._note(planned, link.near.process)
+                    link.swallows_messages = True
             case Fault.CUT_ONE | Fault.LOSE_REPLY:
                 if self.network.links:
                     link = self._choose(self.network.links, planned)
@@ -279,6 +354,8 @@ class World:
         worker, place.worker = place.worker, None
         if worker is None:  # it has not come back yet
             return
+        now = self.loop.now
+        self._notes.disturbances.append(Disturbance(Fault.KILL, worker.process.name, now, now))
         self.trace.note(worker.process, "is killed")
         assert place.watching is not None
         place.watching.cancel()
@@ -309,6 +386,8 @@ class World:
         self.loop.at(self.loop.now + planned.seconds, self.loop.root, process.go_on)
 
     def _note(self, planned: PlannedFault, process: Process) -> None:
+        begin, end = self.loop.now, self.loop.now + planned.seconds
+        self._notes.disturbances.append(Disturbance(planned.kind, process.name, begin, end))
         self.trace.note(process, f"suffers: {planned.kind} ({planned.seconds:.3f} s)")
 
     def _processes(self) -> list[Process]:
@@ -324,15 +403,20 @@ class World:
         result = self.result
         for failure in self.loop.failures:
             self._violate("unhandled", failure)
-        streams = [stream for client in self._clients for stream in client.timed.streams]
+        streams = [stream for client in self._clients for stream in client.streams]
         result.num_carried_on = num_carried_on(streams)
+        result.violations += self._watcher.violations.values()
         seen = [stream.seen for stream in streams]
         with redis.Redis(unix_socket_path=str(self._server_process.path)) as connection:
             snapshot = take_snapshot(connection, Keys(QUEUE))
-        result.violations += audit(self._requests, seen, {QUEUE: snapshot}, {}, self._claimed)
+        claimed = [claim.claimed for claim in self._notes.claims]
+        result.violations += audit(self._requests, seen, {QUEUE: snapshot}, {}, claimed)
+        requests = lives(snapshot)
+        result.violations += check_times(self._notes, requests, self._requests, streams)
+        result.violations += check_causes(self._notes, requests, self.plan.lease_ms)
         if not self.plan.faults:
-            for client in self._clients:
-                result.violations += check_calm(client.timed, snapshot)
+            num_finished = sum(request.finished_at is not None for request in requests.values())
+            result.violations += check_statistics(self._server_process.ask, num_finished)
 
     def _violate(self, rule: str, seen: str) -> None:
         self.result.violations.append(Violation(rule, "", seen))
@@ -343,16 +427,6 @@ class World:
 
 def _clock_rate(rng: random.Random) -> float:
     return 1 + rng.choice([0.0, 0.0001, 0.01]) * (rng.random() - 0.5)
-
-
-def _make_requests(process: Process, rng: random.Random, count: int) -> list[Sent]:
-    """Makes requests in the context of a process, whose clock and entropy their ids have."""
-    before, clock.running = clock.running, process
-    requests = [make_request(QUEUE, rng) for _ in range(count)]
-    clock.running = before
-    for request in requests:
-        request.fields["max_tokens"] = rng.randint(1, _MOST_TOKENS)
-    return requests
 
 
 def _waits(loop: SimulatedLoop) -> Iterator[str]:

@@ -1,0 +1,86 @@
+"""Records of a world, beside those of its subscribers. Times are the world's, in seconds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.programs.chaos.audit.records import Claimed, Sent
+from tests.programs.simulation.plan import Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of an engine that has generated tokens of a request."""
+
+    worker: str
+    at: float
+    num_tokens: int
+    """Number of the request's tokens after the step, with those of earlier attempts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim that a worker got."""
+
+    worker: str
+    at: float
+    claimed: Claimed
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """A fault that happened to a process, or to the server, from `begin` to `end`."""
+
+    kind: Fault
+    process: str
+    begin: float
+    end: float
+
+
+@dataclass(slots=True)
+class Drain:
+    """A drain of a worker. `grace_seconds` is the time that running requests get."""
+
+    grace_seconds: float
+    begin: float
+    end: float | None = None
+
+
+@dataclass
+class Notes:
+    """What the parts of a world record while it runs."""
+
+    calm_from: float | None = None
+    """The time from which no fault has an effect any longer; 0 in a world without faults."""
+    steps: defaultdict[str, list[Step]] = field(default_factory=lambda: defaultdict(list))
+    """By request."""
+    claims: list[Claim] = field(default_factory=list)
+    disturbances: list[Disturbance] = field(default_factory=list)
+    drains: dict[str, Drain] = field(default_factory=dict)
+    """By worker."""
+    events_per_second: dict[str, float] = field(default_factory=dict)
+    """The limit of each worker."""
+    cancels: list[tuple[Sent, float]] = field(default_factory=list)
+    """Requests that were cancelled while a worker held them, and when the client got the answer."""
+
+    def is_calm(self, at: float) -> bool:
+        return self.calm_from is not None and at >= self.calm_from
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request's life on the server, from its record."""
+
+    request_id: str
+    enqueued_at: float
+    first_token_at: float | None
+    finished_at: float | None
+    record: dict[str, Any]
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """The attempts that ended before the request did."""
+        history: list[dict[str, Any]] = self.record.get("history", [])
+        return history

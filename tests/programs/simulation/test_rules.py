@@ -1,0 +1,263 @@
+"""Each promise about time, causes and load is broken by a record that shows the contrary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from promptq.shared.protocol.keys import Keys
+from tests.programs.chaos.audit.auditor import Snapshot
+from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
+from tests.programs.simulation.auditor import Stream, check_times, lives
+from tests.programs.simulation.causes import check_causes
+from tests.programs.simulation.loop import EPOCH, SimulatedLoop
+from tests.programs.simulation.notes import Claim, Disturbance, Drain, Notes, Step
+from tests.programs.simulation.plan import Fault
+from tests.programs.simulation.watch import Watch, check_idle, check_listed, check_statistics
+
+WORKER = "worker-1.1"
+
+
+def unix_ms(at: float) -> str:
+    return str(round((EPOCH + at) * 1000))
+
+
+@dataclass
+class Story:
+    """A request of two tokens from 1.0 to 1.2 s, served by one worker and seen by one subscriber.
+
+    The world has no faults.
+    """
+
+    notes: Notes = field(default_factory=lambda: Notes(calm_from=0.0))
+    record: dict[str, Any] = field(
+        default_factory=lambda: {
+            "attempt": "1",
+            "enqueued_at": unix_ms(1.0),
+            "first_token_at": unix_ms(1.1),
+            "finished_at": unix_ms(1.2),
+        }
+    )
+
+    def __post_init__(self) -> None:
+        self.sent = Sent("r", Queue.VOLUME, Kind.CANCEL, {})
+        events = [SeenEvent(0, [1], "a"), SeenEvent(1, [2], "b", "length")]
+        seen = Seen("client-1-first", "r", events)
+        self.stream = Stream(seen, began_at=1.0, times=[1.1, 1.2], ended_at=1.2)
+        self.notes.steps["r"] = [Step(WORKER, 1.1, 1), Step(WORKER, 1.19, 2)]
+        self.notes.events_per_second[WORKER] = 20.0
+
+    def rules(self, lease_ms: int = 1000) -> set[str]:
+        requests = lives(Snapshot({"r": self.record}))
+        found = [
+            *check_times(self.notes, requests, [self.sent], [self.stream]),
+            *check_causes(self.notes, requests, lease_ms),
+        ]
+        return {violation.rule for violation in found}
+
+    def ends_an_attempt(self, how: str, at: float) -> None:
+        """Lets attempt 1, after one token, end at a time, and attempt 2 follow."""
+        self.notes.calm_from = None
+        begin, end = int(unix_ms(1.0)), int(unix_ms(at))
+        attempt = {"attempt": 1, "how": how, "worker": f"{WORKER}-7-0a1b2c"}
+        self.record["history"] = [{**attempt, "claimed_at": begin, "ended_at": end}]
+        for number, claimed_at in ((1, 1.0), (2, at)):
+            claimed = Claimed("r", number, number - 1)
+            self.notes.claims.append(Claim(f"worker-{number}.1", claimed_at, claimed))
+
+
+def test_a_request_that_is_served_at_once_breaks_nothing() -> None:
+    assert Story().rules() == set()
+
+
+def test_finds_a_second_attempt_without_a_fault() -> None:
+    story = Story()
+    story.record["attempt"] = "2"
+    assert story.rules() == {"lost lease"}
+    story.notes.calm_from = 1.5
+    assert story.rules() == set()
+
+
+def test_finds_an_engine_that_works_on() -> None:
+    story = Story()
+    story.notes.steps["r"].append(Step(WORKER, 1.31, 3))
+    assert story.rules() == {"useless work"}
+
+
+def test_finds_a_token_that_comes_late() -> None:
+    story = Story()
+    story.stream.times[0] = 1.41
+    assert story.rules() == {"late token"}
+    story.stream.began_at = 1.2
+    assert story.rules() == set()
+
+
+def test_finds_an_end_that_comes_late() -> None:
+    story = Story()
+    story.stream.ended_at = 1.51
+    assert story.rules() == {"late end"}
+    story.notes.calm_from = None
+    story.notes.disturbances.append(Disturbance(Fault.CUT_ONE, "client-2", 1.3, 1.3))
+    story.notes.disturbances.append(Disturbance(Fault.CUT_ONE, "client-1", 0.1, 0.1))
+    assert story.rules() == {"late end"}
+    story.notes.disturbances.append(Disturbance(Fault.CUT_ONE, "client-1", 0.3, 0.3))
+    assert story.rules() == set()
+
+
+def test_finds_a_cancel_that_comes_late() -> None:
+    story = Story()
+    story.notes.cancels.append((story.sent, 1.13))
+    assert story.rules() == set()
+    story.notes.cancels.append((story.sent, 1.11))
+    assert story.rules() == {"late cancel"}
+
+
+def test_finds_a_start_that_comes_late() -> None:
+    story = Story()
+    story.record["enqueued_at"] = unix_ms(0.75)
+    assert story.rules() == {"late start"}
+
+
+def test_finds_more_events_than_the_limit_allows() -> None:
+    story = Story()
+    events = [SeenEvent(number, [number], "a") for number in range(5)]
+    story.stream.seen.events[:], story.stream.times[:] = events, [1.19] * 5
+    assert story.rules() == {"too many events"}
+    story.notes.events_per_second[WORKER] = 100.0
+    assert story.rules() == set()
+
+
+def test_finds_a_crash_that_no_fault_explains() -> None:
+    story = Story()
+    story.ends_an_attempt("crashed", 2.1)
+    assert story.rules() == {"crash without a cause"}
+    story.notes.disturbances.append(Disturbance(Fault.KILL, "worker-2.1", 1.5, 1.5))
+    story.notes.disturbances.append(Disturbance(Fault.LOSE_REPLY, WORKER, 1.5, 1.5))
+    assert story.rules() == {"crash without a cause"}
+    story.notes.disturbances.append(Disturbance(Fault.KILL, WORKER, 1.5, 1.5))
+    assert story.rules() == set()
+
+
+def test_an_outage_of_the_server_explains_the_end_of_short_leases_alone() -> None:
+    story = Story()
+    story.ends_an_attempt("crashed", 2.1)
+    story.notes.disturbances.append(Disturbance(Fault.RESTART, "server", 1.5, 1.6))
+    assert story.rules(lease_ms=1000) == set()
+    assert story.rules(lease_ms=4000) == {"crash without a cause"}
+
+
+def test_finds_a_request_that_is_given_back_before_its_end() -> None:
+    story = Story()
+    story.ends_an_attempt("given back", 1.15)
+    assert story.rules() == {"interrupted"}
+    story.notes.drains[WORKER] = Drain(0.1, 1.1)
+    assert story.rules() == {"interrupted"}
+    story.notes.drains[WORKER] = Drain(0.1, 1.04)
+    assert story.rules() == set()
+
+
+def test_finds_a_claim_in_a_drain() -> None:
+    story = Story()
+    story.ends_an_attempt("its claim was lost", 1.15)
+    story.notes.drains["worker-2.1"] = Drain(20.0, 1.0)
+    assert story.rules() == {"claim in a drain"}
+
+
+class Server:
+    """Answers a watch as a server would, with one lease until `lease_until`."""
+
+    def __init__(self) -> None:
+        self.lease_until: float | None = None
+        self.num_waiting = 0
+        self.channels: list[bytes] = []
+        self.num_finished = 3
+
+    def ask(self, *commands: tuple[str | int, ...]) -> list[Any]:
+        until = self.lease_until
+        leases = [] if until is None else [b"r", unix_ms(until).encode()]
+        answers: dict[str | int, Any] = {
+            "ZRANGE": leases,
+            "ZCARD": self.num_waiting,
+            "PUBSUB": self.channels,
+            "HGET": b"%d" % self.num_finished,
+            "XRANGE": [(b"1-0", [b"finished", b"1"])],
+        }
+        return [answers[command[0]] for command in commands]
+
+
+def test_finds_a_lease_that_is_renewed_too_late() -> None:
+    server = Server()
+    watch = Watch(server.ask, 1000)
+    server.lease_until = 2.6
+    watch.look(2.0, [], [], Counter(), is_calm=True)
+    assert not watch.violations
+    watch.look(2.2, [], [], Counter(), is_calm=False)
+    assert not watch.violations
+    watch.look(2.2, [], [], Counter(), is_calm=True)
+    assert list(watch.violations) == [("late renewal", "r")]
+
+
+def test_finds_a_client_that_stays_subscribed() -> None:
+    server = Server()
+    watch = Watch(server.ask, 1000)
+    server.channels = [Keys(Queue.VOLUME).events("r").encode()]
+    for now in (2.0, 2.5):
+        watch.look(now, [], [], Counter(), is_calm=True)
+    assert not watch.violations
+    watch.look(2.6, [], [], Counter(), is_calm=True)
+    assert list(watch.violations) == [("still subscribed", "r")]
+
+
+def test_finds_workers_that_idle_while_requests_wait() -> None:
+    server = Server()
+    watch = Watch(server.ask, 1000)
+    name = SimpleNamespace(name=WORKER)
+    worker: Any = SimpleNamespace(
+        is_serving=True, worker_id="w", num_held=0, ready_at=2.0, process=name
+    )
+    server.num_waiting = 1
+    watch.look(2.0, [worker], [], Counter(), is_calm=False)
+    watch.look(2.3, [worker], [], Counter(), is_calm=True)
+    assert not watch.violations
+    server.lease_until = 3.0
+    watch.look(2.4, [worker], [], Counter(), is_calm=True)
+    server.lease_until = None
+    watch.look(2.6, [worker], [], Counter(), is_calm=True)
+    assert not watch.violations
+    watch.look(2.71, [worker], [], Counter(), is_calm=True)
+    assert list(watch.violations) == [("idle", "")]
+
+
+def test_finds_processes_that_spin_or_connect_without_end() -> None:
+    loop = SimulatedLoop("1", 1)
+    watch, connections = Watch(Server().ask, 1000), Counter({loop.root: 1000})
+    loop.root.num_callbacks = 5000
+    watch.look(0.1, [], [loop.root], Counter(), is_calm=False)
+    watch.look(0.2, [], [loop.root], connections, is_calm=False)
+    assert not watch.violations
+    loop.root.num_callbacks = 10_001
+    connections[loop.root] = 1001
+    watch.look(0.3, [], [loop.root], connections, is_calm=False)
+    loop.close()
+    assert list(watch.violations) == [("spins", "world"), ("hammers", "world")]
+
+
+def test_finds_a_worker_that_stays_listed() -> None:
+    server = Server()
+    worker: Any = SimpleNamespace(worker_id="w", process=SimpleNamespace(name=WORKER))
+    server.lease_until = 3.0  # the answer to ZRANGE has the name r
+    assert list(check_listed(server.ask, [worker])) == []
+    worker.worker_id = "r"
+    [violation] = check_listed(server.ask, [worker])
+    assert violation.rule == "still listed"
+
+
+def test_finds_what_stays_after_all_ends() -> None:
+    server = Server()
+    assert list(check_idle(server.ask, {}, [])) == []
+    assert list(check_statistics(server.ask, num_finished=4)) == []
+    server.channels, server.num_finished = [b"events:r"], 4
+    found = [*check_idle(server.ask, {}, []), *check_statistics(server.ask, num_finished=4)]
+    assert [violation.rule for violation in found] == ["still subscribed", "wrong statistics"]
