@@ -38,8 +38,9 @@ local function observed(invoke)
     return invoke(command, ...)
   end
 end
-local redis = setmetatable(
-  {{call = observed(unobserved.call), pcall = observed(unobserved.pcall)}}, {{__index = unobserved}})
+local redis = setmetatable({{
+  call = observed(unobserved.call), pcall = observed(unobserved.pcall),
+}}, {{__index = unobserved}})
 """
 
 _PINNED_CLOCK = f"pinned.TIME = {{'{NOW_MS // 1000}', '0'}}\n"

@@ -11,11 +11,11 @@ from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.programs.traces.trace_file import Entry, TraceWriter, plain_reply, texts_of
 
 _NOT_RECORDED = frozenset(
-    b"ACL AUTH CLIENT COMMAND CONFIG DISCARD HELLO INFO PING PUBLISH QUIT RESET SCRIPT SELECT SPUBLISH"
-    b" PSUBSCRIBE PUNSUBSCRIBE SSUBSCRIBE SUBSCRIBE SUNSUBSCRIBE UNSUBSCRIBE TIME UNWATCH WATCH"
-    b" DBSIZE EXISTS GET HEXISTS HGET HGETALL HLEN HMGET HVALS LLEN LRANGE MGET PTTL SCAN SISMEMBER"
-    b" SMEMBERS STRLEN TTL TYPE XLEN XRANGE XREAD XREVRANGE ZCARD ZCOUNT ZMSCORE ZRANGE ZRANK ZSCORE"
-    b"".split()
+    b"ACL AUTH CLIENT COMMAND CONFIG DBSIZE DISCARD EXISTS GET HELLO HEXISTS HGET HGETALL HLEN"
+    b" HMGET HVALS INFO LLEN LRANGE MGET PING PSUBSCRIBE PTTL PUBLISH PUNSUBSCRIBE QUIT RESET SCAN"
+    b" SCRIPT SELECT SISMEMBER SMEMBERS SPUBLISH SSUBSCRIBE STRLEN SUBSCRIBE SUNSUBSCRIBE TIME TTL"
+    b" TYPE UNSUBSCRIBE UNWATCH WATCH XLEN XRANGE XREAD XREVRANGE ZCARD ZCOUNT ZMSCORE ZRANGE ZRANK"
+    b" ZSCORE".split()
 )
 """Plain commands that change no key. Any other command is recorded."""
 
@@ -44,8 +44,9 @@ class Recorder:
         elif name == b"EXEC":
             queued = self._queued.pop(connection, [])
             answers = _read(replies)
-            for each, answer in zip(queued, answers if isinstance(answers, list) else ()):
-                self._write(by, at_us, each, answer)
+            if isinstance(answers, list):  # otherwise the server executed nothing
+                for each, answer in zip(queued, answers, strict=True):
+                    self._write(by, at_us, each, answer)
         elif connection in self._queued:
             self._queued[connection].append(command)
         elif name not in _NOT_RECORDED:

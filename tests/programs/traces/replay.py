@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,14 @@ from tests.programs.traces.recorded_moves import (
     payloads_of,
     spec_of,
 )
-from tests.programs.traces.trace_file import UNKNOWN, Entry, Trace, plain_reply
+from tests.programs.traces.trace_file import (
+    UNKNOWN,
+    Entry,
+    Trace,
+    TraceError,
+    plain_reply,
+    read_trace,
+)
 
 _QUEUE = re.compile(re.escape(PREFIX) + r"\{([^}]+)\}:")
 _OF_ALL_REQUESTS = (
@@ -255,6 +262,20 @@ def _changed(before: View, after: View) -> set[str]:
     return {each for each in ids if all_of(before, each) != all_of(after, each)}
 
 
-def kinds_of(trace: Trace) -> Counter[str]:
-    """Returns the number of calls by script or command."""
-    return Counter(entry.script or entry.args[0].upper() for entry in trace.entries)
+def run_replay(path: Path, kind: str, every: int) -> int:
+    """Replay the trace in a file, and print what came of it. Returns the exit code: 1 for a refused
+    trace, 2 for a file that cannot be replayed."""
+    try:
+        trace = read_trace(path)
+        replayed = replay(trace, kind, every)
+    except TraceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RefusedError as refusal:
+        print(f"{path} is refused at {refusal}")
+        return 1
+    print(
+        f"{trace.source}: {replayed.num_calls:,} calls on {kind}, {replayed.num_scripts:,} of"
+        f" scripts; all replies are equal, and invariants hold at {replayed.num_checked:,} calls"
+    )
+    return 0
