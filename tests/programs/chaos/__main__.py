@@ -109,6 +109,8 @@ def main() -> int:
         for name in ("mutant", "beside_last_release", "cluster"):
             if getattr(options, name):
                 parser.error(f"--record: not with --{name.replace('_', '-')}")
+        if not options.record.parent.is_dir():
+            parser.error(f"--record: there is no folder {options.record.parent}")
     names = [""] if options.mutant is None else [options.mutant]
     if options.mutant == "all":
         names = list(CHAOS_MUTANTS)

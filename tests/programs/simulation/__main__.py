@@ -38,6 +38,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--mutant", choices=MUTANTS, help="break a module of promptq")
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     arguments = parser.parse_args()
+    if arguments.seeds < 1:
+        parser.error(f"--seeds: {arguments.seeds} is below 1")
+    for name in ("record", "shrink", "trace"):
+        path = getattr(arguments, name)
+        if path and not path.parent.is_dir():
+            parser.error(f"--{name}: there is no folder {path.parent}")
     if arguments.record and arguments.seeds != 1 and not arguments.plan:
         parser.error("--record: a trace is of one world, so add --seeds 1 or --plan")
     return arguments

@@ -78,9 +78,14 @@ class ServerProcess:
     def start(self) -> None:
         """Start the server, and wait until it answers."""
         command = [self._program, *_SETTINGS]
-        self._process = start(
-            *command, cwd=self._folder, env=self._environment, stdout=subprocess.DEVNULL
-        )
+        with (self._folder / "errors").open("ab") as errors:
+            self._process = start(
+                *command,
+                cwd=self._folder,
+                env=self._environment,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
         self.is_running = True
         while True:
             try:
@@ -88,7 +93,10 @@ class ServerProcess:
                 break
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if self._process.poll() is not None:
-                    raise RuntimeError("the server of the world did not start") from error
+                    errors_text = (self._folder / "errors").read_text()
+                    raise RuntimeError(
+                        f"the world's server did not start: {errors_text}"
+                    ) from error
                 select.select([], [], [], 0.002)  # sleeps outside of the world's time
         while self._ask(b"PING\r\n") != _PONG:  # it loads its data
             select.select([], [], [], 0.002)

@@ -93,22 +93,25 @@ def write_trace(folder: Path, path: Path, source: str, lease_ms: int) -> None:
 
 def _entries(folder: Path) -> Iterator[Entry]:
     at_us: int | None = None
-    early: list[tuple[str, ...]] = []  # commands before the first time that is known
+    early: list[list[tuple[str, ...]]] = []  # before the first time that is known
     for block in _blocks(folder):
         calls = [Entry.of(json.loads(words[2])) for words in block if _is_stored_call(words)]
-        if not calls and at_us is None:
-            early += block
         if calls:
             if at_us is None:
-                yield from (Entry(calls[0].at_us, "", (), words) for words in early)
+                for each in early:
+                    yield from _plain_commands(calls[0].at_us, each)
             at_us = calls[-1].at_us
             yield from calls
-        elif at_us is not None:
-            yield from (
-                Entry(at_us, "", (), words)
-                for words in block
-                if not (len(words) > 1 and words[1].endswith(_KEY_NAME))  # it has expired
-            )
+        elif at_us is None:
+            early.append(block)
+        else:
+            yield from _plain_commands(at_us, block)
+
+
+def _plain_commands(at_us: int, block: list[tuple[str, ...]]) -> Iterator[Entry]:
+    kept = [words for words in block if words[1:2] and not words[1].endswith(_KEY_NAME)]
+    for nth, words in enumerate(kept, 1):
+        yield Entry(at_us, "", (), words, goes_on=nth < len(kept))
 
 
 def _is_stored_call(words: tuple[str, ...]) -> bool:

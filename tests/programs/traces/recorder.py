@@ -45,17 +45,22 @@ class Recorder:
             queued = self._queued.pop(connection, [])
             answers = _read(replies)
             if isinstance(answers, list):  # otherwise the server executed nothing
-                for each, answer in zip(queued, answers, strict=True):
-                    self._write(by, at_us, each, answer)
+                changes = [
+                    (each, answer)
+                    for each, answer in zip(queued, answers, strict=True)
+                    if each[0].upper() not in _NOT_RECORDED
+                ]
+                for nth, (each, answer) in enumerate(changes, 1):
+                    self._write(by, at_us, each, answer, goes_on=nth < len(changes))
         elif connection in self._queued:
             self._queued[connection].append(command)
         elif name not in _NOT_RECORDED:
             self._write(by, at_us, command, _read(replies))
 
-    def _write(self, by: str, at_us: int, command: Sequence[bytes], reply: object) -> None:
+    def _write(
+        self, by: str, at_us: int, command: Sequence[bytes], reply: object, goes_on: bool = False
+    ) -> None:
         name = command[0].upper()
-        if name in _NOT_RECORDED:
-            return
         script, keys, words = "", (), tuple(command)
         if name in (b"EVAL", b"EVALSHA"):
             if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
@@ -65,7 +70,8 @@ class Recorder:
             num_keys = int(command[2])
             script, keys = self._names[digest], texts_of(command[3 : 3 + num_keys])
             words = tuple(command[3 + num_keys :])
-        self._writer.write(Entry(at_us, script, keys, texts_of(words), plain_reply(reply), by))
+        args, answer = texts_of(words), plain_reply(reply)
+        self._writer.write(Entry(at_us, script, keys, args, answer, by, goes_on))
 
 
 def _read(replies: bytes) -> object:

@@ -68,13 +68,17 @@ class Replayed:
 
 
 def replay(
-    trace: Trace, kind: str = "", every: int = 1, texts: Mapping[str, str] | None = None
+    trace: Trace,
+    library: Path,
+    kind: str = "",
+    every: int = 1,
+    texts: Mapping[str, str] | None = None,
 ) -> Replayed:
     """Replay a trace on a new server of a `kind` in PROGRAMS, and check invariants at every n-th
-    call. `texts` replace the scripts. Raises RefusedError."""
+    call. `library` is that of `compile_preload`. `texts` replace the scripts. Raises RefusedError.
+    """
     replayed = Replayed()
     with tempfile.TemporaryDirectory(prefix="replay-") as temporary:
-        library = compile_preload(Path(temporary))
         for queue, entries in _by_queue(trace.entries).items():
             folder = Path(temporary) / queue
             folder.mkdir()
@@ -127,7 +131,7 @@ class _Following:
         self._process.set_microseconds(entry.at_us)
         replayed.num_calls += 1
         replayed.num_scripts += bool(entry.script)
-        is_checked = replayed.num_calls % self._every == 0
+        is_checked = replayed.num_calls % self._every == 0 and not entry.goes_on
         if is_checked and self._every > 1:
             self._view = self._look(self._view, entry, [])
         reply = self._call(number, entry)
@@ -267,7 +271,8 @@ def run_replay(path: Path, kind: str, every: int) -> int:
     trace, 2 for a file that cannot be replayed."""
     try:
         trace = read_trace(path)
-        replayed = replay(trace, kind, every)
+        with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+            replayed = replay(trace, compile_preload(Path(folder)), kind, every)
     except TraceError as error:
         print(error, file=sys.stderr)
         return 2

@@ -3,7 +3,8 @@
 A trace has one JSON object a line. The first line is the header, the last one counts the calls. The
 lines between them are calls of scripts (`script`, `keys`, `args`) and plain commands (`command`),
 each with the server's time in microseconds (`at`) and the `reply`. A plain command that was read
-from an append-only file has no reply. Bytes that are not UTF-8 are lone surrogates.
+from an append-only file has no reply. If a call `goes_on`, the next one is of the same transaction.
+Bytes that are not UTF-8 are lone surrogates.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Entry:
     reply: Any = UNKNOWN
     by: str = ""
     """The process that sent the call, if it is known."""
+    goes_on: bool = False
+    """Whether the next call is of the same transaction."""
 
     @property
     def name(self) -> str:
@@ -56,6 +59,8 @@ class Entry:
             fields["command"] = self.args
         if self.reply is not UNKNOWN:
             fields["reply"] = self.reply
+        if self.goes_on:
+            fields["goes_on"] = True
         return json.dumps(fields)
 
     @classmethod
@@ -71,8 +76,15 @@ class Entry:
             raise ValueError(f"the time {at_us!r} is no number of microseconds")
         if not all(isinstance(word, str) for word in (*keys, *args)) or not (script or args):
             raise ValueError("its words are not texts")
-        reply = fields.get("reply", UNKNOWN)
-        return cls(at_us, script, tuple(keys), tuple(args), reply, str(fields.get("by", "")))
+        return cls(
+            at_us,
+            script,
+            tuple(keys),
+            tuple(args),
+            fields.get("reply", UNKNOWN),
+            str(fields.get("by", "")),
+            bool(fields.get("goes_on")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
