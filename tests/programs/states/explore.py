@@ -363,8 +363,9 @@ def main() -> int:
     worlds = {name: each for name, each in (SMALL | LARGE).items() if options.worlds in name}
     if not worlds:
         parser.error(f"--worlds: no world has {options.worlds!r} in its name")
-    if options.walks < 0 or options.every < 1:
-        parser.error("--walks: at least 0; --every: at least 1")
+    for name, least in (("walks", 0), ("every", 1)):
+        if (number := getattr(options, name)) < least:
+            parser.error(f"--{name}: {number} is below {least}")
     if options.replay:
         from tests.programs.traces.replay import run_replay  # which imports this module
 

@@ -113,6 +113,11 @@ def lease_ms_of(entry: Entry) -> int | None:
     return None
 
 
+def session_of(entry: Entry) -> str:
+    """Returns the session of a claim; empty for other calls."""
+    return _arguments(entry.args)[0].get("session", "") if entry.script == "claim" else ""
+
+
 def _call(entry: Entry, parse: Any) -> Call[Any]:
     return Call(entry.script, entry.args, parse)
 

@@ -32,6 +32,7 @@ from tests.programs.traces.recorded_moves import (
     lease_ms_of,
     move_of,
     payloads_of,
+    session_of,
     spec_of,
 )
 from tests.programs.traces.trace_file import (
@@ -134,6 +135,8 @@ class _Following:
         is_checked = replayed.num_calls % self._every == 0 and not entry.goes_on
         if is_checked and self._every > 1:
             self._view = self._look(self._view, entry, [])
+        if is_checked:
+            self._forget_expired_claim(entry)
         reply = self._call(number, entry)
         if entry.script == "publish":
             self._learn_tokens(entry)
@@ -142,6 +145,14 @@ class _Following:
             problem = next(self._problems(entry, reply), None)
             if problem is not None:
                 raise self._refusal(number, entry, problem)
+
+    def _forget_expired_claim(self, entry: Entry) -> None:
+        """Removes a session's last claim from the state before a call if it has expired since."""
+        session = session_of(entry)
+        if session in self._view.claimed:
+            key = f"{self._queue.prefix}claimed:{session}"
+            if not self._server.call("", [], [b"EXISTS", key.encode()]):
+                del self._view.claimed[session]
 
     def _call(self, number: int, entry: Entry) -> Any:
         words = [word.encode("utf-8", "surrogateescape") for word in entry.args]

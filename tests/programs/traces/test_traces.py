@@ -18,10 +18,16 @@ from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import request_queue
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.programs.simulation.server import compile_preload
+from tests.programs.states import explore
 from tests.programs.states.mutants import CHAOS_MUTANTS, MUTANTS
-from tests.programs.traces.alterations import ALTERATIONS, Entries, skip_the_fence
+from tests.programs.traces.alterations import (
+    ALTERATIONS,
+    Entries,
+    change_a_reply,
+    skip_the_fence,
+)
 from tests.programs.traces.append_only import SERVER_SETTINGS, recorded_text, write_trace
-from tests.programs.traces.replay import RefusedError, Replayed, replay
+from tests.programs.traces.replay import RefusedError, Replayed, replay, run_replay
 from tests.programs.traces.trace_file import (
     FORMAT,
     Trace,
@@ -117,8 +123,10 @@ def test_a_real_server_is_recorded_across_its_death(
         second = queue.take_batch(Room(1, 1000))[0]
         assert {first.request_id, second.request_id} == {"r1", "r2"}
         fence = {claim.request_id: claim.fence for claim in (first, second)}["r1"]
-        event = TokenEvent(index=0, token_ids=[7], text="b")
-        rows = [Row.of("r1", fence, event), Row.of("r1", "0-stale", event)]
+        event, stale = (
+            TokenEvent(index=0, token_ids=[token_id], text="b", attempt=1) for token_id in (7, 8)
+        )
+        rows = [Row.of("r1", fence, event), Row.of("r1", "0-stale", stale)]
         assert queue.publish(rows, [Held("r1", fence)]).rows == [RowStatus.OK, RowStatus.FENCED]
         queue.cancel("r1")
         with pytest.raises(redis.ResponseError):  # an error is a reply, too
@@ -135,9 +143,9 @@ def test_a_real_server_is_recorded_across_its_death(
     assert trace.entries[5].reply == [["ok", "fenced"], ["ok"]]
     assert "error" in trace.entries[7].reply
     assert replay(replace(trace, entries=trace.entries[:7]), library) == Replayed(7, 5, 6)
-    with pytest.raises(RefusedError, match="call 5, publish"):
-        missing = [*trace.entries[:3], *trace.entries[4:]]
-        replay(replace(trace, entries=missing), library)
+    missing = replace(trace, entries=[*trace.entries[:3], *trace.entries[4:]])
+    with pytest.raises(RefusedError, match="call 4, claim"):
+        replay(missing, library)
 
 
 HEADER = {"format": FORMAT, "source": "a test", "lease_ms": 1000, "scripts": scripts_digest()}
@@ -183,12 +191,34 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, sentence: str) -> No
         read_trace(path)
 
 
-def test_the_explorer_names_its_problem_in_one_sentence(tmp_path: Path) -> None:
-    states = [sys.executable, "-m", "tests.programs.states.explore"]
+def test_the_explorer_names_its_problem_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "nothing"
-    ended = run(*states, "--replay", path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"{path} cannot be read: No such file or directory.\n"
-    ended = run(*states, "--worlds", "no such world")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.endswith("--worlds: no world has 'no such world' in its name\n")
+    monkeypatch.setattr(sys, "argv", ["states", "--replay", str(path)])
+    assert explore.main() == 2
+    assert capsys.readouterr() == ("", f"{path} cannot be read: No such file or directory.\n")
+    for words, problem in (
+        (["--worlds", "no world"], "--worlds: no world has 'no world' in its name"),
+        (["--every", "0"], "--every: 0 is below 1"),
+        (["--walks", "-1"], "--walks: -1 is below 0"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["states", *words])
+        with pytest.raises(SystemExit) as ended:
+            explore.main()
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.endswith(f"{problem}\n")
+
+
+def test_the_explorer_prints_what_came_of_a_replay(
+    recorded_file: Path, recorded: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_replay(recorded_file, PROGRAMS[0], every=100) == 0
+    assert capsys.readouterr().out.startswith("simulation, seed 7: ")
+    altered = tmp_path / "altered"
+    replace(recorded, entries=change_a_reply([*recorded.entries])).write(altered)
+    assert run_replay(altered, PROGRAMS[0], every=100) == 1
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert printed.out.startswith(f"{altered} is refused at call ")
+    assert "the server replies [['ok']" in printed.out
