@@ -39,6 +39,7 @@ from tests.support.processes import run
 from tests.support.servers import PROGRAMS, OwnServer
 
 LEASE_MS = 1000
+FIRST_SEED, MOST_SEEDS = 13, 50
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +49,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace of a world in which a request has two attempts."""
+    """A trace of a small world in which every alteration is possible."""
     path = tmp_path_factory.mktemp("recorded") / "trace"
-    options = ["--seeds", "1", "--seed", "7", "--most-requests", "30", "--record", path]
-    ended = run(sys.executable, "-m", "tests.programs.simulation", *options)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for seed in range(FIRST_SEED, FIRST_SEED + MOST_SEEDS):
+        options = ["--seeds", "1", "--seed", str(seed), "--most-requests", "8", "--record", path]
+        ended = run(sys.executable, "-m", "tests.programs.simulation", *options)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        if can_be_altered(read_trace(path)):
+            break
     return path
+
+
+def can_be_altered(trace: Trace) -> bool:
+    try:
+        return all(alter([*trace.entries]) for alter in ALTERATIONS)
+    except (StopIteration, ValueError):  # no request has two attempts, for example
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +78,7 @@ def test_a_world_is_replayed_on_each_server(recorded: Trace, library: Path, kind
     num_of_no_queue = sum(
         entry.args[:2] == ("SADD", "promptq:queues") for entry in recorded.entries
     )
-    assert num_calls - num_of_no_queue > 200
+    assert num_calls - num_of_no_queue > 100
     replayed = replay(recorded, library, kind)
     assert replayed.num_calls == replayed.num_checked == num_calls - num_of_no_queue
 
@@ -214,7 +225,7 @@ def test_the_explorer_prints_what_came_of_a_replay(
     recorded_file: Path, recorded: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_replay(recorded_file, PROGRAMS[0], every=100) == 0
-    assert capsys.readouterr().out.startswith("simulation, seed 7: ")
+    assert capsys.readouterr().out.startswith("simulation, seed ")
     altered = tmp_path / "altered"
     replace(recorded, entries=change_a_reply([*recorded.entries])).write(altered)
     assert run_replay(altered, PROGRAMS[0], every=100) == 1
