@@ -71,6 +71,7 @@ def main() -> int:
     )
     parser.add_argument("--load", type=float, default=1.0, help="factor on the rate of requests")
     parser.add_argument("--keep", type=Path, help="keep logs and records in this new folder")
+    parser.add_argument("--record", type=Path, help="file for a trace of all calls")
     parser.add_argument(
         "--layers",
         choices=FAMILIES,
@@ -104,6 +105,12 @@ def main() -> int:
         for name in ("queues", "beside_last_release", "cluster"):
             if getattr(options, name):
                 parser.error(f"--{name.replace('_', '-')}: only for the scenario fleet")
+    if options.record:
+        for name in ("mutant", "beside_last_release", "cluster"):
+            if getattr(options, name):
+                parser.error(f"--record: not with --{name.replace('_', '-')}")
+        if not options.record.parent.is_dir():
+            parser.error(f"--record: there is no folder {options.record.parent}")
     names = [""] if options.mutant is None else [options.mutant]
     if options.mutant == "all":
         names = list(CHAOS_MUTANTS)
@@ -157,6 +164,7 @@ def run(options: argparse.Namespace, seed: int, mutant: str = "") -> Outcome:
                 cluster=cluster,
                 engines=engines,
                 model=save_model_of(options.layers, folder) if options.layers else None,
+                record=options.record,
             )
             return asyncio.run(chaos.run())
 

@@ -45,6 +45,7 @@ from tests.programs.chaos.schedule import (
     schedule,
 )
 from tests.programs.states.mutants import CHAOS_VARIABLE
+from tests.programs.traces.append_only import RECORD_VARIABLE, SERVER_SETTINGS, write_trace
 from tests.support.fork_server import WORKER, fork_server
 from tests.support.network import Network
 from tests.support.roles import as_role
@@ -123,7 +124,8 @@ class Run:
     that name in CHAOS_MUTANTS, and the run ends at the first violation. With an `earlier` release,
     half of the clients are of that release, and the fleet is updated and rolled back during the
     run. With a `cluster`, the queues are on it. `engines` are behind the workers of Queue.UPSTREAM.
-    The run stops both. A `model` replaces the shipped one.
+    The run stops both. A `model` replaces the shipped one. `record` is the file for a trace of all
+    calls; processes then have no roles, none of which may write the calls.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Run:
         cluster: ChaoticCluster | None = None,
         engines: Engines | None = None,
         model: Path | None = None,
+        record: Path | None = None,
     ) -> None:
         self.outcome = Outcome(seed, seconds)
         self._folder = folder
@@ -148,9 +151,11 @@ class Run:
         self._means = means
         self._mutant = mutant
         self._earlier = earlier
-        self._environment = {CHAOS_VARIABLE: mutant}
+        self._record = record
+        self._environment = {CHAOS_VARIABLE: mutant, RECORD_VARIABLE: "1" if record else ""}
         self._group = ProcessGroup()
-        self._server = PersistentServer(folder, self._group)
+        settings = SERVER_SETTINGS if record else ()
+        self._server = PersistentServer(folder, self._group, settings)
         self._cluster = cluster
         self._engines = engines
         self._model = model
@@ -199,6 +204,8 @@ class Run:
                 self._engines.kill()
         self.outcome.num_swallowed = sum(it.num_swallowed for it in self._roads.values())
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
+        if self._record is not None:
+            write_trace(self._folder, self._record, f"chaos, seed {self.outcome.seed}", LEASE_MS)
         return self.outcome
 
     async def _disturb(self) -> None:
@@ -226,9 +233,10 @@ class Run:
         return self._cluster or self._server
 
     def _url(self, name: str, role: Role) -> str:
-        """Roles on the server are this release's. With an earlier release there are no roles."""
+        """Roles on the server are this release's. With an earlier release there are no roles, and
+        none for a trace."""
         url = self._cluster.url if self._cluster else self._roads[role].address
-        return as_role("" if self._earlier else name, url)
+        return as_role("" if self._earlier or self._record else name, url)
 
     async def _close(self, references: dict[str, Expected]) -> None:
         """Let all requests end, and audit."""

@@ -10,8 +10,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from tests.programs.simulation.mutants import ALL_MUTANTS, MUTANTS, SCRIPT_MUTAN
 if TYPE_CHECKING:
     from tests.programs.simulation.plan import Plan
     from tests.programs.simulation.world import Result
+    from tests.programs.traces.recorder import Recorder
 
 
 _GROUPS = {"all": ALL_MUTANTS, "python": MUTANTS, "scripts": SCRIPT_MUTANTS}
@@ -37,12 +38,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plan", type=Path, help="run the plan in this file instead")
     parser.add_argument("--shrink", type=Path, help="file for the first failing plan, shrunk")
     parser.add_argument("--trace", type=Path, help="file for the stories of the worlds")
+    parser.add_argument("--record", type=Path, help="file for the calls of the only world")
     parser.add_argument(
         "--mutant", type=_mutants, default=(), metavar="NAMES", help=_HELP_OF_MUTANTS
     )
     parser.add_argument("--jobs", type=int, default=1, help="number of mutants at the same time")
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.seeds < 1:
+        parser.error(f"--seeds: {arguments.seeds} is below 1")
+    for name in ("record", "shrink", "trace"):
+        path = getattr(arguments, name)
+        if path and not path.parent.is_dir():
+            parser.error(f"--{name}: there is no folder {path.parent}")
+    if arguments.record and arguments.seeds != 1 and not arguments.plan:
+        parser.error("--record: a trace is of one world, so add --seeds 1 or --plan")
+    return arguments
 
 
 _HELP_OF_MUTANTS = """names of mutants (`mutants.py`) with commas between, or `python`, `scripts` or
@@ -87,7 +98,8 @@ def main() -> int:
         library = compile_preload(Path(__file__).with_name("preload.c"), folder)
         story = stack.enter_context(arguments.trace.open("w")) if arguments.trace else None
         for plan in plans:
-            result = run_world(plan, library, story)
+            recorder = stack.enter_context(_recorder(arguments.record, plan))
+            result = run_world(plan, library, story, recorder)
             summary.add(result)
             if arguments.hashes:
                 print(plan.seed, result.digest, flush=True)
@@ -113,6 +125,22 @@ def _print_table(arguments: argparse.Namespace, seeds: range) -> int:
         print(found, flush=True)
     print(f"{num_missed} of {len(names)} mutants not found")
     return int(num_missed > 0)
+
+
+@contextmanager
+def _recorder(path: Path | None, plan: Plan) -> Iterator[Recorder | None]:
+    """Yields the recorder of a world whose trace goes to `path`, if any."""
+    if path is None:
+        yield None
+        return
+    from tests.programs.chaos.processes.fleet import LEASE_MS
+    from tests.programs.traces.recorder import Recorder
+    from tests.programs.traces.trace_file import TraceWriter
+
+    with path.open("w") as file:
+        writer = TraceWriter(file, f"simulation, seed {plan.seed}", LEASE_MS)
+        yield Recorder(writer)
+        writer.end()
 
 
 def _shrink(result: Result, library: Path, path: Path) -> None:

@@ -25,6 +25,7 @@ from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.programs.simulation.loop import EPOCH, SimulatedLoop
 from tests.programs.simulation.network import Link, Transport
 from tests.programs.simulation.trace import Trace
+from tests.programs.traces.recorder import Recorder
 from tests.support.processes import start
 from tests.support.servers import server_program
 
@@ -46,10 +47,12 @@ _SETTINGS = (
 
 
 class ServerProcess:
-    """A server of one world, in an empty folder. It keeps its data when it is killed."""
+    """A server of one world, in an empty folder. It keeps its data when it is killed. `kind` is one
+    of PROGRAMS, or empty for any."""
 
-    def __init__(self, folder: Path, library: Path) -> None:
+    def __init__(self, folder: Path, library: Path, kind: str = "") -> None:
         self.path = folder / "socket"
+        self._program = server_program(kind)
         self._folder = folder
         self._environment = {
             "LD_PRELOAD": str(library),
@@ -66,10 +69,15 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the server, and wait until it answers."""
-        command = [server_program(), *_SETTINGS]
-        self._process = start(
-            *command, cwd=self._folder, env=self._environment, stdout=subprocess.DEVNULL
-        )
+        command = [self._program, *_SETTINGS]
+        with (self._folder / "errors").open("ab") as errors:
+            self._process = start(
+                *command,
+                cwd=self._folder,
+                env=self._environment,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
         self.is_running = True
         while True:
             try:
@@ -77,7 +85,10 @@ class ServerProcess:
                 break
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if self._process.poll() is not None:
-                    raise RuntimeError("the server of the world did not start") from error
+                    errors_text = (self._folder / "errors").read_text()
+                    raise RuntimeError(
+                        f"the world's server did not start: {errors_text}"
+                    ) from error
                 select.select([], [], [], 0.002)  # sleeps outside of the world's time
         while self._ask(b"PING\r\n") != _PONG:  # it loads its data
             select.select([], [], [], 0.002)
@@ -102,7 +113,10 @@ class ServerProcess:
         return connection
 
     def set_time(self, unix_seconds: float) -> None:
-        nanoseconds = int(unix_seconds * 1e6) * 1000
+        self.set_microseconds(int(unix_seconds * 1e6))
+
+    def set_microseconds(self, unix_microseconds: int) -> None:
+        nanoseconds = unix_microseconds * 1000
         if nanoseconds != self._shown:
             self._shown = nanoseconds
             struct.pack_into("<q", self._clock, 0, nanoseconds)
@@ -139,8 +153,15 @@ class ServerProcess:
 class SteppedServer:
     """The server as processes of a world see it."""
 
-    def __init__(self, loop: SimulatedLoop, trace: Trace, process: ServerProcess) -> None:
+    def __init__(
+        self,
+        loop: SimulatedLoop,
+        trace: Trace,
+        process: ServerProcess,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.loop = loop
+        self.recorder = recorder
         self.trace = trace
         self.process = process
         self.num_commands: Counter[str] = Counter()
@@ -170,11 +191,14 @@ class SteppedServer:
         name = command[0].upper()
         if self.trace.is_told:
             self.trace.tell(sender, f"sends {self._shown(name, command)}")
-        self.process.set_time(EPOCH + self.loop.now)
+        at_us = int((EPOCH + self.loop.now) * 1e6)
+        self.process.set_microseconds(at_us)
         if self.loop.now < self.full_until and name in _SCRIPTS:
             return _DISK_FULL
         num_replies = max(1, len(command) - 1) if name in _SUBSCRIBING else 1
         replies = connection.exchange(hiredis.pack_command(tuple(command)), num_replies)
+        if self.recorder is not None:
+            self.recorder.note(connection, sender.name, at_us, command, replies)
         if name == b"INFO":
             replies = _without_machine(replies)
         if name in _SUBSCRIBING and connection not in self._subscribers:

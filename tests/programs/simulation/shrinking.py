@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -54,6 +55,13 @@ def read_plan(path: Path) -> Plan:
         counts = plan.num_workers, plan.num_clients, plan.num_requests
         if any(type(count) is not int or count < 1 for count in counts):
             raise ValueError("it has a count below 1")
+        times = [plan.seconds]
+        for fault in plan.faults:
+            times += [fault.at, fault.choice, fault.seconds]
+        if any(type(time) not in (int, float) or not 0 <= time < math.inf for time in times):
+            raise ValueError("it has a time that is no number")
+        if type(plan.seed) is not int or any(fault.choice >= 1 for fault in plan.faults):
+            raise ValueError("its seed is no whole number, or a choice is not below 1")
         return plan
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is no plan of a world: {error!r}") from error

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.programs.simulation.mutants import MUTANTS, RARE
+from tests.programs.simulation.shrinking import read_plan
 from tests.support.processes import run
 
 NUM_SEEDS = 20
@@ -69,6 +75,35 @@ def test_a_failing_world_is_shrunk(tmp_path: Path) -> None:
     assert again.returncode == 1, again.stdout + again.stderr
     assert "repeat: " in again.stdout
     assert "worker-1.1" in story.read_text()
+
+
+FAULT = {"at": 1.0, "kind": "kill a worker", "choice": 0.5, "seconds": 1.0}
+PLAN = {
+    "seed": 1,
+    "num_workers": 1,
+    "num_clients": 1,
+    "num_requests": 1,
+    "seconds": 1.0,
+    "faults": [FAULT],
+}
+
+
+def test_a_plan_that_no_world_can_have_is_refused(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    with pytest.raises(ValueError, match="No such file"):
+        read_plan(plan)
+    texts = [json.dumps(PLAN)[:40], "[" * 100_000, "[]", json.dumps({**PLAN, "more": 1})]
+    changes: list[dict[str, Any]] = [
+        *({"num_workers": 0}, {"num_clients": "1"}, {"seconds": "1"}, {"seed": "1"}),
+        *({"seconds": math.nan}, {"faults": [{**FAULT, "at": -1}]}),
+        *({"faults": [{**FAULT, "choice": 1}]}, {"faults": [{**FAULT, "kind": "none"}]}),
+    ]
+    for text in [*texts, *(json.dumps({**PLAN, **change}) for change in changes)]:
+        plan.write_text(text)
+        with pytest.raises(ValueError, match="is no plan of a world"):
+            read_plan(plan)
+    plan.write_text(json.dumps(PLAN))
+    assert read_plan(plan).seconds == 1.0
 
 
 def test_a_file_without_a_plan_is_refused(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ from tests.programs.simulation.watch import (
     check_statistics,
 )
 from tests.programs.simulation.workload import make_again, make_requests
+from tests.programs.traces.recorder import Recorder
 
 _MOST_CALLBACKS = 1_000_000
 _AGAIN_SECONDS = 0.5
@@ -97,14 +98,20 @@ class _Place:
 class World:
     """The processes of one world, and the faults that happen to them."""
 
-    def __init__(self, plan: Plan, server: ServerProcess, story: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        server: ServerProcess,
+        story: TextIO | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.plan = plan
         self.loop = SimulatedLoop(str(plan.seed), _MOST_CALLBACKS)
         self.trace = Trace(self.loop, story)
         self.network = Network(self.loop, self.trace)
         self.result = Result(plan)
         self._server_process = server
-        self._server = SteppedServer(self.loop, self.trace, server)
+        self._server = SteppedServer(self.loop, self.trace, server, recorder)
         self._places = [_Place(number + 1) for number in range(plan.num_workers)]
         self._clients: list[ClientProgram] = []
         self._requests: list[Sent] = []
@@ -438,13 +445,15 @@ def _waits(loop: SimulatedLoop) -> Iterator[str]:
             yield f"{task.process.name} {task.get_coro().__qualname__} at {at}"
 
 
-def run_world(plan: Plan, library: Path, story: TextIO | None = None) -> Result:
+def run_world(
+    plan: Plan, library: Path, story: TextIO | None = None, recorder: Recorder | None = None
+) -> Result:
     """Run a world with a new server."""
     with (
         tempfile.TemporaryDirectory(prefix="world-") as folder,
         ServerProcess(Path(folder), library) as server,
     ):
-        world = World(plan, server, story)
+        world = World(plan, server, story, recorder)
         try:
             return world.run()
         finally:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hypothesis import Phase, settings
@@ -31,6 +33,7 @@ from tests.programs.states.server import Outcome, StatesServer
 from tests.programs.states.world import WORKERS, View, World
 from tests.programs.states.worlds import LARGE, SMALL, WALKED
 from tests.support.roles import drop_password
+from tests.support.servers import PROGRAMS
 
 _ANSWERS = ANSWER_INVARIANTS + CLAIM_INVARIANTS + UPKEEP_INVARIANTS
 
@@ -344,28 +347,46 @@ def _walker(
 NUM_STEPS = 50
 
 
-def main() -> None:
+def main() -> int:
+    """Explore, walk or replay. Returns 1 if a trace is refused, 2 if a file is no trace."""
     parser = argparse.ArgumentParser(prog="python -m tests states", description=__doc__)
     parser.add_argument("--worlds", default="", help="only worlds whose names contain this")
     parser.add_argument("--walks", type=int, default=2000, help="number of walks (2000)")
+    parser.add_argument("--replay", type=Path, help="replay a trace of simulate or chaos instead")
+    parser.add_argument(
+        "--server", choices=PROGRAMS, default=PROGRAMS[0], help="server of the replay (%(default)s)"
+    )
+    parser.add_argument(
+        "--every", type=int, default=1, help="check invariants at each n-th call of a trace"
+    )
     options = parser.parse_args()
+    worlds = {name: each for name, each in (SMALL | LARGE).items() if options.worlds in name}
+    if not worlds:
+        parser.error(f"--worlds: no world has {options.worlds!r} in its name")
+    for name, least in (("walks", 0), ("every", 1)):
+        if (number := getattr(options, name)) < least:
+            parser.error(f"--{name}: {number} is below {least}")
+    if options.replay:
+        from tests.programs.traces.replay import run_replay  # which imports this module
+
+        return run_replay(options.replay, options.server, options.every)
     with EmbeddedServer() as server:
         drop_password(server.url)
         print(f"{'states':>9} {'moves':>10} {'deepest':>8} {'seconds':>8}  world", flush=True)
-        for name, world in (SMALL | LARGE).items():
-            if options.worlds in name:
-                seen = explore(world, server.port)
-                print(
-                    f"{seen.states:>9,} {seen.moves:>10,} {seen.deepest:>8} {seen.seconds:>8.1f}"
-                    f"  {name}",
-                    flush=True,
-                )
+        for name, world in worlds.items():
+            seen = explore(world, server.port)
+            print(
+                f"{seen.states:>9,} {seen.moves:>10,} {seen.deepest:>8} {seen.seconds:>8.1f}"
+                f"  {name}",
+                flush=True,
+            )
         if options.walks:
             started = time.monotonic()
             walk(WALKED, server.port, options.walks, NUM_STEPS)
             seconds = time.monotonic() - started
             print(f"{options.walks} random walks of up to {NUM_STEPS} moves, {seconds:.1f} s")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,12 +2,12 @@
 
 The scripts are those that workers send, with a few lines before them that stop the clock, record
 published messages, and end endless scripts. Setting the state, the calls, and reading the outcome
-take one round trip together."""
+take one round trip together. To replay a trace, the server keeps its state and its clock."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -27,20 +27,23 @@ _CHUNK = 100
 _MOST_COMMANDS = 10_000
 """More commands than any script sends in a small world, unless it never ends."""
 
-_PINNED_CLOCK = f"""
-local unpinned, num_commands = redis, 0
-local function pinned(invoke)
+_OBSERVED = f"""
+local unobserved, pinned, num_commands = redis, {{}}, 0
+local function observed(invoke)
   return function(command, ...)
     num_commands = num_commands + 1
     if num_commands > {_MOST_COMMANDS} then error('the script does not end') end
-    if command == 'TIME' then return {{'{NOW_MS // 1000}', '0'}} end
-    if string.find(command, 'PUBLISH$') then unpinned.call('RPUSH', '{_HEARD}', ...) end
+    if pinned[command] then return pinned[command] end
+    if string.find(command, 'PUBLISH$') then unobserved.call('RPUSH', '{_HEARD}', ...) end
     return invoke(command, ...)
   end
 end
-local redis = setmetatable(
-  {{call = pinned(unpinned.call), pcall = pinned(unpinned.pcall)}}, {{__index = unpinned}})
+local redis = setmetatable({{
+  call = observed(unobserved.call), pcall = observed(unobserved.pcall),
+}}, {{__index = unobserved}})
 """
+
+_PINNED_CLOCK = f"pinned.TIME = {{'{NOW_MS // 1000}', '0'}}\n"
 
 _REMEMBER = f"""
 local function count_changes()
@@ -97,7 +100,7 @@ for _, key in ipairs(keys) do
     table.sort(values)
   else values = {{redis.call('GET', key)}} end
   if key ~= '{_NOW}' and key ~= '{_CHANGES}' then
-    items[#items + 1] = {{key, kind, values, redis.call('PTTL', key) > 0}}
+    items[#items + 1] = {{key, kind, values, redis.call('PTTL', key) >= 0}}
   end
 end
 local text = #items > 0 and cjson.encode(items) or '[]'
@@ -119,15 +122,26 @@ class Outcome(NamedTuple):
 class StatesServer:
     """One connection to a server that nobody else uses. `texts` are scripts by name.
 
-    An error inside a script is an answer too: a `hiredis.ReplyError`.
+    An error inside a script is an answer too: a `hiredis.ReplyError`. With `keeps_clock`, scripts
+    see the server's clock; otherwise it stands still.
     """
 
-    def __init__(self, port: int, texts: Mapping[str, str] | None = None) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(
+        self,
+        server: int | socket.socket,
+        texts: Mapping[str, str] | None = None,
+        *,
+        keeps_clock: bool = False,
+    ) -> None:
+        if isinstance(server, int):
+            self._socket = socket.create_connection(("127.0.0.1", server))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            self._socket = server
         self._reader = hiredis.Reader()
         texts = texts or {name: script_text(name) for name in SCRIPT_NAMES}
-        self._digests = {name: self._load(_PINNED_CLOCK + text) for name, text in texts.items()}
+        before = _OBSERVED if keeps_clock else _OBSERVED + _PINNED_CLOCK
+        self._digests = {name: self._load(before + text) for name, text in texts.items()}
         self._put_back, self._read = self._load(_PUT_BACK), self._load(_READ)
 
     def close(self) -> None:
@@ -151,6 +165,18 @@ class StatesServer:
             sent = chunk
             if not sent:
                 return
+
+    def call(self, script: str, keys: Sequence[str], args: Sequence[bytes]) -> Any:
+        """Returns the reply to a script, or to the command in `args`, in the present state."""
+        head = ["EVALSHA", self._digests[script], len(keys), *keys] if script else []
+        self._socket.sendall(_command(*head, *args))
+        return self._reply(raises=False)
+
+    def read(self, before: bytes) -> tuple[bytes, list[tuple[str, str]]]:
+        """Returns the present state, and the messages published since `before` was read."""
+        self._socket.sendall(_command("EVALSHA", self._read, 0))
+        after, heard = self._reply()
+        return after or before, _messages(heard)
 
     def _packed(self, before: bytes, move: Move) -> bytes:
         parts = [_command("EVALSHA", self._put_back, 0, before)]
@@ -176,8 +202,7 @@ class StatesServer:
             except PromptqError as refusal:
                 answers.append(refusal)
         after, heard = self._reply()
-        texts = [item.decode() for item in heard]
-        return Outcome(after or before, answers, list(zip(texts[::2], texts[1::2], strict=True)))
+        return Outcome(after or before, answers, _messages(heard))
 
     def _reply(self, raises: bool = True) -> Any:
         while (reply := self._reader.gets()) is False:
@@ -193,6 +218,11 @@ class StatesServer:
         self._socket.sendall(_command("SCRIPT", "LOAD", text))
         digest: bytes = self._reply()
         return digest
+
+
+def _messages(heard: list[bytes]) -> list[tuple[str, str]]:
+    texts = [item.decode() for item in heard]
+    return list(zip(texts[::2], texts[1::2], strict=True))
 
 
 def _command(*args: str | bytes | int) -> bytes:

@@ -27,7 +27,8 @@ NOW_MS = 1_790_000_000_000
 """The time of the explored server's clock, which stands still. Time passes by moves that set the
 end of a lease or delay, or a deadline, to the past."""
 
-LONG_DEAD = NOW_MS - 14 * 24 * 3_600_000
+DEAD_LETTER_MS = 14 * 24 * 3_600_000
+LONG_DEAD = NOW_MS - DEAD_LETTER_MS
 """Dead letters from this time or before have been kept long enough."""
 
 AMPLE = 10**6
@@ -57,6 +58,7 @@ class Spec:
     idempotency_key: str | None = None
     requeue_of: str = ""
     """The dead letter from which this request is made, instead of being enqueued."""
+    arrived_ms: int = NOW_MS
 
     def token(self, index: int) -> int:
         return self.first_token + index
@@ -101,10 +103,12 @@ LogEntry = tuple[str, str]
 
 
 class View:
-    """A state of the server: the queue's keys by their meaning."""
+    """A state of the server: the queue's keys by their meaning, and the server's time."""
 
-    def __init__(self, snapshot: bytes) -> None:
+    def __init__(self, snapshot: bytes, queue: Keys = KEYS, now_ms: int = NOW_MS) -> None:
         self.snapshot = snapshot
+        self.queue = queue
+        self.now_ms = now_ms
         self.keys: set[str] = set()
         self.expiring: set[str] = set()
         self.hashes: dict[str, dict[str, str]] = {}
@@ -125,7 +129,7 @@ class View:
             self.keys.add(key)
             if has_expiry:
                 self.expiring.add(key)
-            name = key.removeprefix(KEYS.prefix)
+            name = key.removeprefix(queue.prefix)
             group, _, rest = name.partition(":")
             if has_expiry and group not in ("request", "tokens"):
                 self.kept_for_a_time.append(key)
@@ -207,7 +211,7 @@ class View:
 
     def is_orphan(self, request_id: str) -> bool:
         """Whether a key of an id stays for ever, although nobody holds the id and no set has it."""
-        keys = {KEYS.request(request_id), KEYS.tokens(request_id)}
+        keys = {self.queue.request(request_id), self.queue.tokens(request_id)}
         is_held = request_id in self.leases or request_id in self.places
         return bool(keys & self.keys - self.expiring) and not (is_held or self.is_final(request_id))
 
@@ -216,11 +220,11 @@ class View:
         return _priority_in(self.fields(request_id).get("payload", "{}"))
 
     def is_past_deadline(self, request_id: str) -> bool:
-        return self.deadlines.get(request_id, NOW_MS + 1) <= NOW_MS
+        return self.deadlines.get(request_id, self.now_ms + 1) <= self.now_ms
 
     def is_dead_for_long(self, request_id: str) -> bool:
         """Whether the request is a dead letter that was kept for its full time."""
-        return self.dead.get(request_id, NOW_MS) <= LONG_DEAD
+        return self.dead.get(request_id, self.now_ms) <= self.now_ms - DEAD_LETTER_MS
 
 
 @cache

@@ -18,6 +18,7 @@ from promptq.worker.serve import process, worker
 from promptq.worker.serve.build import Served, build
 from promptq.worker.serve.model_identity import MODEL_FREE
 from tests.programs.states.mutants import break_scripts
+from tests.programs.traces.append_only import record_scripts
 from tests.support.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
 
 POISON = 7
@@ -79,6 +80,7 @@ def main() -> None:
     process.build = build_chaotic
     worker.AsyncRequestQueue = NotingQueue
     break_scripts()
+    record_scripts()
     run_command()
 
 

@@ -41,6 +41,7 @@ from tests.programs.chaos.audit.records import (
 )
 from tests.programs.chaos.requests import make_request
 from tests.programs.states.mutants import break_scripts
+from tests.programs.traces.append_only import record_scripts
 
 T = TypeVar("T")
 
@@ -229,4 +230,5 @@ async def main(name: str, seed: str, producers: str, subscribers: str, *rest: st
 
 if __name__ == "__main__":
     break_scripts()
+    record_scripts()
     asyncio.run(main(*sys.argv[1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,11 +28,12 @@ _LOOK_SECONDS = 0.01
 class PersistentServer:
     """A server on one loopback port with `appendonly yes`, `appendfsync always`, and the roles.
 
-    redis-server where it is installed, otherwise the embedded Valkey.
+    redis-server where it is installed, otherwise the embedded Valkey. `settings` are further ones.
     """
 
-    def __init__(self, folder: Path, group: ProcessGroup) -> None:
+    def __init__(self, folder: Path, group: ProcessGroup, settings: Sequence[str] = ()) -> None:
         self.port = free_port()
+        self._settings = settings
         self._folder = folder
         self._group = group
         self._process: asyncio.subprocess.Process | None = None
@@ -60,7 +61,7 @@ class PersistentServer:
         command = [server_program()]
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
         command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
-        command += ["--aclfile", str(acl_file_for_tests(self._folder))]
+        command += ["--aclfile", str(acl_file_for_tests(self._folder)), *self._settings]
         with (self._folder / "server.log").open("ab") as log:
             self._process = await self._group.spawn(*command, stdout=log, stderr=log)
         with redis.Redis(port=self.port) as client:

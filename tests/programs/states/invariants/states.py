@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from promptq.shared.protocol.events import Result, TokenEvent
-from tests.programs.states.world import KEYS, NOW_MS, STRAY, View, World
+from tests.programs.states.world import STRAY, View, World
 
 Problems = Iterator[str]
 StateInvariant = Callable[[World, View], Problems]
@@ -18,7 +18,7 @@ StateInvariant = Callable[[World, View], Problems]
 def keys_bear_the_queues_name(world: World, view: View) -> Problems:
     """Every key begins with the queue's prefix, so it is in the queue's slot of a Cluster."""
     for key in view.keys:
-        if not key.startswith(KEYS.prefix):
+        if not key.startswith(view.queue.prefix):
             yield f"the key {key}"
 
 
@@ -147,12 +147,16 @@ def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Proble
     and idempotency keys expire.
     """
     for key in view.keys - view.expiring:
-        if key.removeprefix(KEYS.prefix).partition(":")[0] in ("alone", "claimed", "idempotency"):
+        if key.removeprefix(view.queue.prefix).partition(":")[0] in (
+            "alone",
+            "claimed",
+            "idempotency",
+        ):
             yield f"the key {key} stays"
     for request_id in world.by_id:
         if not (view.is_accepted(request_id) or view.is_final(request_id)):
             continue
-        expires = KEYS.request(request_id) in view.expiring
+        expires = view.queue.request(request_id) in view.expiring
         is_kept = request_id in view.dead
         if is_kept and view.state(request_id) != "dead":
             yield f"{request_id} is {view.state(request_id)} and a dead letter"
@@ -164,7 +168,7 @@ def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Proble
         if expires != (view.is_final(request_id) and not is_kept) and not is_early_cancel:
             yield f"{request_id} is {view.state(request_id)}, its hash expires: {expires}"
         if view.log(request_id):
-            expires = KEYS.tokens(request_id) in view.expiring
+            expires = view.queue.tokens(request_id) in view.expiring
             if expires != view.is_final(request_id):
                 yield f"{request_id} is {view.state(request_id)}, its log expires: {expires}"
 
@@ -175,7 +179,7 @@ def a_place_in_the_queue_is_kept(world: World, view: View) -> Problems:
     """
     for request_id in view.pending.keys() | view.delayed.keys():
         kept, priority = view.fields(request_id).get("score"), view.priority(request_id)
-        expected = NOW_MS + priority * 60_000
+        expected = world.by_id[request_id].arrived_ms + priority * 60_000
         score = view.pending.get(request_id, expected)
         if score != expected or (kept is not None and float(kept) != expected):
             yield f"{request_id} stands at {score}, its hash says {kept}, it came at {expected}"

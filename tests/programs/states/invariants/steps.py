@@ -18,7 +18,7 @@ from promptq.shared.protocol.rows import Published, RowStatus
 from tests.programs.states.calls import Move
 from tests.programs.states.invariants.states import Problems
 from tests.programs.states.server import Outcome
-from tests.programs.states.world import KEYS, View, World
+from tests.programs.states.world import View, World
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ def subscribers_hear_what_the_log_gets(step: Step) -> Problems:
     if step.move.kind == "spoil":
         return
     for request_id in step.world.by_id:
-        heard = [text for at, text in step.outcome.heard if at == KEYS.events(request_id)]
+        heard = [
+            text for at, text in step.outcome.heard if at == step.after.queue.events(request_id)
+        ]
         old, new = step.before.log(request_id), step.after.log(request_id)
         appended = [event for _, event in new[len(old) :]]
         last = step.before.fields(request_id).get("last_event")

@@ -8,7 +8,6 @@ from promptq.shared.protocol.replies import PriorityStatus, Reaped
 from tests.programs.states.calls import GRACE_MS
 from tests.programs.states.invariants.states import Problems
 from tests.programs.states.invariants.steps import Step, StepInvariant, all_of, sets_of
-from tests.programs.states.world import NOW_MS
 
 
 def a_purge_deletes_dead_letters(step: Step) -> Problems:
@@ -51,7 +50,7 @@ def a_change_of_priority_is_whole(step: Step) -> Problems:
         yield f"{request_id} was {before.state(request_id) or 'absent'}; the answer: {status}"
     expected = dict(before.fields(request_id))
     if status is PriorityStatus.CHANGED:
-        score = str(NOW_MS + int(priority) * 60_000)
+        score = str(step.world.by_id[request_id].arrived_ms + int(priority) * 60_000)
         expected |= {"payload": str(written), "priority": str(priority), "score": score}
     if after.fields(request_id) != expected:
         yield f"{request_id}: {status}, and {after.fields(request_id)} instead of {expected}"
@@ -69,10 +68,11 @@ def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
     if step.move.kind != "reap":
         return
     told, expected = step.outcome.answers[0], Counter[str]()
+    now_ms = step.after.now_ms
     for request_id in step.world.by_id:
         state = step.after.state(request_id)
         holds = (step.before.leases, step.before.delayed)
-        was_due = any(it.get(request_id, NOW_MS + 1) <= NOW_MS for it in holds)
+        was_due = any(it.get(request_id, now_ms + 1) <= now_ms for it in holds)
         if was_due and state in ("waiting", "expired"):
             expected["returned"] += 1
         if step.after.is_final(request_id) and not step.before.is_final(request_id):
@@ -86,9 +86,9 @@ def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
     if told != counted:
         yield f"the reaper tells {told} of {counted}"
     for request_id in step.world.by_id:
-        if step.after.leases.get(request_id, NOW_MS + 1) <= NOW_MS:
+        if step.after.leases.get(request_id, now_ms + 1) <= now_ms:
             yield f"the lease of {request_id} has run out"
-        if step.after.delayed.get(request_id, NOW_MS + 1) <= NOW_MS:
+        if step.after.delayed.get(request_id, now_ms + 1) <= now_ms:
             yield f"{request_id} is delayed, though its time has come"
         if step.after.is_past_deadline(request_id) and request_id not in step.after.leases:
             yield f"{request_id} is past its deadline"
@@ -102,10 +102,11 @@ def a_sweep_lets_go_of_orphans(step: Step) -> Problems:
         return
     if step.outcome.answers[0].cursor != "0":
         yield "the sweep did not see everything"
+    now_ms = step.after.now_ms
     for request_id in step.world.by_id:
         noted = step.before.orphans.get(request_id)
         is_orphan = step.before.is_orphan(request_id)
-        is_due = noted is not None and noted <= NOW_MS - GRACE_MS
+        is_due = noted is not None and noted <= now_ms - GRACE_MS
         if not (is_orphan and is_due):
             if all_of(step.before, request_id) != all_of(step.after, request_id):
                 yield f"{request_id} was {step.before.fields(request_id)} and is swept away"
@@ -114,7 +115,7 @@ def a_sweep_lets_go_of_orphans(step: Step) -> Problems:
                 yield f"{request_id} has stood nowhere for long and does not end"
         elif any(all_of(step.after, request_id)):
             yield f"{request_id} is none, and left is {all_of(step.after, request_id)}"
-        expected = None if is_due else NOW_MS if is_orphan and noted is None else noted
+        expected = None if is_due else now_ms if is_orphan and noted is None else noted
         if step.after.orphans.get(request_id) != expected:
             yield f"{request_id} is noted at {step.after.orphans.get(request_id)}, not {expected}"
 
