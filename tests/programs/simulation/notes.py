@@ -50,7 +50,7 @@ class Drain:
 
 @dataclass
 class Notes:
-    """What the parts of a world record while it runs."""
+    """Records of a running world, which its parts write."""
 
     calm_from: float | None = None
     """The time from which no fault has an effect any longer; 0 in a world without faults."""
