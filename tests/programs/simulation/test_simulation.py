@@ -63,7 +63,7 @@ def test_an_unknown_mutant_is_refused() -> None:
 
 def test_a_failing_world_is_shrunk(tmp_path: Path) -> None:
     plan, story = tmp_path / "plan", tmp_path / "story"
-    broken = ["--mutant", "stream-repeats"]
+    broken = ["--mutant", "stream-repeats", "--most-requests", "12"]
     assert simulate("--shrink", plan, *broken).returncode == 1
     again = simulate("--plan", plan, "--trace", story, *broken)
     assert again.returncode == 1, again.stdout + again.stderr
