@@ -14,8 +14,8 @@ from pathlib import Path
 from tests.programs.simulation import clock
 from tests.programs.simulation.mutants import ALL_MUTANTS
 
-_LONGEST_SECONDS = 60
-"""Seconds of CPU after which a world has stopped for ever. The longest takes 10."""
+_LONGEST_SECONDS = 20
+"""Seconds of CPU after which a world has stopped for ever. The longest takes 5."""
 _IMPORTED_ONCE = ("hiredis", "numpy", "pydantic", "redis.asyncio", "structlog")
 
 

@@ -300,3 +300,12 @@ _SCRIPTS = (
 )
 SCRIPT_MUTANTS = {f"script: {name}": ScriptMutant(name) for name in _SCRIPTS}
 ALL_MUTANTS: dict[str, Mutant | ScriptMutant] = {**MUTANTS, **SCRIPT_MUTANTS}
+QUICK = (
+    *("a-drain-interrupts", "a-failed-claim-ends-the-worker", "a-failed-upkeep-ends-the-worker"),
+    *("a-heartbeat-stays-behind", "a-lease-is-never-forgotten", "a-lost-connection-is-final"),
+    *("a-lost-lease-is-not-aborted", "a-stop-leaves-its-tasks", "coalescer-delays-nothing"),
+    *("messages-wake-nobody", "reaper-never-reaps", "renewals-come-too-late", "stream-gaps"),
+    *("stream-never-reads-after-subscribing", "stream-never-reconnects", "stream-repeats"),
+    "work-is-counted-again",
+)
+"""Mutants of Python code that one of the first small worlds finds."""

@@ -14,8 +14,7 @@ from tests.support.model_free import tokens_of
 _MOST_TOKENS = 20
 _MOST_TOKENS_OF_LONG = 120
 _SHARE_OF_LONG = 0.1
-_AGAIN_KINDS = (Kind.PLAIN, Kind.PLAIN, Kind.PLAIN, Kind.CANCEL)
-_MOST_TOKENS_AGAIN = 40
+_AGAIN_KINDS = (Kind.PLAIN, Kind.PLAIN, Kind.CANCEL)
 
 
 def make_requests(process: Process, rng: random.Random, count: int) -> list[Sent]:
@@ -47,6 +46,6 @@ def make_again(process: Process, rng: random.Random) -> list[Sent]:
         request.kind, request.delay_ms = kind, 0
         request.fields.pop("deadline_ms", None)
         request.fields.pop("idempotency_key", None)
-        is_long = kind is Kind.CANCEL
-        request.fields["max_tokens"] = _MOST_TOKENS_OF_LONG if is_long else _MOST_TOKENS_AGAIN
+        is_long = kind is Kind.CANCEL or request is requests[0]
+        request.fields["max_tokens"] = _MOST_TOKENS_OF_LONG if is_long else _MOST_TOKENS
     return requests
