@@ -62,7 +62,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Action: wait for a message. The answer is what `heard` returns, or None after `seconds`."""
+    """Action: wait for a message. The answer is the result of `heard`, or None after `seconds`."""
 
     seconds: float
 
@@ -138,7 +138,7 @@ def follow(
 
 
 class _Folded(BaseModel):
-    """The output in the field `result` of a request's record. It replaces the log after the end."""
+    """The output of an ended request in its record's field `result`, which outlives the log."""
 
     text: str
     token_ids: list[StoredTokenId]
@@ -157,7 +157,8 @@ _WITHOUT_PROMPT: _Readers = {**_READERS, "prompt_logprobs": lambda item: None}
 
 
 def _read_in_parts(kind: type[_Kind], text: bytes, readers: _Readers) -> Work[_Kind | None]:
-    """Parses JSON as a `kind`, in slices because the text may be large; None if it is not valid."""
+    """Parses JSON as a `kind`, in slices because the text may be large; None if the text is not
+    valid."""
     try:
         return kind.model_validate((yield from object_in(text.decode(), readers)))
     except (ValueError, RecursionError):
@@ -171,7 +172,7 @@ def _folded_in(result: bytes) -> Generator[Action, Any, _Folded | None]:
 def _event_in(
     text: bytes, readers: _Readers = _READERS
 ) -> Generator[Action, Any, TokenEvent | None]:
-    """Parses an event; None if the text is not one. Parses a large event in slices."""
+    """Parses an event, in slices if it is large. Returns None if the text is no event."""
     if len(text) > _LARGE_BYTES:  # such an event has the logprobs of a whole prompt
         return (yield from sliced(_read_in_parts(TokenEvent, text, readers), Sleep(0)))
     try:
@@ -301,7 +302,7 @@ class _Stream:
         )
 
     def _catch_up(self) -> Steps:
-        """Delivers new events of the log. If there are none, delivers the record's result."""
+        """Delivers new events of the log. If the log has none, delivers the record's result."""
         if (yield from self._read_log()):
             return
         record = yield from self._read_record()
@@ -332,7 +333,7 @@ class _Stream:
         yield self._delivered(event)
 
     def _read_log(self) -> Generator[Action, Any, bool]:
-        """Delivers events that continue the stream. Returns whether there were any."""
+        """Delivers the log's events that continue the stream. Returns whether there was one."""
         before = self._position
         call = lookups.log_after(self.keys, self.id, before)
         for entry in (yield from self._ask(call, list[bytes]())):
@@ -343,9 +344,11 @@ class _Stream:
         return self._ended or self._position > before
 
     def _read_record(self) -> Generator[Action, Any, _Ending | None]:
-        """Reads the record's state, last event and result. None if this user may not read it.
+        """Returns the record's state, last event and result; None if this user may not read the
+        record.
 
-        After a refusal, it does not try again, so that the server's log of refusals stays short.
+        After a refusal, the stream does not try again, so that the server's log of refusals stays
+        short.
         """
         if self._may_not_read:
             return None
@@ -413,7 +416,7 @@ class _Stream:
 
 
 def _ending(keys: Keys, request_id: str) -> Call[_Ending]:
-    """Reads the state, last event and result of a request, but not the payload: it is large."""
+    """Reads the state, last event and result of a request, but not the large payload."""
 
     def parse(reply: list[Any]) -> _Ending:
         state, last_event, result = reply

@@ -177,7 +177,7 @@ class _Queue:
         timeout: float | None,
         abort: threading.Event | asyncio.Event | None,
     ) -> Operation[Claim | None]:
-        """Implements `take` after `wake_ups` is subscribed. Yields functions that send calls."""
+        """Implements `take`, once `wake_ups` is subscribed. Yields functions that send calls."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             claims: Claims = yield partial(take_batch, Room(max_count=1, token_budget=2**53))
@@ -201,8 +201,8 @@ class _Queue:
 
     @property
     def has_unanswered_claim(self) -> bool:
-        """Whether the last claim got no reply. In this case the server may have handed out requests
-        that this process does not know. The next claim returns them to the queue."""
+        """Whether the last claim got no reply. Then the server may have handed out requests that
+        this process does not know. The next claim returns these requests to the queue."""
         return self._claim_history.is_unanswered
 
     def _check_open(self) -> None:
