@@ -34,7 +34,7 @@ T = TypeVar("T")
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 _LARGE_BYTES = 65_536
-"""The most bytes of an event that is parsed in one go. A larger event is parsed in slices."""
+"""Bytes up to which an event is parsed in one go. A larger event is parsed in slices."""
 
 SILENCE_SECONDS = 3.0
 """Seconds without an event after which the log is read, because the last event may be lost."""
@@ -47,7 +47,8 @@ _BACKOFF = EqualJitterBackoff(cap=4.0, base=0.1)
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Action: subscribe the stream to this channel instead of the last one. The answer is None."""
+    """Action: subscribe the stream to this channel, and no longer to the last. The answer is
+    None."""
 
     channel: str
     sharded: bool
@@ -124,7 +125,7 @@ def follow(
     timeout: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Steps:
-    """Streams a request's events from the one with token `from_index` (counted from 0) on.
+    """Streams a request's events, beginning with that of token `from_index` (counted from 0).
 
     After a request's end, its result replaces the log. Then all undelivered output is one event.
     With a `from_index` inside the output, this event has `index` 0 and contains the whole output,

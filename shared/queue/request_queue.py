@@ -244,9 +244,9 @@ class RequestQueue(_Queue):
     def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
         """Sends one call, or several in one round trip to each server. Returns the value of each.
 
-        If one of several calls fails, the calls after it still run; then the first error is raised.
-        A script that the server has not loaded yet runs after the other calls. `atomic` means that
-        no command of another client runs between the calls; only plain commands can be atomic.
+        If one of several calls fails, later calls still run; then `run` raises the first error. A
+        script that the server has not loaded yet runs after the other calls. `atomic` means that no
+        command of another client runs between the calls; only plain commands can be atomic.
         """
         return carry_out(self._exchange(calls, atomic), operator.call)
 
@@ -295,7 +295,7 @@ class RequestQueue(_Queue):
         return self.run(self._release(held, crashed, delays_ms)) if held else []
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """Cancels a request. A waiting request ends at once, a running one at its next step."""
+        """Cancels a request: a waiting request immediately, a running request at its next step."""
         return self.run(scripts.cancel([request_id]))[0]
 
     def remove(self, request_id: str) -> bool:

@@ -18,7 +18,7 @@ _EVENTS_PER_CORE = 500
 """Events per second. Worker, Redis and client together need about 30 µs for an event, so events
 take about 1.5 % of the cores' time."""
 LONGEST_SECONDS = 0.1
-"""The most seconds that a token is delayed, however many streams there are."""
+"""Largest delay of a token in seconds, however many streams there are."""
 
 
 def default_rate() -> float:

@@ -63,8 +63,8 @@ class Leases:
     def __init__(self, engine: EnginePort) -> None:
         limits = engine.limits
         self.num_places = limits.max_num_seqs + max(1, limits.max_num_seqs // 8)
-        """The most requests that the engine may have: a few more than it has slots, so that the
-        first step after a slot becomes free can use the slot."""
+        """Limit of requests in the engine: a few more than the engine has slots, so that the first
+        step after a slot becomes free can use the slot."""
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
