@@ -190,7 +190,7 @@ def _read(value: str | bytes) -> ApiKey:
 
 
 def _of_a_tenant(key: ApiKey) -> ApiKey:
-    """Returns a copy of the key in which the name stands for a missing tenant."""
+    """Returns a copy of the key. If the key has no tenant, its name becomes the copy's tenant."""
     is_own = key.tenant is None
     tenant = key.name if is_own else key.tenant
     return key.model_copy(update={"tenant": tenant, "is_own_tenant": is_own})

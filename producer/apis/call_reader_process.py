@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _answer_one(query: dict[str, Any], parts: list[bytes], outgoing: BinaryIO) -> None:
-    """Answers one query. SIGPROF ends the process if this takes too much CPU time."""
+    """Answers one query. SIGPROF ends the process if the answer takes too much CPU time."""
     signal.setitimer(signal.ITIMER_PROF, query["cpu_seconds"])
     reply, payloads = answer(READERS, query, parts)
     outgoing.write(head(reply, [len(payload) for payload in payloads]))

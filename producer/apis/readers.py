@@ -24,7 +24,7 @@ from promptq.producer.calls.completion import (
 
 
 def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
-    """Returns `read` as a `Read`, which ignores the new id and the history (earlier items)."""
+    """Returns a `Read` that calls `read` without the new id and the history (earlier items)."""
     return lambda body, headers, new_id, history: read(body, headers)
 
 

@@ -155,7 +155,7 @@ async def read_stream(
 async def fork_stream(
     completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
-    """Begin a new completion, the fork, with the first tokens of another one, the source.
+    """Begin a new completion, the fork, with the first tokens of another completion, the source.
 
     The source may still run. The fork's output begins with the source's first `at` tokens and the
     text `append`. The header `X-Forked-From` has the number of these tokens and the source's id.

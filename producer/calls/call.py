@@ -105,8 +105,8 @@ class CompletionCall:
         return self if name is None else self.with_fields(model=name)
 
     def with_key_of(self, caller: str, tenant: str) -> CompletionCall:
-        """Returns the call with an idempotency key that is valid only for this tenant, this caller
-        and this form of answer. The tenant '' has no name.
+        """Returns the call with an idempotency key that is valid only for this tenant ('' for
+        none), this caller and this form of answer.
 
         The tenant is part of the key: another tenant's API key may later have the caller's name.
         """

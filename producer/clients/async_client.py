@@ -64,13 +64,13 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """`promptq.Client` for asyncio. Its methods are coroutines that raise the same errors.
+    """`promptq.Client` for asyncio. The methods are coroutines that raise the same errors.
 
     `follow` is an additional method, for many streams.
 
     The client connects at the first call, or on entering `async with`. Any number of tasks may use
-    it in parallel. At most 32 calls run at a time, and further calls wait. All streams use one
-    connection. If you pass a redis-py client, calls use at most half of its connections
+    the client in parallel. At most 32 calls run at a time, and further calls wait. All streams use
+    one connection. If you pass a redis-py client, calls use at most half of its connections
     (`max_connections`, by default 100). Several clients of one redis-py client may need 33 each.
     """
 
@@ -104,7 +104,7 @@ class AsyncClient:
 
     @property
     def queue(self) -> AsyncRequestQueue:
-        """The request queue, for operations for which the client has no method.
+        """The request queue, for operations that the client has no method for.
 
         A client made from a URL has its queue only after connecting, such as in `async with`.
         """
@@ -248,7 +248,7 @@ class AsyncClient:
         timeout: float | None = None,
         **fields: Any,
     ) -> Embeddings:
-        """Turn a text, or several, into vectors. Either all texts are enqueued or none.
+        """Turn one text or several into vectors. All texts are enqueued, or none.
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
         tokens) or the worker's default. `dimensions` is the number of components to keep of each
@@ -266,7 +266,7 @@ class AsyncClient:
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     async def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        """Returns how well each document answers a query, by the model's server; higher is better.
+        """Returns the server's score of each document for a query. Better answers score higher.
         `options` and errors are those of `embed`."""
         found = await self.embed(documents, query=query, **options)
         return [score for (score,) in found.vectors]
@@ -274,7 +274,7 @@ class AsyncClient:
     # One request
 
     async def cancel(self, request_id: str) -> CancelStatus:
-        """End a request: at once if it waits, at its worker's next step if it runs."""
+        """End a request: immediately if it waits, at the worker's next step if it runs."""
         [status] = await self._do(scripts.cancel([check_request_id(request_id)]))
         return status
 
@@ -335,7 +335,7 @@ class AsyncClient:
         return await self._do(admin.autoscaling.scalings(await self._keys(), target_seconds))
 
     async def pause(self) -> None:
-        """Stop handing out requests. New requests are accepted and wait, running ones finish."""
+        """Stop handing out requests. The queue accepts new requests; running requests finish."""
         await self._do(scripts.set_paused(await self._keys(), True))
 
     async def resume(self) -> None:
@@ -353,7 +353,7 @@ class AsyncClient:
         return await self._do(lookups.dead_ids(await self._keys(), limit))
 
     async def dead_letters(self, limit: int = 100) -> list[admin.dead_letters.DeadLetter]:
-        """Returns dead letters, the latest first: requests that were given up after crashes."""
+        """Returns the dead letters (requests given up after crashes), the latest first."""
         return await self._do(admin.dead_letters.dead_letters(await self._keys(), limit))
 
     async def dead_letter(self, request_id: str) -> admin.dead_letters.DeadLetter:
@@ -365,7 +365,7 @@ class AsyncClient:
         return await self._do(request_queue.requeue(request_id))
 
     async def purge(self, request_ids: Sequence[str]) -> int:
-        """Delete dead letters, and return the number of deleted ones."""
+        """Delete dead letters, and return the number of deletions."""
         statuses = await self._do(scripts.purge(request_ids)) if request_ids else []
         return statuses.count("purged")
 
@@ -378,7 +378,8 @@ class AsyncClient:
     async def queue_of_model(self, model: str) -> str:
         """Returns the queue that serves a model, by the model's name or an alias.
 
-        Of several, returns the one with the fewest requests per worker. Raises ModelNotServedError.
+        Of several queues, returns that with the fewest requests per worker. Raises
+        ModelNotServedError.
         """
         return await self._do(admin.queue_views.queue_of_model(await self._keys(), model))
 
@@ -389,8 +390,8 @@ class AsyncClient:
     async def set_alias(self, alias: str, model: str) -> None:
         """Set an alias of a model.
 
-        Raises ConfigurationError if the alias is not valid, or is the name of a model. Raises
-        ModelNotServedError if no queue has the model.
+        Raises ConfigurationError if the alias is invalid or a model's name, and ModelNotServedError
+        if no queue has the model.
         """
         await self._do(admin.queue_views.set_alias(await self._keys(), alias, model))
 
@@ -409,8 +410,8 @@ class AsyncClient:
         """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
         `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is
-        taken or a scope is unknown. A key created without a tenant uses its name as tenant, and no
-        two keys may share such a tenant: creating the second one raises ConfigurationError, too.
+        taken or a scope is unknown. A key without a tenant uses its name as tenant. If another key
+        has this tenant, raises ConfigurationError, too.
         """
         return await self._do(admin.api_keys.create_api_key(await self._keys(), key, weight))
 
@@ -419,7 +420,7 @@ class AsyncClient:
         return await self._do(admin.api_keys.api_keys(await self._keys()))
 
     async def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
-        """Make a key invalid at once. Raises RequestNotFoundError."""
+        """Make a key invalid immediately. Raises RequestNotFoundError."""
         return await self._do(admin.api_keys.revoke_api_key(await self._keys(), name))
 
     # Streams
@@ -443,12 +444,14 @@ class AsyncClient:
         from_index: int = 0,
         timeout: float | None = None,
     ) -> None:
-        """Call `handle` with each event of a stream as soon as it arrives, including the last one.
+        """Call `handle` with each event of a stream, including the last, as soon as the event
+        arrives.
 
         With `stream`, each event wakes up a task. With hundreds of streams, this costs more than
         the events themselves. With `follow`, no task wakes up, but all streams of the client wait
-        while `handle` runs. For work that takes time, `handle` returns a function, which is called
-        and awaited before the stream continues. Raises the errors of `stream` and of `handle`.
+        while `handle` runs. For work that takes time, `handle` returns a function. The client calls
+        and awaits this function before the stream continues. Raises the errors of `stream` and of
+        `handle`.
         """
         check_request_id(request_id)
 

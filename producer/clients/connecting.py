@@ -62,7 +62,8 @@ def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str
 
 
 def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:
-    """Raises ConfigurationError if a client decodes replies or has another encoding than UTF-8."""
+    """Raises ConfigurationError if a client decodes replies, or encodes texts other than in
+    UTF-8."""
     options = pool.connection_kwargs
     if options.get("decode_responses"):
         raise ConfigurationError("redis: give a client that was made without decode_responses=True")
@@ -71,7 +72,7 @@ def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.Connectio
 
 
 def check_one_of(model: str | None, queue: str | None) -> None:
-    """Raises ConfigurationError if both a model and a queue are named."""
+    """Raises ConfigurationError if the caller names both a model and a queue."""
     if model is not None and queue is not None:
         raise ConfigurationError(
             f"model: {model!r} finds its queue by itself; name it or the queue {queue!r}, not both"
@@ -80,7 +81,8 @@ def check_one_of(model: str | None, queue: str | None) -> None:
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Context manager that converts redis-py's errors to promptq's. Messages name the `url`."""
+    """Context manager that converts redis-py's errors to promptq's errors. Messages name the
+    `url`."""
     try:
         yield
     except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError) as error:

@@ -106,7 +106,7 @@ def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields with a request id. If they have none, the id is new."""
+    """Returns the fields with a request id: the fields' id, or else a new id."""
     request_id = fields.get("request_id")
     checked_id = new_request_id() if request_id is None else check_request_id(request_id)
     return {**fields, "request_id": checked_id}
@@ -128,6 +128,6 @@ def call_fields(
     delay_ms: int,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
-    """Returns the arguments of a client's method as one mapping, which `compose` accepts."""
+    """Returns the arguments of a client's method as one mapping for `compose`."""
     own = {"prompt": prompt, "messages": messages, "request_id": request_id, "delay_ms": delay_ms}
     return {**fields, **own}

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 _LARGE_BYTES = 65_536
-"""The most bytes of an event that is parsed in one go. A larger event is parsed in slices."""
+"""Bytes up to which an event is parsed in one go. A larger event is parsed in slices."""
 
 SILENCE_SECONDS = 3.0
 """Seconds without an event after which the log is read, because the last event may be lost."""
@@ -47,7 +47,8 @@ _BACKOFF = EqualJitterBackoff(cap=4.0, base=0.1)
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Action: subscribe the stream to this channel instead of the last one. The answer is None."""
+    """Action: subscribe the stream to this channel, and no longer to the last. The answer is
+    None."""
 
     channel: str
     sharded: bool
@@ -62,7 +63,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Action: wait for a message. The answer is what `heard` returns, or None after `seconds`."""
+    """Action: wait for a message. The answer is the result of `heard`, or None after `seconds`."""
 
     seconds: float
 
@@ -124,7 +125,7 @@ def follow(
     timeout: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Steps:
-    """Streams a request's events from the one with token `from_index` (counted from 0) on.
+    """Streams a request's events, beginning with that of token `from_index` (counted from 0).
 
     After a request's end, its result replaces the log. Then all undelivered output is one event.
     With a `from_index` inside the output, this event has `index` 0 and contains the whole output,
@@ -138,7 +139,7 @@ def follow(
 
 
 class _Folded(BaseModel):
-    """The output in the field `result` of a request's record. It replaces the log after the end."""
+    """The output of an ended request in its record's field `result`, which outlives the log."""
 
     text: str
     token_ids: list[StoredTokenId]
@@ -157,7 +158,8 @@ _WITHOUT_PROMPT: _Readers = {**_READERS, "prompt_logprobs": lambda item: None}
 
 
 def _read_in_parts(kind: type[_Kind], text: bytes, readers: _Readers) -> Work[_Kind | None]:
-    """Parses JSON as a `kind`, in slices because the text may be large; None if it is not valid."""
+    """Parses JSON as a `kind`, in slices because the text may be large; None if the text is not
+    valid."""
     try:
         return kind.model_validate((yield from object_in(text.decode(), readers)))
     except (ValueError, RecursionError):
@@ -171,7 +173,7 @@ def _folded_in(result: bytes) -> Generator[Action, Any, _Folded | None]:
 def _event_in(
     text: bytes, readers: _Readers = _READERS
 ) -> Generator[Action, Any, TokenEvent | None]:
-    """Parses an event; None if the text is not one. Parses a large event in slices."""
+    """Parses an event, in slices if it is large. Returns None if the text is no event."""
     if len(text) > _LARGE_BYTES:  # such an event has the logprobs of a whole prompt
         return (yield from sliced(_read_in_parts(TokenEvent, text, readers), Sleep(0)))
     try:
@@ -301,7 +303,7 @@ class _Stream:
         )
 
     def _catch_up(self) -> Steps:
-        """Delivers new events of the log. If there are none, delivers the record's result."""
+        """Delivers new events of the log. If the log has none, delivers the record's result."""
         if (yield from self._read_log()):
             return
         record = yield from self._read_record()
@@ -332,7 +334,7 @@ class _Stream:
         yield self._delivered(event)
 
     def _read_log(self) -> Generator[Action, Any, bool]:
-        """Delivers events that continue the stream. Returns whether there were any."""
+        """Delivers the log's events that continue the stream. Returns whether there was one."""
         before = self._position
         call = lookups.log_after(self.keys, self.id, before)
         for entry in (yield from self._ask(call, list[bytes]())):
@@ -343,9 +345,11 @@ class _Stream:
         return self._ended or self._position > before
 
     def _read_record(self) -> Generator[Action, Any, _Ending | None]:
-        """Reads the record's state, last event and result. None if this user may not read it.
+        """Returns the record's state, last event and result; None if this user may not read the
+        record.
 
-        After a refusal, it does not try again, so that the server's log of refusals stays short.
+        After a refusal, the stream does not try again, so that the server's log of refusals stays
+        short.
         """
         if self._may_not_read:
             return None
@@ -413,7 +417,7 @@ class _Stream:
 
 
 def _ending(keys: Keys, request_id: str) -> Call[_Ending]:
-    """Reads the state, last event and result of a request, but not the payload: it is large."""
+    """Reads the state, last event and result of a request, but not the large payload."""
 
     def parse(reply: list[Any]) -> _Ending:
         state, last_event, result = reply

@@ -25,7 +25,7 @@ from promptq.shared.errors import QueueClosedError
 from promptq.shared.runtime.tasks import end, heeding_cancels
 
 MAX_UNREAD = 256
-"""The most messages that wait for a stream. One more message replaces them all by `MISSED`."""
+"""Limit of messages that wait for a stream. One more message replaces all of them by `MISSED`."""
 
 _MAX_RECONNECT_SECONDS = 0.1
 
@@ -109,7 +109,8 @@ class Subscriptions:
                 self._fail(error)
 
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
-        """Reads replies until the connection is lost. Raises the error if no reply came before."""
+        """Reads replies until the connection is lost. Raises the connection's error if no reply
+        came."""
         self._requested.clear()
         self._unanswered.clear()
         self._leaving.clear()
@@ -138,7 +139,8 @@ class Subscriptions:
             await end(beside)  # before the connection is opened again
 
     async def _send_changes(self, connection: Any) -> None:
-        """Sends changes in one write, each as a command, so that an error is about one channel."""
+        """Sends all changes in one write, one command each, so that an error is about one
+        channel."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -155,7 +157,7 @@ class Subscriptions:
     async def _give_up_if_quiet(self, connection: Any) -> None:
         """Disconnects if the server does not even answer a PING: the connection may be dead.
 
-        The streams would not notice this, because each reads missed events from the log.
+        The streams would not notice a dead connection: each reads missed events from the log.
         """
         seconds = connection.socket_timeout
         while seconds is not None and not self._is_quiet:
@@ -210,7 +212,7 @@ class Subscriptions:
 
 
 class Mailbox:
-    """Messages that one stream has not handled yet. If there are too many, all are dropped.
+    """Messages that one stream has not handled yet. A full mailbox drops all its messages.
 
     A new mailbox follows no channel. Its user must close it.
     """
@@ -227,13 +229,13 @@ class Mailbox:
         self._timer: asyncio.TimerHandle | None = None
 
     async def subscribe(self, name: str, sharded: bool) -> None:
-        """Follows this channel, and no other one. `SUBSCRIBED` or an error arrives next."""
+        """Follows this channel, and no other channel. `SUBSCRIBED` or an error arrives next."""
         await self.aclose()
         self._channel = (name.encode(), sharded)
         self._subscriptions.join(self._channel, self)
 
     async def listen(self, seconds: float, go_on: GoOn[T]) -> T:
-        """Calls `go_on` with each message. Returns its first result that is not a `Wait`.
+        """Calls `go_on` with each message. Returns the first result of `go_on` that is no `Wait`.
 
         The keeper calls `go_on`, so the listening task wakes up only at the end. `go_on` gets an
         error if the connection is lost, and None if no message came within `seconds`.
@@ -310,5 +312,5 @@ async def _send(connection: Any, commands: Sequence[tuple[str | bytes, ...]]) ->
 
 
 async def _unlogged(response: Any) -> Any:
-    """Replaces redis-py's handler, which also formats each response for a log that nobody reads."""
+    """Replaces redis-py's handler. That handler also formats each response for an unread log."""
     return response

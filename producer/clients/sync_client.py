@@ -62,17 +62,17 @@ class Client:
     """Puts requests into a queue and reads their streams.
 
     Thread-safe: any number of threads may use one client. A thread that reads a stream uses one
-    connection, and each call uses another one until it returns. If you pass a redis-py client, it
-    must allow this number of connections (its `max_connections`, by default 100).
+    connection, and each call uses another connection until the call returns. If you pass a redis-py
+    client, it must allow this number of connections (its `max_connections`, by default 100).
 
-    `server` is a URL or a redis-py client, which you close yourself. By default it is the server of
+    `server` is a URL or a redis-py client, which you close yourself. The default is the server of
     PROMPTQ_REDIS_URL, or of the `promptq up` that runs on this machine. Use the client as a context
     manager, or call `close`. With `tracing` (see `promptq.shared.runtime.tracing`) each request
     gets a span, the parent of its worker's spans.
 
     Instead of a `queue` you may name a `model`. Then the client uses the queue that serves the
-    model; of several queues, the one with the fewest requests per worker. A request is known only
-    in the queue that got it; `client.queue.keys.queue` is the name of that queue.
+    model; of several queues, that with the fewest requests per worker. Only the queue that got a
+    request knows the request; `client.queue.keys.queue` is the name of that queue.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError,
     ModelNotServedError. When the server goes away, all methods may raise the first three.
@@ -248,7 +248,7 @@ class Client:
         timeout: float | None = None,
         **fields: Any,
     ) -> Embeddings:
-        """Turn a text, or several, into vectors. Either all texts are enqueued or none.
+        """Turn one text or several into vectors. All texts are enqueued, or none.
 
         A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
         tokens) or the worker's default. `dimensions` is the number of components to keep of each
@@ -266,7 +266,7 @@ class Client:
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        """Returns how well each document answers a query, by the model's server; higher is better.
+        """Returns the server's score of each document for a query. Better answers score higher.
         `options` and errors are those of `embed`."""
         found = self.embed(documents, query=query, **options)
         return [score for (score,) in found.vectors]
@@ -274,7 +274,7 @@ class Client:
     # One request
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """End a request: at once if it waits, at its worker's next step if it runs."""
+        """End a request: immediately if it waits, at the worker's next step if it runs."""
         [status] = self._do(scripts.cancel([check_request_id(request_id)]))
         return status
 
@@ -331,7 +331,7 @@ class Client:
         return self._do(admin.autoscaling.scalings(self._keys(), target_seconds))
 
     def pause(self) -> None:
-        """Stop handing out requests. New requests are accepted and wait, running ones finish."""
+        """Stop handing out requests. The queue accepts new requests; running requests finish."""
         self._do(scripts.set_paused(self._keys(), True))
 
     def resume(self) -> None:
@@ -349,7 +349,7 @@ class Client:
         return self._do(lookups.dead_ids(self._keys(), limit))
 
     def dead_letters(self, limit: int = 100) -> list[admin.dead_letters.DeadLetter]:
-        """Returns dead letters, the latest first: requests that were given up after crashes."""
+        """Returns the dead letters (requests given up after crashes), the latest first."""
         return self._do(admin.dead_letters.dead_letters(self._keys(), limit))
 
     def dead_letter(self, request_id: str) -> admin.dead_letters.DeadLetter:
@@ -361,7 +361,7 @@ class Client:
         return self._do(request_queue.requeue(request_id))
 
     def purge(self, request_ids: Sequence[str]) -> int:
-        """Delete dead letters, and return the number of deleted ones."""
+        """Delete dead letters, and return the number of deletions."""
         statuses = self._do(scripts.purge(request_ids)) if request_ids else []
         return statuses.count("purged")
 
@@ -374,7 +374,8 @@ class Client:
     def queue_of_model(self, model: str) -> str:
         """Returns the queue that serves a model, by the model's name or an alias.
 
-        Of several, returns the one with the fewest requests per worker. Raises ModelNotServedError.
+        Of several queues, returns that with the fewest requests per worker. Raises
+        ModelNotServedError.
         """
         return self._do(admin.queue_views.queue_of_model(self._keys(), model))
 
@@ -385,8 +386,8 @@ class Client:
     def set_alias(self, alias: str, model: str) -> None:
         """Set an alias of a model.
 
-        Raises ConfigurationError if the alias is not valid, or is the name of a model. Raises
-        ModelNotServedError if no queue has the model.
+        Raises ConfigurationError if the alias is invalid or a model's name, and ModelNotServedError
+        if no queue has the model.
         """
         self._do(admin.queue_views.set_alias(self._keys(), alias, model))
 
@@ -405,8 +406,8 @@ class Client:
         """Create a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
         `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is
-        taken or a scope is unknown. A key created without a tenant uses its name as tenant, and no
-        two keys may share such a tenant: creating the second one raises ConfigurationError, too.
+        taken or a scope is unknown. A key without a tenant uses its name as tenant. If another key
+        has this tenant, raises ConfigurationError, too.
         """
         return self._do(admin.api_keys.create_api_key(self._keys(), key, weight))
 
@@ -415,7 +416,7 @@ class Client:
         return self._do(admin.api_keys.api_keys(self._keys()))
 
     def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
-        """Make a key invalid at once. Raises RequestNotFoundError."""
+        """Make a key invalid immediately. Raises RequestNotFoundError."""
         return self._do(admin.api_keys.revoke_api_key(self._keys(), name))
 
     # Streams

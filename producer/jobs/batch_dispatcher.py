@@ -90,7 +90,8 @@ class Dispatcher:
         return len(chosen)
 
     def _in_turn(self, ids: set[str], count: int) -> list[str]:
-        """Returns up to `count` batches: each is the oldest of the tenant served least recently."""
+        """Chooses up to `count` batches one by one: the oldest of the tenant served least
+        recently."""
         waiting: dict[bytes, list[str]] = {}
         listed = sorted(ids)
         keys = [self._keys.batch(batch_id) for batch_id in listed]

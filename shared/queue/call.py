@@ -35,7 +35,7 @@ SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name
 @cache
 def script_text(name: str) -> str:
     """Returns the text of a script, after the texts of the library parts that the script uses. Each
-    part becomes a Lua table, and the part's local variables are visible only in the part."""
+    part becomes a Lua table. Only the part itself sees its local variables."""
     parts: dict[str, str] = {}
     text = _text_behind(f"scripts/{name}", parts)
     return "".join(parts.values()) + text
@@ -91,7 +91,7 @@ class Call(Generic[T_co]):
         """Returns the value in a reply. If the reply is an error, raises the error.
 
         Raises SpoiltRecordError for a reply that breaks the protocol, and NoPermissionError if a
-        command inside a script is not permitted (for which servers report another error).
+        command inside a script is forbidden (servers report this as another error).
         """
         if self.of_refusal is not None and isinstance(reply, ResponseError):
             return self.of_refusal()
@@ -115,7 +115,7 @@ class Call(Generic[T_co]):
 def named(**values: Argument) -> list[Argument]:
     """Returns a script's named arguments, in the form that `arguments.lua` reads.
 
-    Empty values are left out, because the scripts treat a missing argument as empty.
+    Leaves out empty values, because the scripts treat a missing argument as empty.
     """
     args: list[Argument] = ["promptq:named"]
     for pair in values.items():
@@ -167,7 +167,7 @@ def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
 
 
 def text_of(value: str | bytes | int) -> str:
-    """Returns the value as text. Bytes that are not UTF-8 are replaced."""
+    """Returns the value as text. U+FFFD replaces bytes that are not UTF-8."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
@@ -186,5 +186,5 @@ def fields_of(reply: Any) -> dict[bytes, bytes]:
 
 
 def text_map(reply: Any) -> dict[str, str]:
-    """Returns the fields of a hash as text. Bytes that are not UTF-8 are replaced."""
+    """Returns the fields of a hash as text. U+FFFD replaces bytes that are not UTF-8."""
     return {text_of(name): text_of(value) for name, value in fields_of(reply).items()}

@@ -23,7 +23,7 @@ def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
 
 
 def fields(keys: Keys, request_id: str, names: Sequence[str]) -> Call[dict[str, str]]:
-    """Reads the named fields of a request's hash as text, without missing ones."""
+    """Reads the named fields of a request's hash as text, without missing fields."""
 
     def parse(reply: list[bytes | None]) -> dict[str, str]:
         pairs = zip(names, reply, strict=True)
@@ -49,8 +49,8 @@ def pictures(keys: Keys, names: Sequence[str]) -> Operation[dict[str, str]]:
 
 
 def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
-    """Reads the state of a request; None if the request is unknown. A request that a plain Redis
-    client enqueued has no state field, and waits."""
+    """Reads the state of a request; None if the request is unknown. A plain Redis client's new
+    request has no state field, and waits."""
 
     def parse(reply: list[Any]) -> RequestState | None:
         current, payload = reply
@@ -100,7 +100,7 @@ def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 
 def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
-    """Reads the ids of dead letters, the latest first. Leaves out texts that are no valid id."""
+    """Reads the ids of dead letters, the latest first. Leaves out texts that are no valid ids."""
 
     def parse(reply: list[bytes]) -> list[str]:
         return [*filter(is_request_id, ids_of(reply))]
@@ -110,7 +110,7 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 def live_worker_ids(keys: Keys, now_ms: int, *, overflow: bool = False) -> Call[list[str]]:
     """Reads the ids of workers whose heartbeat is not overdue, without ids that are not UTF-8. With
-    `overflow`, only those of overflow workers, otherwise only those of the others."""
+    `overflow`, only ids of overflow workers, otherwise only ids of other workers."""
 
     def parse(ids: list[bytes]) -> list[str]:
         texts = []
@@ -124,7 +124,7 @@ def live_worker_ids(keys: Keys, now_ms: int, *, overflow: bool = False) -> Call[
 
 
 def is_later(time_ms: bytes | None, now_ms: int) -> bool:
-    """Returns whether a server time (ms) from Redis is after `now_ms`; False if not a number."""
+    """Returns whether a server time (ms) from Redis is after `now_ms`; False if it is no number."""
     with suppress(ValueError):
         return time_ms is not None and int(time_ms) > now_ms
     return False
@@ -141,7 +141,7 @@ def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
 
 
 def note_queue(queue: str) -> Call[int]:
-    """Adds the queue to the set of names in which gateways and clients look for queues."""
+    """Adds the queue to the set of queue names. Gateways and clients find queues in this set."""
     return Call("", ["SADD", QUEUES, queue], int)
 
 
@@ -150,7 +150,7 @@ def forget_queue(queue: str) -> Call[int]:
 
 
 def queue_names() -> Call[list[str]]:
-    """Reads the names of queues, in order. Leaves out texts that are no valid name."""
+    """Reads the names of queues, sorted. Leaves out texts that are no valid names."""
     return Call(
         "", ["SMEMBERS", QUEUES], lambda reply: sorted(filter(is_name, ids_of(reply))), list
     )
@@ -169,7 +169,8 @@ def forget_alias(alias: str) -> Call[int]:
 
 
 def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
-    """Reads a list's entries by `command`. If the key is not a list, logs this and returns none."""
+    """Reads a key's entries by `command`. If the key has another type, logs this and returns
+    none."""
     return Call("", [command, key, *args], list, list)
 
 

@@ -23,7 +23,7 @@ _LOST = {
 
 
 def maxmemory_warning() -> Call[str]:
-    """Returns a warning if the server may delete keys; empty if not, or if that is unknown."""
+    """Returns a warning if the server may delete keys; empty if it may not, or does not say."""
     return Call("", ["INFO", "memory"], _warning_of, of_refusal=str)
 
 
@@ -39,7 +39,7 @@ def _warning_of(info: Mapping[str, Any]) -> str:
 
 
 class MaxmemoryLog:
-    """Logs the warning when it appears and every minute while it lasts, and logs when it ends."""
+    """Logs a new warning, repeats a lasting warning every minute, and logs a warning's end."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -53,7 +53,7 @@ class MaxmemoryLog:
         return self._clock() >= self._look_at
 
     def note(self, warning: str) -> None:
-        """Logs the result of a check ('' is no warning) if it has changed or is due again."""
+        """Logs a check's result ('' is no warning) if the result is new or its repeat is due."""
         from promptq.shared.runtime.logs import get_logger  # clients may lack structlog
 
         now = self._clock()

@@ -196,7 +196,7 @@ class _Queue:
         timeout: float | None,
         abort: threading.Event | asyncio.Event | None,
     ) -> Operation[Claim | None]:
-        """Implements `take` after `wake_ups` is subscribed. Yields functions that send calls."""
+        """Implements `take`, once `wake_ups` is subscribed. Yields functions that send calls."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             claims: Claims = yield partial(take_batch, Room(max_count=1, token_budget=2**53))
@@ -220,8 +220,8 @@ class _Queue:
 
     @property
     def has_unanswered_claim(self) -> bool:
-        """Whether the last claim got no reply. In this case the server may have handed out requests
-        that this process does not know. The next claim returns them to the queue."""
+        """Whether the last claim got no reply. Then the server may have handed out requests that
+        this process does not know. The next claim returns these requests to the queue."""
         return self._claim_history.is_unanswered
 
     def _check_open(self) -> None:
@@ -263,9 +263,9 @@ class RequestQueue(_Queue):
     def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
         """Sends one call, or several in one round trip to each server. Returns the value of each.
 
-        If one of several calls fails, the calls after it still run; then the first error is raised.
-        A script that the server has not loaded yet runs after the other calls. `atomic` means that
-        no command of another client runs between the calls; only plain commands can be atomic.
+        If one of several calls fails, later calls still run; then `run` raises the first error. A
+        script that the server has not loaded yet runs after the other calls. `atomic` means that no
+        command of another client runs between the calls; only plain commands can be atomic.
         """
         return carry_out(self._exchange(calls, atomic), operator.call)
 
@@ -314,7 +314,7 @@ class RequestQueue(_Queue):
         return self.run(self._release(held, crashed, delays_ms)) if held else []
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """Cancels a request. A waiting request ends at once, a running one at its next step."""
+        """Cancels a request: a waiting request immediately, a running request at its next step."""
         return self.run(scripts.cancel([request_id]))[0]
 
     def remove(self, request_id: str) -> bool:

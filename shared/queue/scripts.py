@@ -32,8 +32,8 @@ def _row_status(reply: bytes) -> RowStatus:
 
 
 def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
-    """Adds all requests or none. Returns their ids. If the idempotency key of a request is known,
-    its id is that of the earlier request.
+    """Adds all requests or none. Returns their ids. For a request with a known idempotency key,
+    returns the earlier request's id.
 
     With a `nonce` that is new for each call, the call can be sent again after a lost reply. Raises
     RequestExistsError, QueueFullError. If a request has `durability`, the queue waits for replicas.
@@ -98,8 +98,8 @@ def claim(
 
     An overflow worker, which may have another model, gets only requests that the queue's other
     workers would finish too late. A request without a seed gets a seed made from `seed_base` and
-    the request's id. If `seed_base` is empty, the seed is made from the id and the nonce of the
-    call that enqueued the request.
+    the request's id. If `seed_base` is empty, the seed comes from the request's id and from the
+    nonce of the call that enqueued the request.
     """
     args = named(
         worker=worker_id,
@@ -271,7 +271,7 @@ def purge(dead_ids: Sequence[str]) -> Call[list[str]]:
 def set_paused(keys: Keys, paused: bool) -> Call[int]:
     """Pauses or resumes the queue. A paused queue hands out no requests.
 
-    A server with full memory refuses a pause, but not its end: the waiting requests free memory.
+    A server with full memory refuses a pause, but not a pause's end, which frees memory.
     """
     if paused:
         return Call("", ["HSET", keys.config, "paused", 1], int)
@@ -290,7 +290,7 @@ def wake_workers(keys: Keys) -> Call[int]:
 
 
 def drain(channel: str, worker_id: str | None) -> Call[int]:
-    """Makes one worker, or all if `worker_id` is None, finish their running requests and exit."""
+    """Makes one worker (None: every worker) finish its running requests and exit."""
     message = "drain" if worker_id is None else f"drain:{worker_id}"
     return Call("", ["PUBLISH", channel, message], int)
 
@@ -347,7 +347,8 @@ class RateAnswer:
 
 
 def take_of_rates(holder: str, rates: Sequence[Rate]) -> Call[RateAnswer]:
-    """Takes the amounts from all limits of a holder, or none if one limit does not suffice."""
+    """Takes the amounts from all limits of a holder; takes nothing if one limit does not
+    suffice."""
     args: list[str | bytes | int] = [holder]
     for rate in rates:
         args += [rate.name, rate.amount, rate.limit]

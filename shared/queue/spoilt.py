@@ -65,8 +65,8 @@ def note(error: Exception, name: str = "") -> None:
 def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Context manager that logs an error of the record with this name instead of raising it.
 
-    Errors of the server or the connection are raised, because they concern all records. `stop`, an
-    exception that a signal handler raises, is raised too.
+    Raises errors of the server or the connection, because they concern all records. Also raises
+    `stop`, a signal handler's exception.
     """
     try:
         yield
@@ -84,7 +84,7 @@ def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator
 
 @contextmanager
 def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
-    """Context manager that deletes `key`, and logs this, if a command needs another type."""
+    """Context manager that deletes `key`, and logs this, if a command needs another type of key."""
     try:
         yield
     except ResponseError as error:

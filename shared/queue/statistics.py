@@ -44,7 +44,8 @@ class Contribution:
 
 
 def sample(part: Contribution) -> Call[int]:
-    """Adds a worker's numbers, and writes the samples that are over. Returns how many it wrote."""
+    """Adds a worker's numbers, and writes finished samples. Returns the number of written
+    samples."""
     args = named(
         generated_tokens=part.generated_tokens,
         prompt_tokens=part.prompt_tokens,
@@ -57,7 +58,7 @@ def sample(part: Contribution) -> Call[int]:
 
 
 def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sample]]:
-    """Reads the samples since `since_ms`, oldest first; with `limit`, only the latest ones."""
+    """Reads the samples since `since_ms`, oldest first; with `limit`, only the latest samples."""
 
     def parse(reply: list[Any]) -> list[Sample]:
         return readable(keys.statistics, reply, _sample_of)[::-1]
@@ -72,7 +73,7 @@ def _sample_of(entry: tuple[bytes, Any]) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """Reads the number of waiting requests by priority: estimates if over some hundreds wait."""
+    """Reads the number of waiting requests by priority (an estimate if more than hundreds wait)."""
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))

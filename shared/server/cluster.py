@@ -167,7 +167,8 @@ class _SlotPool:
     cluster: _Cluster
 
     def others(self) -> list[Any]:
-        """Returns the pools that close with this one: all others if this is the first slot's."""
+        """Returns the pools to close when this pool closes: all others if this is the first pool,
+        otherwise none."""
         first, *others = list(self.cluster.clients.values())
         return [other.connection_pool for other in others] if first.connection_pool is self else []
 

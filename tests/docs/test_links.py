@@ -102,7 +102,7 @@ def test_every_script_is_explored_or_named_as_not_explored() -> None:
     explored = re.findall(r"scripts\.(\w+)", (ROOT / "tests/programs/states/calls.py").read_text())
     page = (ROOT / "docs/reliability.md").read_text()
     [named] = re.findall(
-        r"the \w+ scripts that change no request:(.*?)\n\n",
+        r"the\s\w+\sscripts\sthat\schange\sno\srequest:(.*?)\n\n",
         page.replace("\nThe ", "\n\nThe "),
         re.DOTALL,
     )

@@ -18,7 +18,7 @@ _EVENTS_PER_CORE = 500
 """Events per second. Worker, Redis and client together need about 30 µs for an event, so events
 take about 1.5 % of the cores' time."""
 LONGEST_SECONDS = 0.1
-"""The most seconds that a token is delayed, however many streams there are."""
+"""Largest delay of a token in seconds, however many streams there are."""
 
 
 def default_rate() -> float:
@@ -30,7 +30,7 @@ class Coalescer:
     """Delays outputs of the engine to limit the rate of events. `clock` returns seconds.
 
     Some outputs pass without delay, outside the limit: a first token, the first token after a
-    preemption, the end of a sequence, and an output for which the caller sets `at_once`.
+    preemption, the end of a sequence, and outputs with `at_once`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Coalescer:
         self._due_at = 0.0
 
     def take(self, output: SequenceOutput, at_once: bool = False) -> Sequence[SequenceOutput]:
-        """Add a sequence's output. Returns its outputs that the caller must send now."""
+        """Add a sequence's output. Returns the sequence's outputs that the caller must send now."""
         before = self._waiting.pop(output.sequence_id, None)
         if before is not None and output.token_ids:
             output.token_ids = before.token_ids + output.token_ids
@@ -55,7 +55,7 @@ class Coalescer:
         return ()
 
     def take_due(self) -> list[SequenceOutput]:
-        """Removes and returns all waiting outputs if they are due, otherwise none."""
+        """Removes and returns all waiting outputs if due; otherwise returns none."""
         now = self._clock()
         if now < self._due_at or not self._waiting:
             return []

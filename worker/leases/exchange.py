@@ -37,7 +37,7 @@ _MOST_ATTEMPTS = 300  # after which a stream ends that no live worker can contin
 
 
 class Exchange:
-    """Renews leases, carries out cancels, and gives requests back to the queue.
+    """Renews leases, carries out cancels, and returns requests to the queue.
 
     `run_cancels` and `run_returns` are separate tasks, so neither waits for the other.
     """
@@ -72,28 +72,29 @@ class Exchange:
     def take_answers(
         self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
     ) -> None:
-        """Act on Redis's answers `statuses` to a call that sent `sent`, one of each for a lease."""
+        """Act on Redis's answers `statuses` to a call with `sent`. Each list has one item for each
+        lease."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
             lease.reported(held)
             self.take_answer(lease, status)
 
     def take_answer(self, lease: Lease, status: RowStatus, reason: str = "") -> None:
         """Act on Redis's answer about one lease. `reason` is the finish reason if the answer is
-        about the request's last row, otherwise empty."""
+        about the request's last row, otherwise ''."""
         self._exit_log.note(lease, self._leases.answered(lease, status, reason))
 
     def cancel(self, request_id: str) -> None:
         """Let `run_cancels` check whether this request is cancelled.
 
-        Only the flag in the request's hash cancels a request. The id comes from a message that
-        anybody can send, so a text that cannot be an id is ignored.
+        Only the flag in the request's hash cancels a request. Anybody can send the message with the
+        id, so a text that cannot be an id has no effect.
         """
         if is_request_id(request_id):
             self._cancelled_ids.add(request_id)
             self._some_cancelled.set()
 
     async def run_cancels(self) -> None:
-        """Check the requests passed to `cancel`, and end cancelled ones. Never returns.
+        """Check the requests passed to `cancel`, and end cancelled requests. Never returns.
 
         If the server cannot be reached, the next renewal of the leases finds the same cancels.
         """
@@ -164,11 +165,10 @@ class Exchange:
         the name of a field that this worker's engine cannot serve.
 
         If no live worker can serve the field, this worker keeps the lease, so that the calling code
-        can end the request. There are three exceptions, in which the request goes back with a
-        delay. First: the name is `OVERFLOW`, so another worker may yet come. Second: an earlier
-        attempt has generated output, so a worker could serve the field, and one may come back.
-        Third: after a start or an outage, other workers may not have sent a heartbeat yet. Raises
-        RedisError, OSError.
+        can end the request. In three cases, the request still goes back, with a delay. First: the
+        name is `OVERFLOW`, so another worker may yet come. Second: an earlier attempt has generated
+        output, so its worker could serve the field, and may come back. Third: after a start or an
+        outage, other workers may not have sent a heartbeat yet. Raises RedisError, OSError.
         """
         held = [lease.as_held() for lease, _ in unserved]
         needs = [field for _, field in unserved]

@@ -33,7 +33,7 @@ class ExitLog:
         self._log = get_logger(worker_id=worker_id).bind()  # once, not at each line
 
     def note(self, lease: Lease, outcome: Outcome | None) -> None:
-        """Record that a request has left the worker with this outcome, unless it is None."""
+        """Record that a request has left the worker with this outcome. Skips the outcome None."""
         if outcome is None:
             return
         prepared = lease.prepared_or_none

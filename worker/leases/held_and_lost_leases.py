@@ -55,16 +55,16 @@ Outcome = FinishReason | Exit
 class Leases:
     """All leases of a worker, by request and by sequence. Makes every change of a lease's state.
 
-    `answered` and `released` act on an answer of Redis, and return how the attempt ended if the
-    answer reports it, otherwise None. Redis reports each outcome only once. So the caller must
+    `answered` and `released` act on an answer of Redis, and return the attempt's outcome if the
+    answer reports one, otherwise None. Redis reports each outcome only once. So the caller must
     record an outcome even if the lease is already GONE.
     """
 
     def __init__(self, engine: EnginePort) -> None:
         limits = engine.limits
         self.num_places = limits.max_num_seqs + max(1, limits.max_num_seqs // 8)
-        """The most requests that the engine may have: a few more than it has slots, so that the
-        first step after a slot becomes free can use the slot."""
+        """Limit of requests in the engine: a few more than the engine has slots, so that the first
+        step after a slot becomes free can use the slot."""
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
@@ -114,7 +114,7 @@ class Leases:
     def set_aside(self, lease: Lease) -> bool:
         """Set a lease aside for the slow lane: until prepared, it counts for no slot or KV memory.
 
-        Returns False at a limit of all tenants or of this one, which bound the payloads' memory.
+        Returns False at the limit of all tenants or of this tenant: limits bound payloads' memory.
         """
         claim = lease.claim
         others = [other.claim for other in self if not other.counts]
@@ -127,7 +127,8 @@ class Leases:
         return True
 
     def prepared(self, lease: Lease, prepared: PreparedRequest) -> None:
-        """Store a prepared request in its lease, which becomes READY, or ENDING if it is complete.
+        """Store a prepared request in its lease. The lease becomes READY, or ENDING if the request
+        is complete.
 
         Has no effect if the lease is lost or is being given back.
         """
@@ -137,7 +138,7 @@ class Leases:
 
     def feed(self) -> None:
         """Hand ready requests to the engine while it has free slots. Then also hand over ready
-        requests that may preempt a running one."""
+        requests that may preempt a running request."""
         while (lease := self._next_to_run()) is not None:
             self._set_state(lease, _RUNNING)
         self.wake_up.room_freed()
@@ -162,7 +163,7 @@ class Leases:
             self._set_state(lease, _RETURNING)
 
     def answered(self, lease: Lease, status: RowStatus, reason: str = "") -> Outcome | None:
-        """Act on Redis's answer about a lease or a row. Returns how the attempt ended, if known.
+        """Act on Redis's answer about a lease or a row. Returns the attempt's outcome, if known.
 
         `reason` is the finish reason if the answer is about the last row, otherwise empty.
         """
@@ -187,7 +188,7 @@ class Leases:
         return None
 
     def released(self, lease: Lease, status: str) -> Outcome | None:
-        """Act on Redis's answer to a request's return. Returns how the attempt ended, if known."""
+        """Act on Redis's answer to a request's return. Returns the attempt's outcome, if known."""
         was_held = lease.is_held
         if was_held and lease.state is not _RETURNING:
             raise RuntimeError(f"{lease.request_id} is not on its way back")
@@ -216,7 +217,8 @@ class Leases:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a held request may crash the worker. The worker then claims nothing else."""
+        """Whether a held request may crash the worker. With such a request, the worker claims
+        nothing else."""
         return any(lease.claim.is_suspect for lease in self)
 
     @property

@@ -77,15 +77,15 @@ class Lease:
         return prepared is not None and prepared.is_length_known and not self.is_length_reported
 
     def with_unsent(self, row: Row) -> list[Row]:
-        """Removes and returns the request's unsent rows, followed by `row`."""
+        """Removes the request's unsent rows. Returns these rows, then `row`."""
         if (prepared := self.prepared_or_none) is None:
             return [row]
         unsent, prepared.unsent = prepared.unsent, []
         return [*unsent, row]
 
     def as_held(self) -> Held:
-        """Returns the data with which Redis can renew or end the lease. Has the prompt's length if
-        Redis has not received it yet."""
+        """Returns the data with which Redis can renew or end the lease. The data has the prompt's
+        length if Redis has not received it yet."""
         length = self.prepared.num_prompt_tokens if self.has_unreported_length else None
         return Held(self.request_id, self.claim.fence, length)
 

@@ -88,12 +88,12 @@ class Meter:
         self.observe(metrics.ATTEMPTS, claim.attempt)
 
     def mean_ms(self, name: str) -> float:
-        """Returns the mean of the field `name` of `Stats`, in milliseconds, over all ended requests
-        of this worker."""
+        """Returns the mean of the field `name` of `Stats` over all requests that ended on this
+        worker, in milliseconds."""
         return self._sums[name] / max(1, self._num_with_stats)
 
     def take_contribution(self) -> Contribution:
-        """Returns what this worker counted since the last call, for the statistics of the queue."""
+        """Returns this worker's counts since the last call, for the queue's statistics."""
         taken, self._contribution = self._contribution, Contribution()
         return taken
 

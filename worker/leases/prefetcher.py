@@ -128,7 +128,6 @@ class Prefetcher:
     @property
     def hangs_on(self) -> Lease | None:
         """The lease, perhaps lost, of a request whose preparation hangs; None if none hangs.
-
         Always None after `stop`, because then nothing waits for the thread that prepares.
         """
         return next(iter(self._overdue), None) if self.is_running else None
@@ -225,7 +224,7 @@ class Prefetcher:
                 self._leases.returning(lease)
 
     def _need(self, error: InvalidRequestError) -> str | None:
-        """Returns the name under which the request is left to other workers; None if it is not."""
+        """Returns the name for `leave_to_others`; None if the request needs no other worker."""
         if self._policy.is_overflow:
             return OVERFLOW
         return error.ability if isinstance(error, UnservedFieldError) else None

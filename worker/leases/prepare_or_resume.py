@@ -168,8 +168,8 @@ class Preparation:
         )
 
     def _stop_tokens(self, request: Request) -> dict[int, str]:
-        """Maps token ids to stop strings, for stop strings that are exactly one added token. Such a
-        token may be special, and a special token cannot be found in the output's text."""
+        """Maps token ids to stop strings, for stop strings that are exactly one added token. If
+        such a token is special, the output's text does not show it."""
         return {
             token_id: stop
             for stop in request.stop_strings
@@ -178,8 +178,8 @@ class Preparation:
         }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
-        """Returns the tokens of the request's output prefix. Leaves out an end token after its
-        token ids, because the output continues there."""
+        """Returns the tokens of the request's output prefix. Leaves out an end token at the end of
+        the prefix's `token_ids`, because the output continues there."""
         if (wanted := request.output_prefix) is None:
             return []
         prefix = [*wanted.token_ids]
@@ -330,7 +330,8 @@ class Preparation:
         is_prefix: bool,
         only_quick: bool,
     ) -> Grammar | None:
-        """Returns the grammar's state after `emitted`. `is_prefix`: that is the output prefix."""
+        """Returns the grammar's state after `emitted`. `is_prefix`: `emitted` is the output
+        prefix."""
         wanted, grammars = request.wanted_output, self.grammars
         if wanted is None:
             return None

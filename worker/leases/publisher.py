@@ -26,7 +26,7 @@ _Sent = tuple[Lease, Row]
 
 
 class Publisher:
-    """Sends the engine's outputs to Redis, those of a step while the engine computes the next.
+    """Sends the outputs of a step to Redis while the engine computes the next step.
 
     The coalescer decides which tokens wait for later tokens, to share an event with them. If Redis
     does not accept rows, the publisher sends them again for up to `retry_seconds`. Meanwhile the
@@ -118,8 +118,8 @@ class Publisher:
             self._leases.returning(lease, crashed=why.is_blamed, delay_ms=why.delay_ms)
 
     def _due(self, steps: Iterable[StepOutput]) -> Iterator[SequenceOutput]:
-        """Yields the outputs that the coalescer lets pass. The caller may end a sequence between
-        two outputs: the sequence's later outputs are then left out."""
+        """Yields the outputs that the coalescer lets pass. If the caller ends a sequence between
+        two outputs, the sequence's later outputs are left out."""
         for step in steps:
             for output in step.outputs:
                 lease = self._leases.by_sequence(output.sequence_id)
@@ -165,7 +165,7 @@ class Publisher:
         `row`, or of the first row whose status reports a lost lease.
 
         Rows are missing in the request's log if Redis lost writes, for example in a failover. Redis
-        answers `duplicate` for the rows that it still has.
+        answers `duplicate` for rows that are not missing.
         """
         if not lease.is_held or lease.prepared_or_none is None:
             return RowStatus.GAP

@@ -45,7 +45,7 @@ class ReadyQueue:
         return self._heap[0][2] if self._heap else None
 
     def first_of_others(self, tenants: Set[str]) -> Lease | None:
-        """Returns the first request of a tenant other than these; None if there is none."""
+        """Returns the first request of any tenant but these; None if there is no such request."""
         others = (lease for lease in self._since if lease.claim.tenant not in tenants)
         return min(others, key=lambda lease: lease.claim.order, default=None)
 
@@ -71,12 +71,12 @@ class ReadyQueue:
 
     @property
     def mean_wait_seconds(self) -> float:
-        """Mean seconds from when a request became ready until it went to the engine."""
+        """Mean seconds that a ready request waited for the engine."""
         return self.waited_seconds / max(1, self.num_handed_out)
 
     @property
     def mean_length(self) -> float:
-        """Mean number of ready requests since the start."""
+        """Mean over time of the number of ready requests."""
         return self.filled_seconds / max(time.monotonic() - self._started_at, 1e-9)
 
     def _note_change(self) -> float:
@@ -106,7 +106,7 @@ class WakeUp:
             self._rung.set()
 
     def take(self) -> bool:
-        """Forget all reports before a claim. Returns whether one of them was `work_came`."""
+        """Forget all reports before a claim. Returns whether `work_came` was among the reports."""
         self._rung.clear()
         came, self._work_came = self._work_came, False
         return came

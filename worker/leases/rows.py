@@ -96,7 +96,7 @@ class PreparedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """An estimate if the request has pictures that no engine has read yet."""
+        """Length of the prompt: an estimate until an engine has read the request's pictures."""
         reported = self.timing.prompt_tokens if self.timing else None
         return self.engine_request.num_prompt_tokens if reported is None else reported
 
@@ -108,13 +108,13 @@ class PreparedRequest:
 
     @property
     def kv_need(self) -> int:
-        """Expected number of tokens in the KV cache, at least the current one."""
+        """Expected number of tokens in the KV cache, at least the current number."""
         return max(self.claim.cost, self.num_prompt_tokens + len(self.token_ids))
 
     @property
     def is_at_end(self) -> bool:
         """Whether nothing is left to generate: earlier attempts generated the whole output, or the
-        request wants only the tokens of its prompt."""
+        request wants only the prompt's tokens."""
         return (
             self.request.tokenize
             or self.num_emitted >= self.engine_request.max_tokens
@@ -142,7 +142,7 @@ class PreparedRequest:
         error: ErrorInfo | None = None,
         embedding: str | None = None,
     ) -> Row:
-        """Returns the next row, and adds it to the output. A finish reason makes it the last one.
+        """Returns the next row, and adds it to the output. A row with a finish reason is the last.
 
         If the row cannot be built, the request does not change.
         """
@@ -226,7 +226,7 @@ class RowBuilder:
     def row(self, prepared: PreparedRequest, output: SequenceOutput) -> Row:
         """Returns the row for an output of a running request.
 
-        If that fails, returns a row that ends the request with an error, without tokens.
+        If this fails, returns a row without tokens that ends the request with an error.
         """
         try:
             return self._row(prepared, output)

@@ -37,8 +37,8 @@ class SlowLane:
     def put_off(self, tenant: str) -> float:
         """Returns the delay in seconds for a request of `tenant` that finds the lane full.
 
-        The delay is the time that the tenant's other requests are expected to take: the requests in
-        the lane, and those that were put off before. Before that, the lane would be full.
+        The delay is the expected time of the tenant's other requests (in the lane, or put off
+        before). Without this delay, the lane would still be full for the tenant.
         """
         now = time.monotonic()
         self._put_off_until = {

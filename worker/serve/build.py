@@ -67,7 +67,7 @@ class Served:
 
     @property
     def computes_here(self) -> bool:
-        """Whether this process computes the model, and no inference server does. Steps of the
+        """Whether this process, and not an inference server, computes the model. Steps of the
         engine then release the interpreter's lock."""
         return bool(self.dtype) and not isinstance(self.engine, EnginePort)
 
@@ -88,7 +88,7 @@ def build(
     settings: WorkerSettings, progress: Progress = ignore_progress, known: Verdict | None = None
 ) -> Served:
     """Load the model that the settings name. `known` is the result of an earlier test of the same
-    model, which is then not repeated. Raises ConfigurationError, ModelError."""
+    model; with it, no test runs. Raises ConfigurationError, ModelError."""
     memory = _kv_cache_bytes(settings)
     if settings.engine != NATIVE:
         return _build_upstream(settings, progress)

@@ -81,7 +81,7 @@ async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
 
 async def _next(channel: Any) -> dict[str, Any]:
     """Returns the next message, or after a silence the answer to a ping. Raises RedisError if no
-    answer comes, because then the connection is open but dead."""
+    answer comes: the connection is then open but dead."""
     seconds = channel.connection.socket_timeout
     message: dict[str, Any] | None = await channel.get_message(timeout=seconds)
     if message is None:

@@ -29,7 +29,7 @@ _REASONS_IN_VLLM = {FinishReason.CANCELLED: "abort"}  # where vLLM's name differ
 
 
 def readings(worker: Worker) -> Iterator[Reading]:
-    """Yields the current values of all metrics of a worker. Any thread may call it."""
+    """Yields the current values of all metrics of a worker. Any thread may call this function."""
     engine, meter, ready = worker.engine.stats, worker.meter, worker.leases.ready
     model = (worker.served.identity.name, metrics.ENGINE)
     gauges_and_counters = {

@@ -85,7 +85,7 @@ def shown_name(settings: WorkerSettings) -> str:
 
 
 def _fingerprint(name_or_dir: str, others: Sequence[Path], *, with_weights: bool) -> str:
-    """Returns a hash of the names, sizes and first MiB of a model's files, and of `others`.
+    """Returns a hash of the names, sizes and first MiB of each file of a model and of `others`.
 
     The first MiB has the names and shapes of the tensors (safetensors), or the name and vocabulary
     (GGUF). A worker of an inference server may lack weights: `with_weights=False`.

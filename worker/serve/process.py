@@ -48,7 +48,7 @@ class Turn(Protocol):
     """Decides when a process may load its model, if several processes share the device."""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """Set these events, as signals do, when the owner orders this process to end."""
+        """Set these events, like signals do, when the owner orders this process to end."""
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
         """Wait until the model may be loaded. Returns an earlier load's test result, or None."""
@@ -144,10 +144,10 @@ async def _serve(settings: WorkerSettings, redis_url: str, turn: Turn | None) ->
 
 
 def handle_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-    """Set `stop` at the first SIGTERM or SIGINT, and `stop_now` at the next one.
+    """Set `stop` at the first SIGTERM or SIGINT, and `stop_now` at the next signal.
 
     Installs Python's signal handlers, because the event loop's handlers end with the loop. A signal
-    that arrives after that would turn success into a failure.
+    after the loop's end would turn success into a failure.
     """
     loop = asyncio.get_running_loop()
 
@@ -165,10 +165,9 @@ def handle_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
 async def unless(
     stop: asyncio.Event, starting: Awaitable[T], give_up: Callable[[], object] = lambda: None
 ) -> T:
-    """Await one stage of the start, and return its result. If `stop` is set first, call `give_up`
-    and end the process at once.
-
-    It holds no requests yet, so nothing is lost. A thread could load a model for minutes.
+    """Await one stage of the worker's start, and return its result. If `stop` is set first, call
+    `give_up` and end the process without waiting: a thread may still load a model for minutes. The
+    worker holds no requests yet, so this loses nothing.
     """
     stage, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     await asyncio.wait((stage, stopping), return_when=asyncio.FIRST_COMPLETED)

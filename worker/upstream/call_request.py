@@ -22,13 +22,13 @@ _SEED_STEPS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0xD1342543DE82EF95)
 
 
 class CallRequest:
-    """A request as its calls send it.
+    """A request in the form that its calls send.
 
-    Penalties: a server counts only the call's own tokens. Biases have the penalties of the earlier
-    ones. `presence_penalty` counts a token once, so a token that the biases lack ends the call.
+    Penalties: a server counts only the call's own tokens. Biases have the penalties of earlier
+    tokens. `presence_penalty` counts a token once, so a token without a bias ends the call.
 
     Low temperatures: the server draws at its lowest temperature. Each drawn token is kept with the
-    odds that give the right distribution (rejection sampling), else a call draws it again.
+    odds that give the right distribution (rejection sampling), else a call draws another.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class CallRequest:
         return replace(self._request, params=params, seed=self._seed(len(output), mask))
 
     def _seed(self, num_emitted: int, mask: Mask | None) -> int:
-        """Returns the seed of a call. On most servers, random numbers begin anew with each call, so
-        each attempt draws others, and so does a choice under a mask: the numbers of the call before
-        it have chosen a token that the mask excludes."""
+        """Returns the seed of a call. On most servers, random numbers begin anew with each call. So
+        each attempt has another seed. A choice under a mask also has another seed, because the
+        numbers of the last call have chosen a token that the mask excludes."""
         num_choices = 0 if mask is None else 1 + len(mask.rejected)
         counts = (0, 0) if self._keeps_seeds else (num_emitted, num_choices)
         steps = zip((*counts, self._num_redraws), _SEED_STEPS, strict=True)
         return (self._request.seed + sum(count * step for count, step in steps)) % 2**63
 
     def is_miscounted_after(self, token_id: int) -> bool:
-        """Whether the call would miss the presence penalty of its token."""
+        """Whether the call would miss the presence penalty of this token."""
         return self._counted is not None and token_id not in self._counted
 
     def cut_rejected(self, chunk: Chunk) -> bool:
-        """Drop the first token that another call must draw again, and all after it. Returns whether
-        there is one. Leaves no log-probabilities that only this choice needs.
+        """Drop the first token that another call must draw again, and all later tokens. Returns
+        whether a token was dropped. Removes log-probabilities that only this choice needs.
 
         Raises UnusableAnswerError.
         """

@@ -46,7 +46,7 @@ _RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FoundServer:
-    """A server that answers, and its token ids of the probe if it reports them."""
+    """A server that answers, with the probe's token ids if the server reports these."""
 
     url: str
     description: ServerDescription
@@ -99,8 +99,8 @@ def start_server(dialect: Dialect, settings: WorkerSettings) -> ServerProcess:
 def find_server(
     dialect: Dialect, settings: WorkerSettings, process: ServerProcess | None
 ) -> FoundServer:
-    """Wait for the server: as long as its process lives, or for --redis-wait seconds. Raises
-    ConfigurationError if there is none, or if it cannot be used."""
+    """Wait for the server: while `process` lives, or for --redis-wait seconds. Raises
+    ConfigurationError if no server answers, or an unusable one."""
     url = process.url if process is not None else _checked(settings.upstream or "")
     return asyncio.run(_find(dialect, url, settings, process))
 

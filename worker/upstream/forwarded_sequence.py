@@ -52,11 +52,12 @@ def preemption(
     able: Collection[ForwardedSequence],
     num_slots: int,
 ) -> tuple[ForwardedSequence, ForwardedSequence] | None:
-    """Returns a waiting sequence, and the stream whose slot it may have; None: there are none.
+    """Returns a waiting sequence, and the stream whose slot this sequence may have; None: no such
+    pair.
 
     The stream is one of `able`: the least urgent one, if a waiting sequence has a higher priority.
-    Otherwise it is the last stream of the tenant that has most, if that tenant is beyond its share
-    and a tenant without a stream waits.
+    Otherwise the stream is the last one of the tenant with the largest share, if that tenant is
+    beyond its part and a tenant without a stream waits.
     """
     urgent = min(waiting, key=lambda each: each.urgency)
     victim = max(able, key=lambda each: each.urgency, default=None)

@@ -66,8 +66,8 @@ _MOST_REMEMBERED = 10_000
 class ForwardingEngine:
     """Runs sequences on an inference server; implements `EnginePort`.
 
-    The engine sends one sequence for each slot. The others wait here in queue order, because a
-    sequence that waits in a server cannot be reordered nor, in some servers, cancelled. When the
+    The engine sends one sequence for each slot. Other sequences wait here in queue order, because
+    nothing can reorder sequences that wait in a server, nor cancel them in some servers. When the
     server breaks a stream off, the request goes back to the queue with its progress, and the engine
     accepts nothing until the server has generated a token again.
     """
@@ -82,9 +82,9 @@ class ForwardingEngine:
         idle_seconds: float,
         process: ServerProcess | None = None,
     ) -> None:
-        """Prepares an engine for a server with this description, which is probed again after each
-        fault. A stream fails if it is silent for `idle_seconds`. `process` is the server's, if it
-        ends with the engine."""
+        """Prepares an engine for a server with this description. After each fault, the engine
+        probes the server again. A stream fails if it is silent for `idle_seconds`. `process` runs
+        the server, if the server ends with the engine."""
         self.limits = limits
         self.abilities = abilities_of(dialect, description)
         self.is_accepting = True
@@ -190,7 +190,7 @@ class ForwardingEngine:
     # ------------------------------------------------------------ scheduling
 
     def _schedule(self) -> None:
-        """Give free slots to waiting sequences, and free a slot for one that may preempt."""
+        """Give free slots to waiting sequences, and free a slot for a sequence that may preempt."""
         while self._waiting and self.is_accepting:
             if len(self._running) >= self._gate.limit:
                 self._preempt()
@@ -248,7 +248,7 @@ class ForwardingEngine:
         ]
 
     def _heed_gate(self) -> None:
-        """Give back the sequences for which the gate has no place, as another server may have."""
+        """Give back the sequences for which the gate has no place: another server may have room."""
         if self._gate.is_lowered:
             num_places = max(0, self._gate.limit - len(self._running))
             self._waiting.sort()
@@ -322,7 +322,7 @@ class ForwardingEngine:
             raise ServerFaultError("the stream ended without a finish reason")
 
     async def _put_chunk(self, sequence: ForwardedSequence, chunk: Chunk) -> bool:
-        """Pass on a chunk. Returns whether it was the last one."""
+        """Pass on a chunk. Returns whether the chunk was the last."""
         now = time.monotonic()
         timing = sequence.timing
         if chunk.token_ids:
@@ -388,8 +388,8 @@ class ForwardingEngine:
     ) -> None:
         """Return a request to the queue.
 
-        The request is blamed once servers have broken it off several times, so that a request that
-        kills them becomes a dead letter. No worker claims it again for some `seconds`.
+        After several breaks by servers, the request is blamed, so that a request that kills servers
+        becomes a dead letter. No worker claims the request again for some `seconds`.
         """
         if self._sequences.pop(sequence.sequence_id, None) is None:
             return  # aborted meanwhile
@@ -412,7 +412,7 @@ class ForwardingEngine:
             self._put_end(sequence, FinishReason.ERROR, error=error, is_refused=has_pictures)
 
     def _note_fault(self, request_id: str) -> int:
-        """Count a fault of the server with a request. Returns how many there were."""
+        """Count a fault of the server with a request. Returns the number of such faults."""
         if len(self._faults) > _MOST_REMEMBERED:
             self._faults.clear()
         self._faults[request_id] += 1
@@ -450,7 +450,7 @@ class ForwardingEngine:
         self._schedule()
 
     def _fail(self, error: Exception) -> None:
-        """Give everything back without blame, and make `fetch` raise the error."""
+        """Give all requests back without blame, and make `fetch` raise the error."""
         if not self.has_failed:
             self.has_failed = True
             self.is_accepting = False

@@ -30,12 +30,12 @@ to wait each time that the known room reaches the real one, after about 150 s.""
 class Gate:
     """Decides how many streams a worker may have on a server.
 
-    Requests that wait at the server count only if they are those of other clients: a worker alone
-    on its server has all slots, however many prompts wait to be computed.
+    Requests that wait at the server count only if other clients sent them: without other clients, a
+    worker has all slots, however many prompts wait to be computed.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Begins with `num_slots`, the most streams that there can ever be."""
+        """Begins with a limit of `num_slots`, the largest number of streams."""
         self.is_load_reported = True
         """False once the server has refused to report its load; set this when it is another."""
         self._num_slots = num_slots
@@ -46,12 +46,13 @@ class Gate:
 
     @property
     def limit(self) -> int:
-        """The most streams for now, at least 1: an idle worker may try whether there is room."""
+        """The current limit of streams, at least 1: an idle worker may test whether there is
+        room."""
         return max(1, int(self._most))
 
     @property
     def why(self) -> str:
-        """The reason why the limit is below the number of slots; empty if it is not."""
+        """The reason why the limit is below the number of slots; empty for a full limit."""
         return f"{self._reason}: at most {self.limit} streams" if self.is_lowered else ""
 
     @property
@@ -66,7 +67,7 @@ class Gate:
     ) -> None:
         """Read the server's load once a second, set the limit, and call `heed`.
 
-        `streams` returns those of this worker that are open. Never returns.
+        `streams` returns the worker's open streams. Never returns.
         """
         num_before = 0
         while True:
@@ -89,8 +90,8 @@ class Gate:
         self._set_limit(num_streams, "the server refused requests for now")
 
     def _read(self, load: ServerLoad | None, own: int, silent: int, num_streams: int) -> None:
-        """Take the load once a second. Of the worker's `own` streams, `silent` ones may be waiting
-        at the server. `num_streams` are open now."""
+        """Apply the load, once a second. Of the worker's `own` streams, `silent` may be waiting at
+        the server. `num_streams` streams are open now."""
         load = load or ServerLoad(0.0)
         self._num_others = max(0.0, load.num_running + load.num_waiting - own)
         num_waiting = min(self._num_others, load.num_waiting - silent)
@@ -119,5 +120,5 @@ class Gate:
 
 
 def _count(streams: Collection[ForwardedSequence]) -> tuple[int, int]:
-    """Returns the numbers of all streams and of those without a token."""
+    """Returns the numbers of all streams and of streams without a token."""
     return len(streams), sum(stream.timing.first_token_at is None for stream in streams)

@@ -15,15 +15,15 @@ from promptq.worker.engine.checkpoints.location import check_source, is_gguf
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts from the configuration beside the weights. The weights are not needed."""
+    """Facts from a model's configuration, without the weights."""
 
     vocab_size: int
     end_token_ids: frozenset[int]
 
 
 def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> ModelFacts:
-    """Reads the facts. Raises ModelNotFoundError if there is no model's configuration, and
-    ConfigurationError if a package that reads it is missing."""
+    """Reads a model's facts. Raises ModelNotFoundError if there is no configuration, and
+    ConfigurationError if a package that reads the configuration is missing."""
     if is_gguf(name_or_dir):
         source = check_source(name_or_dir)
         from promptq.worker.engine.checkpoints.gguf.header import GGUFHeader
@@ -50,9 +50,9 @@ def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> Mo
 
 
 def require_for_gguf() -> None:
-    """Raises ConfigurationError if a package is missing that reads the tokenizer of a GGUF file.
+    """Raises ConfigurationError if a package that reads a GGUF file's tokenizer is missing.
 
-    transformers reads it with torch.
+    transformers reads such tokenizers with torch.
     """
     try:
         require("the tokenizer of a GGUF file", "gguf", "worker")

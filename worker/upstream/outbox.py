@@ -10,7 +10,8 @@ _MAX_TOKENS = 4096
 
 
 class Outbox:
-    """Joins the outputs of a sequence that wait, and makes streams wait while there is too much."""
+    """Joins the waiting outputs of a sequence, and makes streams wait while too many outputs
+    wait."""
 
     def __init__(self) -> None:
         self._outputs: list[SequenceOutput] = []
@@ -43,12 +44,12 @@ class Outbox:
         self._note_change()
 
     def fail(self, error: Exception) -> None:
-        """Make `fetch` raise the error once nothing else waits."""
+        """Make `fetch` raise the error once no output waits."""
         self._failure = error
         self._fetchable.set()
 
     async def fetch(self) -> list[SequenceOutput]:
-        """Wait until there is something, and take all of it."""
+        """Wait for an output. Returns all waiting outputs."""
         while not self._outputs:
             if self._failure is not None:
                 raise self._failure

@@ -65,7 +65,8 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
         return await choice(mask=Mask(allowed, (preferred,))) != preferred
 
     async def keeps_seeds() -> bool:
-        """Whether the second half of a sampled output comes again, beside another sequence."""
+        """Whether the server repeats the second half of a sampled output beside another
+        sequence."""
         nonlocal is_invariant
         reports = dialect.abilities.logprobs
         logprobs = 0 if reports else None
@@ -108,7 +109,7 @@ async def _is_shown(probe: Awaitable[bool], *, may_break_off: bool = True) -> bo
 
 
 async def _tokens(server: Server, generated: AsyncGenerator[Chunk], number: int) -> _Tokens:
-    """Returns the first tokens of a stream, which this ends, and their log-probabilities."""
+    """Returns the first tokens of a stream, and their log-probabilities. Ends the stream."""
     ids, logprobs = list[int](), list[float]()
     try:
         async with asyncio.timeout(server.idle_seconds), aclosing(generated) as chunks:

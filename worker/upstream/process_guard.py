@@ -22,7 +22,7 @@ _LIVED_SECONDS = 60.0
 
 
 def main(command: list[str]) -> int:
-    """Guards the command until it or the input ends. Returns the exit code."""
+    """Guards the command until the command or the input ends. Returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the worker drains, and needs the server for that
     has_answered, pause = False, 1.0
@@ -53,13 +53,13 @@ def _heed_signals() -> None:
 
 
 def _read_line(seconds: float) -> str | None:
-    """Returns text from standard input; None if there is none, empty if the input has ended."""
+    """Returns text from standard input; None without new text; '' if the input has ended."""
     readable, _, _ = select.select([sys.stdin], [], [], seconds)
     return os.read(sys.stdin.fileno(), 1024).decode() if readable else None
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the whole group: with SIGTERM, and after some time with SIGKILL."""
+    """End the whole process group: with SIGTERM, and after some time with SIGKILL."""
     _signal(process, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
     while process.poll() is None and time.monotonic() < deadline:

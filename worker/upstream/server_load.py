@@ -36,7 +36,7 @@ class ServerLoad:
     """Used part of the KV cache or of the slots, from 0 to 1."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value that is no number of requests."""
+        """Raises ValueError for a value that cannot be a number of requests."""
         for value in (self.num_running, self.num_waiting, self.used_share):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{value!r} is no load")
@@ -45,8 +45,8 @@ class ServerLoad:
 async def read_load(server: Server) -> ServerLoad | None:
     """Returns the load of a server; None if the server does not report it.
 
-    llama.cpp without `--metrics` reports its slots, but not the requests that wait for one. Raises
-    ServerFaultError, OverloadedError.
+    llama.cpp without `--metrics` reports its slots, but not the requests that wait for a slot.
+    Raises ServerFaultError, OverloadedError.
     """
     with suppress(RefusedError, ConfigurationError), malformed_as_fault():
         if (load := _from_metrics(str(await server.get("/metrics")))) is not None:

@@ -22,7 +22,8 @@ class ServerProcess:
     """Runs a server's command behind a guard, which ends the server when this process ends."""
 
     def __init__(self, command: Sequence[str], port: int) -> None:
-        """Starts the command, which serves `port`. Raises ConfigurationError if it is missing."""
+        """Starts the command of a server on `port`. Raises ConfigurationError for a missing
+        command."""
         self.url = f"http://{_HOST}:{port}"
         program = shutil.which(command[0])
         if program is None:
@@ -40,7 +41,7 @@ class ServerProcess:
         )
 
     def check(self) -> None:
-        """Raises ConfigurationError if the server has ended before it answered."""
+        """Raises ConfigurationError if the server has ended before its first answer."""
         code = self._guard.poll()
         if code is not None:
             raise ConfigurationError(
@@ -57,7 +58,7 @@ class ServerProcess:
             self.check()
 
     def close(self) -> None:
-        """End the server, and wait for that."""
+        """End the server, and wait for its end."""
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._guard.wait()

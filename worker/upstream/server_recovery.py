@@ -26,7 +26,7 @@ _STEADY_SECONDS = 10.0
 
 
 class ServerRecovery:
-    """Calls a server at once, and then less and less often, until it is well."""
+    """Calls a server, first soon and then less and less often, until the server is well."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ServerRecovery:
 
     async def wait_until_well(self, server: Server, seconds: float) -> ServerDescription:
         """Wait for `seconds`, then until the server generates a token. Returns its description.
-        Raises ConfigurationError if another server answers, or if it will not come back."""
+        Raises ConfigurationError if another server answers, or if the server cannot come back."""
         log = get_logger(server=server.url)
         if time.monotonic() - self._well_since > _STEADY_SECONDS:
             self._pause = 0.0

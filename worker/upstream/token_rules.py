@@ -38,7 +38,7 @@ class TokenRules:
 
     @property
     def may_end(self) -> bool:
-        """Whether an end that has no token may be here."""
+        """Whether the output may end here without an end token."""
         if len(self._output) < self._min_tokens:
             return False
         return self._grammar is None or any(map(self._grammar.allows, self._ends))
@@ -50,7 +50,7 @@ class TokenRules:
         return self._grammar is None or self._grammar.allows(token_id)
 
     def accept(self, token_id: int) -> None:
-        """Take the next token. Raises NoTokenError if the grammar becomes too complex."""
+        """Apply the next token. Raises NoTokenError if the grammar becomes too complex."""
         self._output.append(token_id)
         if self._grammar is not None and token_id not in self._ends:
             try:
@@ -74,7 +74,7 @@ class TokenRules:
         return mask
 
     def _forbidden(self) -> set[int]:
-        """Returns the early end tokens, and the last token of each bad word that would be whole."""
+        """Returns the early end tokens, and each token that would complete a bad word."""
         words = self._words.get(self._output[-1], ()) if self._output else ()
         whole = {bad[-1] for bad in words if tuple(self._output[1 - len(bad) :]) == bad[:-1]}
         early = self._ends if len(self._output) < self._min_tokens else frozenset()

@@ -47,7 +47,8 @@ class WatchedStream:
         vocab_size: int,
     ) -> None:
         """Prepares a stream after the tokens `emitted`, which the grammar has accepted. A server
-        that takes grammars gets the request's, if it resumes them or there is no output yet."""
+        that takes grammars gets the request's grammar, if there is no output yet or if the server
+        resumes grammars."""
         self._dialect, self._server, self._model = dialect, server, description.model
         self._request = request
         self._output = [*emitted]
@@ -65,7 +66,7 @@ class WatchedStream:
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Yields checked chunks until the end, as `Dialect.generate` does. Raises NoTokenError, and
-        UnusableAnswerError for an answer that has no token that may come."""
+        UnusableAnswerError for an answer without an allowed token."""
         while not self._is_over:
             mask = self._rules.mask()
             is_forced = np.count_nonzero(mask) == 1 and self._request.params.logprobs is None
@@ -111,7 +112,7 @@ class WatchedStream:
         return vector, num_tokens
 
     async def _free_chunks(self) -> AsyncGenerator[Chunk]:
-        """Yields what the server generates freely, up to a token that breaks a rule."""
+        """Yields the chunks that the server generates freely, up to a token that breaks a rule."""
         self._breaks_rule = self._is_refused = self._needs_call = False
         self._num_before_call = len(self._output)
         async with aclosing(self._without_refusal()) as chunks:
@@ -130,8 +131,8 @@ class WatchedStream:
                     return  # the server does not know this end
 
     async def _without_refusal(self) -> AsyncGenerator[Chunk]:
-        """Yields the server's chunks; none if it does not take the grammar, such as one of an older
-        library."""
+        """Yields the server's chunks; none if the server refuses the grammar, for example because
+        its library is older."""
         source, before = self._source(), len(self._output)
         try:
             async with aclosing(self._generate(None, source)) as chunks:
@@ -150,9 +151,10 @@ class WatchedStream:
         return self._request.grammar.source if self._resumes_grammars or not self._output else None
 
     def _take(self, chunk: Chunk) -> bool:
-        """Accept the tokens of a chunk, and cut it where the output ends or a rule is broken.
+        """Accept a chunk's tokens, and cut the chunk where the output ends or a token breaks a
+        rule.
 
-        Returns whether all obey the rules.
+        Returns whether all tokens obey the rules.
         """
         self._needs_call = self._call.cut_rejected(chunk)
         reason, chunk.finish_reason = chunk.finish_reason, None
@@ -226,7 +228,7 @@ class WatchedStream:
     async def _generate(
         self, mask: Mask | None, grammar: str | None = None
     ) -> AsyncGenerator[Chunk]:
-        """Yields the server's chunks, checked: nothing else may reach a log."""
+        """Yields the server's chunks after a check: nothing unchecked may reach a log."""
         request = self._call.after(self._output, mask)
         chunks = self._dialect.generate(
             self._server, request, tuple(self._output), self._model, mask, grammar

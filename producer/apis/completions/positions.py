@@ -20,7 +20,8 @@ _CHOICE = re.compile(r"(\d{1,9})-(\d{1,9})(e?)")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How much of a choice a client has read, in tokens and characters, and whether to the end."""
+    """The part of a choice that a client has read, in tokens and characters, and whether that is
+    all."""
 
     tokens: int = 0
     chars: int = 0

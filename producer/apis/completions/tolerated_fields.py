@@ -56,7 +56,7 @@ _WITHOUT_EFFECT = {*FieldsWithoutEffect.model_fields, "parallel_tool_calls"}
 
 
 class FixedFields(BaseModel):
-    """Fields that are accepted only with their one supported value."""
+    """Fields that have only one accepted value."""
 
     add_generation_prompt: Literal[True] | None = Field(None, description=ONLY_VALUE)
     continue_final_message: Literal[False] | None = Field(None, description=ONLY_VALUE)

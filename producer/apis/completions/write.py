@@ -31,8 +31,8 @@ _FEW = 16
 def answer(
     completion: Completion, results: Sequence[Result], style: OutputStyle | None
 ) -> Work[dict[str, Any]]:
-    """Returns the body of the answer. Raises ApiError if a request has failed; a missed deadline is
-    a failure only if no request has output."""
+    """Returns the body of the answer. Raises ApiError if a request has failed. A missed deadline
+    counts as a failure only if no request has output."""
     num_tokens = sum(len(result.token_ids) for result in results)
     for result in results:
         error = failure(result.finish_reason, result.error, num_tokens, completion.names)
@@ -213,7 +213,7 @@ def is_large(event: TokenEvent) -> bool:
 def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
     """Returns the first chunks of a chat with several choices: one for each choice, with its role.
 
-    They are in order, because OpenAI's `chat.completions.stream` appends each choice to a list.
+    The chunks are in order, because OpenAI's `chat.completions.stream` appends choices to a list.
     """
     if not (_roles_come_first(completion) and all(position.is_start for position in have)):
         return []

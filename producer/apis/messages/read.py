@@ -90,7 +90,7 @@ class MessageOptions(CountOptions, GeneratingOptions):
 
 
 def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Returns the call as a chat. Raises InvalidRequestError that names the wrong field."""
+    """Parses a call of /v1/messages. Raises InvalidRequestError that names the wrong field."""
     options, fields = read_options(MessageOptions, body, headers)
     prefill = _set_chat(options, fields)
     response_format = _format_of(options.output_config or {})
@@ -108,7 +108,7 @@ def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall
 
 
 def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Returns a call that counts a conversation's tokens. Raises InvalidRequestError."""
+    """Parses a call that counts a conversation's tokens. Raises InvalidRequestError."""
     options, fields = read_options(CountOptions, body, headers)
     _format_of(options.output_config or {})
     if prefill := _set_chat(options, fields):
@@ -179,8 +179,8 @@ def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any
 def chat_of(
     messages: Sequence[Mapping[str, Any]], system: str | Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[Message], str]:
-    """Returns the messages of a chat, and the text with which the answer begins. If the last
-    message is the assistant's, this text is the message's; otherwise it is ''.
+    """Returns the messages of a chat, and the text with which the answer begins: the text of a last
+    message of the assistant, otherwise ''.
 
     Joins successive messages of one role. Raises InvalidRequestError, such as for a document.
     """

@@ -155,8 +155,8 @@ class _Prefill:
         """Splits the text of the first event into the prefill and the rest.
 
         If the chat template has begun the reasoning, a mark like `<think>` may precede the prefill.
-        If the prefill is not found, the tokenizer has changed its text. Then all of the event is
-        the prefill, because a worker sends the prefill as one event.
+        A missing prefill means that the tokenizer has changed its text. Then the whole event is the
+        prefill, because a worker sends the prefill as one event.
         """
         text = event.text
         at = text.find(self._prefill, 0, len(self._mark) + len(self._prefill))

@@ -117,7 +117,8 @@ def _checked(place: str, item: Any) -> dict[str, Any]:
 
 
 def _parts(place: str, name: str, content: Any, default: str) -> list[dict[str, Any]]:
-    """Returns a content as parts; a text is one `default` part. Raises InvalidRequestError."""
+    """Returns an item's content as parts; a text is one `default` part. Raises
+    InvalidRequestError."""
     if isinstance(content, str):
         content = [{"type": default, "text": content}]
     if not isinstance(content, list):

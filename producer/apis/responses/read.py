@@ -111,7 +111,7 @@ class ResponseOptions(InputOptions, GeneratingOptions):
 def read_response(
     body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
 ) -> CompletionCall:
-    """Returns the call as a chat. Its `extra` is a NewResponse.
+    """Parses a call of /v1/responses as a chat. The chat's `extra` is a NewResponse.
 
     `history` has the items of earlier responses, one on each line. If the call continues a response
     and `history` is None, raises HistoryNeededError. Raises InvalidRequestError.
@@ -248,8 +248,8 @@ def payload_tools(
 
 
 def payload_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the `response_format` with the same meaning as the field `text`; None if the format
-    is text. Raises InvalidRequestError."""
+    """Returns the `response_format` that means the same as the field `text`; None for plain text.
+    Raises InvalidRequestError."""
     for name in text or ():
         check_one_of("text", name, ("format", "verbosity"))
     described = (text or {}).get("format")

@@ -66,7 +66,7 @@ class AnsweredResponse:
     at_once: bool = False
 
     async def keep(self, output: EndedOutput) -> None:
-        """Stores the output in the record. If this fails, `ResponseRecords` does it later."""
+        """Stores the output in the record. If this fails, `ResponseRecords` stores it later."""
         if self.stored is not None:
             with suppress(RedisError, PromptqError):
                 await self.records.stored.end(self.stored, output)

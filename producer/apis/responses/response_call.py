@@ -27,7 +27,7 @@ class ResponseCall:
     """All data for a response, except its output.
 
     `echo` has those members of the response object that repeat the call's fields, as JSON without
-    braces. They may be megabytes, so they are written once and never parsed.
+    braces. These members may be megabytes, so they are written once and never parsed.
     """
 
     id: str
@@ -56,7 +56,7 @@ class ResponseCall:
 
     @property
     def created(self) -> int:
-        """Creation time in Unix seconds. The id contains it, so all readers see the same time."""
+        """Creation time in Unix seconds, from the id, so all readers see the same time."""
         return self._created_ms // 1000
 
     @property

@@ -57,12 +57,13 @@ class ResponseRecords:
         self._gateway = gateway
 
     async def get(self, response_id: str, caller: Caller) -> StoredResponse:
-        """Returns a record. Raises RequestNotFoundError if it is not the caller's."""
+        """Returns a record. Raises RequestNotFoundError if the caller has no such record."""
         tenants = None if caller.is_admin else (caller.tenant or "",)
         return await self.stored.get(response_id, tenants)
 
     async def served(self, stored: StoredResponse) -> ServedQueue:
-        """Returns the queue of a response's request. Raises ApiError 503 if it cannot be read."""
+        """Returns the queue of a response's request. Raises ApiError 503 for an unreadable
+        queue."""
         for served in [*await self._gateway.queues.all(), *self._gateway.queues.opened]:
             if served.name == stored.queue:
                 return served
@@ -124,7 +125,7 @@ class ResponseRecords:
     async def history(
         self, response_id: str, caller: Caller, on_size: Callable[[int], object]
     ) -> bytes:
-        """Returns the items of a response and of all before it, as lines of JSON.
+        """Returns the items of a response and of all earlier responses, as lines of JSON.
 
         After each response, calls `on_size` with the number of bytes so far. Raises ApiError 400 if
         a response is unknown or has not ended, or if there are more than MOST_LINKS responses.

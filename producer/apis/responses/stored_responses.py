@@ -53,7 +53,8 @@ class StoredResponses:
     def __init__(
         self, queue: AsyncRequestQueue, turns: Turns, *, seconds: int, most: int, most_bytes: int
     ) -> None:
-        """Records expire after `seconds`. A tenant's limits: `most` and `most_bytes`; 0: none."""
+        """Records expire after `seconds`. `most` and `most_bytes` limit a tenant's records; 0: no
+        limit."""
         self._queue = queue
         self._keys = queue.keys
         self.turns = turns
@@ -86,8 +87,8 @@ class StoredResponses:
         await self._run("forget", tenant, response_id, {})
 
     async def get(self, response_id: str, tenants: Sequence[str] | None = None) -> StoredResponse:
-        """Returns a record. Raises RequestNotFoundError if it does not exist, or does not belong to
-        one of `tenants` (None: any tenant)."""
+        """Returns a record. Raises RequestNotFoundError if no tenant in `tenants` (None: any
+        tenant) has such a record."""
         if is_response_id(response_id):  # otherwise it might name another key
             record = await self._queue.run(self._read(response_id))
             if record is not None and (tenants is None or record.tenant in tenants):

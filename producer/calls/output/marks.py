@@ -9,8 +9,8 @@ def squeezed(text: str) -> str:
 
 
 def without(text: str, mark: str) -> str:
-    """Returns the text without the mark at its end, and without white space at either end. White
-    space inside the mark does not count."""
+    """Returns the text without the mark with which it ends, and without white space at either end.
+    White space between the mark's letters may differ."""
     for letter in reversed(squeezed(mark)):
         text = text.rstrip().removesuffix(letter)
     return text.strip()

@@ -110,8 +110,8 @@ class TaggedArguments:
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
-    """Returns a text as JSON. If the text is JSON of an `allowed` type, or if `allowed` is empty,
-    this is the value; otherwise a string."""
+    """Returns JSON for a text: the text itself if it is JSON of an `allowed` type (empty: of any
+    type), otherwise the text as a JSON string."""
     try:
         value: Any = (
             _CONSTANTS[text] if text in _CONSTANTS else json.loads(text, parse_constant=_no)

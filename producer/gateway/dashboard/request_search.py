@@ -153,7 +153,7 @@ class _Search:
         )
 
     async def with_this_id(self) -> list[FoundRequest]:
-        """Returns the request whose id is the whole prefix; an empty list if it does not match."""
+        """Returns the matching request whose id is exactly the prefix; an empty list if none is."""
         return self._matching(await self._rows([self._prefix.encode()]))
 
     async def _set_names(self) -> list[str]:

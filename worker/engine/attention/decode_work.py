@@ -140,7 +140,8 @@ class DecodeWork:
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replace the context lengths and the copied lists, and rewrite the lists in place."""
+        """Replace the context lengths and the lists on the device. Rewrite requested lists in
+        place."""
         self._contexts, self._copied = contexts, lists
         for key in self._lists:
             self._write(key)

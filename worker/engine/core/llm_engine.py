@@ -253,7 +253,7 @@ class LLMEngine:
         return _Step(batch, self._runner.launch(batch))
 
     def _launch_after(self, step: _Step) -> _Step | None:
-        """Launch the step after `step`, which still runs. Returns None if planning must wait."""
+        """Launch the next step while `step` still runs. Returns None if planning must wait."""
         pacing = self._pacing
         batch = self._scheduler.follow(step.batch, pacing.chunk, pacing.prompt_tokens)
         if batch is None:

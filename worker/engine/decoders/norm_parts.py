@@ -93,8 +93,8 @@ class Norm:
 
 
 def _formula(norm: Any, shape: torch.Size, epsilon: float) -> NormFormula | None:
-    """Returns the formula that reproduces the module with random weights; None if none does. The
-    module's own weights may be on another device, or unset."""
+    """Returns the formula that gives the module's results when both have the same random weights;
+    None if no formula does. The module's real weights may be on another device, or unset."""
     generator = torch.Generator("cpu").manual_seed(0)
     names = [name for name, _ in norm.named_parameters()]
     if not {*names} <= {"weight", "bias"}:

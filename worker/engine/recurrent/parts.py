@@ -127,7 +127,8 @@ class RecurrenceParts:
 
     @property
     def time_inputs(self) -> int:
-        """The number of outputs in `inputs` that are time steps or the inputs of `times_up`."""
+        """The number of outputs of `inputs` that are time steps, or from which `times_up` computes
+        them."""
         return len(self.time_bias) if self.times_up is None else self.times_up.in_features
 
     @property

@@ -51,7 +51,7 @@ class DraftHead(Protocol):
     """Computes a model's head: a decoder of promptq, or transformers' modules."""
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """Returns the tokens [most drafted, S] that the head drafts after the rows of a step.
+        """Returns [largest draft, S]: the tokens that the head drafts after the rows of a step.
         Tokens beyond a sequence's count mean nothing."""
 
 

@@ -90,8 +90,9 @@ def _top_p(
     top_p: torch.Tensor,
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns [R, 1]: the lowest logit among the fewest tokens that reach `top_p` of the weights
-    above `threshold`. `likeliest` [R, candidates] are the largest logits, descending."""
+    """Returns [R, 1]: the lowest logit that `top_p` keeps. The likeliest tokens are kept until
+    their weights reach `top_p` of all weights above `threshold`. `likeliest` [R, candidates] are
+    the largest logits, descending."""
     wanted = top_p * totals(weights_above(scaled, threshold, scratch))
     result, is_reached = _last_needed(likeliest, threshold, wanted)
     candidates, vocab_size = likeliest.shape[1], scaled.shape[1]

@@ -304,7 +304,7 @@ def _quoted(text: str) -> str:
 
 
 def _set(token: str, is_json: bool) -> str:
-    """Returns GBNF of a one-character pattern. Outside of ASCII, it matches all or none."""
+    """Returns GBNF of a one-character pattern: with all characters outside ASCII, or with none."""
     if re.search(r"&&|--|~~|\|\|", token):
         raise ValueError("unknown form")
     matches = re.compile(token, re.ASCII | re.DOTALL).match  # in Rust, \x1C is no space

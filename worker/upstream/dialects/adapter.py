@@ -36,8 +36,8 @@ class Adapter:
         return [self.folder / _CONFIG, *sorted(self.folder.glob("*.safetensors"))]
 
     def check_card(self, card: Mapping[str, Any], where: str) -> None:
-        """Raises ConfigurationError if a server's model of this name, of which `card` is the
-        description, is no adapter, or one in another folder here."""
+        """Raises ConfigurationError if `card`, a server's description of the model with this name,
+        describes no adapter, or an adapter in another folder of this machine."""
         place = str(card.get("root"))
         is_other = os.path.isdir(place) and not os.path.samefile(place, self.folder)
         if is_other or not card.get("parent"):
@@ -48,7 +48,7 @@ class Adapter:
 
 
 def adapter_of(settings: WorkerSettings) -> Adapter | None:
-    """Returns the adapter that `--model` names; None if that is another model. Raises
+    """Returns the adapter that `--model` names; None if `--model` names no adapter. Raises
     ConfigurationError, and ModelError for a folder that cannot be used."""
     folder = Path(settings.model or "").expanduser().absolute()
     if settings.model is None or not (folder / _CONFIG).is_file():

@@ -44,7 +44,7 @@ _UNREPORTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """A server's report of itself. None for facts that it does not report."""
+    """A server's report on itself. None stands for facts that are not in the report."""
 
     software: str
     """Its name and version, for people: `vLLM 0.32.0`."""
@@ -81,11 +81,11 @@ class ServerDescription:
 
     @property
     def pools(self) -> bool:
-        """Whether it was started for pooling."""
+        """Whether the server was started for pooling."""
         return self.scores or self.embedding_size > 0
 
     def __post_init__(self) -> None:
-        """Checks the values. Raises ValueError for one that cannot be used."""
+        """Checks the values. Raises ValueError for an unusable value."""
         for name, value in (("name", self.model), ("root", self.model_dir or "")):
             if not isinstance(value, str) or len(value) > _LONGEST_NAME:
                 raise ValueError(
@@ -117,7 +117,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The tokens out of which a server chooses one."""
+    """The tokens from which a server chooses one token."""
 
     allowed: npt.NDArray[np.bool_]  # [vocab_size]
     rejected: tuple[int, ...]
@@ -143,7 +143,8 @@ class Mask:
 
     @property
     def forbidden_ids(self) -> list[int]:
-        """The rejected tokens first, then all others, sorted: low ids are usually frequent."""
+        """The rejected tokens, then all other forbidden tokens, sorted: low ids are usually
+        frequent."""
         ids: list[int] = np.flatnonzero(~self.allowed).tolist()
         return [*dict.fromkeys([*self.rejected, *ids])]
 
@@ -175,8 +176,8 @@ class Dialect(Protocol):
         """Returns the command of a server with these settings. Raises ConfigurationError."""
 
     async def describe(self, server: Server) -> ServerDescription:
-        """Returns the server's description, after it has generated a token. Raises
-        ConfigurationError if it cannot be used."""
+        """Returns the server's description, after the server has generated a token. Raises
+        ConfigurationError for an unusable server."""
 
     def use(self, tokenizer: HuggingFaceTokenizer) -> None:
         """Sets the model's tokenizer. Call this before `generate`."""
@@ -188,15 +189,16 @@ class Dialect(Protocol):
     async def prompt_logprobs(
         self, server: Server, request: EngineRequest, model: str
     ) -> PromptLogprobs | None:
-        """Returns the report on the prompt from its second token on; None if this kind of server
+        """Returns the report on the prompt's tokens from the second on; None if this kind of server
         has no such report."""
         return None
 
     async def embedding(
         self, server: Server, request: EngineRequest, model: str
     ) -> tuple[npt.NDArray[np.float32], int | None]:
-        """Returns the prompt's vector, [embedding_size], not normalised, or the score, [1], of the
-        request's `pair`, and the number of tokens if the server reports this."""
+        """Returns the prompt's vector, [embedding_size], not normalised. For a request with a
+        `pair`, returns its score, [1]. Also returns the number of tokens if the server reports
+        this."""
         if request.pair is not None:
             return await score_of(server, request.pair, model, **self.salt(request))
         fields = {**self.raw_vectors, **self.salt(request)}
@@ -218,11 +220,10 @@ class Dialect(Protocol):
         """Yields the tokens after `emitted`, the output so far, until the server ends the sequence.
         `request.seed` is the seed of this call.
 
-        With a mask, yields one token, which may be outside of a large mask. With a `grammar` (see
-        `Grammar.source`), a server that can do so masks each token by the grammar. The grammar is
-        that of the whole output, of which `emitted` is the beginning, unless the server does not
-        resume grammars. No generated token is left out. Closing the
-        generator closes the connection.
+        With a mask, yields one token. If the mask is large, the token may be outside of it. With a
+        `grammar` (see `Grammar.source`), an able server masks each token by the grammar. If the
+        server resumes grammars, the grammar begins with `emitted`. No generated token is left out.
+        Closing the generator closes the connection.
         """
 
 
@@ -272,9 +273,9 @@ async def score_of(
 async def with_pooling(
     server: Server, description: ServerDescription, *, may_do_both: bool = True
 ) -> ServerDescription:
-    """Returns the description with what a server for pooling computes. Raises RefusedError if it
-    computes neither scores nor vectors. A server that scores may give wrong vectors, unless it
-    `may_do_both`."""
+    """Adds the abilities of a server for pooling to the description. Raises RefusedError if the
+    server computes neither scores nor vectors. A server that scores may return wrong vectors,
+    unless it `may_do_both`."""
     with suppress(RefusedError):
         await score_of(server, ("a", "b"), description.model)
         description = replace(description, scores=True)
@@ -290,14 +291,14 @@ async def with_pooling(
 
 
 def salt_of(request: EngineRequest, *, shares_prefixes: bool) -> dict[str, str]:
-    """Returns the field that keeps cached prefixes apart from those of other tenants."""
+    """Returns the field that separates cached prefixes from those of other tenants."""
     tenant = "" if shares_prefixes else request.tenant
     is_salted = tenant or request.cache_salt
     return {"cache_salt": f"{tenant}:{request.cache_salt}"} if is_salted else {}
 
 
 def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities:
-    """Returns the abilities of a dialect's servers: those that all servers have, and its own."""
+    """Returns the abilities of a dialect's servers: those of all servers, and the dialect's own."""
     return EngineAbilities(
         grammars=False,
         preempts_inexact=False,

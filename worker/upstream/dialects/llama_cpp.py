@@ -50,7 +50,7 @@ class LlamaCppDialect(Dialect):
     """llama.cpp's dialect. `is_exact`: weights and KV cache are fp32, so greedy streams resume
     exactly.
 
-    A slot reuses the longest beginning that a prompt shares with an earlier one of any tenant.
+    A slot reuses the longest beginning that a prompt shares with an earlier prompt of any tenant.
     """
 
     raw_vectors: ClassVar[Mapping[str, Any]] = {"embd_normalize": -1}
@@ -133,8 +133,8 @@ class LlamaCppDialect(Dialect):
         return tokens
 
     async def _lora_fields(self, server: Server) -> dict[str, Any]:
-        """Returns the field of a call for the adapter, which the server knows by its place in a
-        list, which a restart may change. Raises RefusedError if there is no such adapter."""
+        """Returns the field of a call for the adapter. The server knows an adapter by its place in
+        a list. A restart may change the list. Raises RefusedError if there is no such adapter."""
         if self._adapter is None:
             return {}
         cards = await server.get("/lora-adapters")
@@ -164,9 +164,9 @@ class LlamaCppDialect(Dialect):
     ) -> AsyncGenerator[Chunk]:
         """Yields chunks with every token.
 
-        A stream leaves out tokens inside of a character. This requests them again, without
-        streaming, and then continues the stream in another call. A left-out token that was sampled
-        would be drawn a second time, so such tokens would become rare. So they are not streamed.
+        A stream leaves out tokens inside of a character. This function requests such tokens again,
+        without streaming, and then continues the stream in another call. If a left-out token was
+        sampled, the second draw would make such tokens rare. So sampled tokens are not streamed.
         """
         output = [*emitted]
         if mask is not None:
@@ -193,7 +193,7 @@ class LlamaCppDialect(Dialect):
         output: Sequence[int],
         grammar: str | None,
     ) -> AsyncGenerator[Chunk]:
-        """Yields the chunks until the end, or until tokens are missing."""
+        """Yields chunks until the output ends or a token is missing."""
         body = {**await self._body(server, request, output, grammar), "stream": True}
         num_reported = 0
         async with server.stream(_COMPLETION, body) as events:
@@ -256,7 +256,7 @@ def _sampling(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
 async def _grammar_fields(
     server: Server, request: EngineRequest, output: Sequence[int], lark: str | None
 ) -> dict[str, Any]:
-    """Returns the fields with the request's grammar; none if the server cannot apply it here.
+    """Returns the fields with the request's grammar; none if the server cannot apply the grammar.
 
     The server tokenises the text of the output again, and follows the grammar along these tokens.
     """

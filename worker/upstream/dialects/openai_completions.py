@@ -131,9 +131,9 @@ class OpenAIDialect(Dialect):
 def _bias(bias: dict[str, float] | None, mask: Mask | None) -> dict[str, float]:
     """Returns biases for a mask: each allowed token gets the same large bias beside its own.
 
-    The API takes no bias above 100 or below -100, which a sum of penalties may be, and only a
-    limited number of biases. If a mask exceeds these limits, the function instead forbids as many
-    other tokens as possible, first those that the server has already chosen here.
+    The API takes no bias above 100 or below -100 (a sum of penalties may be larger), and only a
+    limited number of biases. If a mask exceeds these limits, the function forbids tokens outside
+    the mask, as many as possible, and first the tokens that the server has already chosen here.
     """
     own = {key: max(-_MOST_BIAS, min(by, _MOST_BIAS)) for key, by in (bias or {}).items()}
     if mask is None:
@@ -158,14 +158,14 @@ def sampling_of(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
 
 
 def event_of(data: bytes) -> dict[str, Any]:
-    """Returns a stream's event. Raises the error that the event is."""
+    """Returns a stream's event. If the event is an error, raises that error."""
     event: dict[str, Any] = read_json(data)
     check_event(event)
     return event
 
 
 def choice_of(event: dict[str, Any]) -> tuple[dict[str, Any], FinishReason | None]:
-    """Returns an event's choice, empty if it has none, and the reason for the end. Raises
+    """Returns an event's choice (empty if there is none), and the reason for the end. Raises
     ServerFaultError."""
     if not event.get("choices"):
         return {}, None
@@ -177,7 +177,7 @@ def choice_of(event: dict[str, Any]) -> tuple[dict[str, Any], FinishReason | Non
 
 
 def chunk_of(event: dict[str, Any]) -> Chunk | None:
-    """Returns the tokens of a stream's event; None if it has none, such as one with the usage.
+    """Returns the tokens of a stream's event; None for an event without tokens, such as the usage.
     Raises ServerFaultError."""
     choice, reason = choice_of(event)
     if not choice:

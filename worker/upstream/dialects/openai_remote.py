@@ -29,8 +29,8 @@ from promptq.worker.upstream.dialects.transport import (
 
 
 class OpenAIRemoteDialect(OpenAIDialect):
-    """Sends prompts as text. `model` is the server's name of the model, unless the server has only
-    one. `max_model_len`: the length of a context; None if the server reports it."""
+    """Sends prompts as text. `model` is the server's name of the model, needed if the server has
+    several. `max_model_len`: the length of a context; None if the server reports it."""
 
     unheeded = OpenAIDialect.unheeded | {
         "frequency_penalty",  # a later call would not count the tokens of earlier ones

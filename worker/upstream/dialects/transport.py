@@ -29,7 +29,7 @@ DONE = b"[DONE]"
 
 
 class ServerFaultError(Exception):
-    """The server does not answer, or broke off: its work is computed again."""
+    """The server does not answer, or broke off: the work is computed again."""
 
 
 class AnsweredFaultError(ServerFaultError):
@@ -45,7 +45,7 @@ class UnusableAnswerError(Exception):
 
 
 class OverloadedError(Exception):
-    """The server accepts no more for now. `seconds` is the server's estimate, if there is one."""
+    """The server accepts no more requests for now. `seconds` is the server's estimate, if any."""
 
     def __init__(self, message: str, seconds: float | None = None) -> None:
         super().__init__(message)
@@ -123,7 +123,7 @@ class Server:
     @asynccontextmanager
     async def stream(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
         """Yields the data of each server-sent event. Leaving the context early closes the
-        connection, from which a server learns that its client has left."""
+        connection: so the server learns that its client has left."""
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=_CONNECT_SECONDS, sock_read=self.idle_seconds
         )

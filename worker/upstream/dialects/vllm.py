@@ -116,7 +116,7 @@ class VllmDialect(Dialect):
     async def _load(self, server: Server, adapter: Adapter, cards: list[dict[str, Any]]) -> None:
         """Load an adapter into the server, unless its `cards` have it. Raises ConfigurationError.
 
-        vLLM would also load one by the name of its base model, in whose place it would answer.
+        vLLM would also load an adapter with the base model's name, and answer with the adapter.
         """
         card = {card["id"]: card for card in cards}.get(adapter.name)
         if card is None:
@@ -136,8 +136,8 @@ class VllmDialect(Dialect):
             adapter.check_card(card, f"vLLM at {server.url}")
 
     async def _try(self, server: Server, description: ServerDescription) -> ServerDescription:
-        """Generate one token, which also shows that the engine behind the server lives. A server
-        that was started for pooling computes a vector instead."""
+        """Generate one token. This also shows that the engine behind the server lives. A server for
+        pooling computes a vector instead."""
         body = {
             "model": description.model,
             "token_ids": [0],
@@ -173,8 +173,8 @@ class VllmDialect(Dialect):
     async def prompt_logprobs(
         self, server: Server, request: EngineRequest, model: str
     ) -> PromptLogprobs | None:
-        """Generates a token that is dropped, since streams have no such report. The server keeps
-        the prompt's KV cache for the stream."""
+        """Generates and drops a token, because streams have no such report. The server keeps the
+        prompt's KV cache for the stream."""
         body = self._body(request, (), model) | {"stream": False}
         num_top = request.params.prompt_logprobs or 0
         body["sampling_params"] |= {
@@ -299,7 +299,7 @@ def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
 def _of_prompt(
     token_ids: Sequence[int], entries: list[dict[str, Any]], num_top: int
 ) -> PromptLogprobs:
-    """Reads vLLM's report: for each token but the first one, that token and the likeliest ones."""
+    """Reads vLLM's report: for each token but the first, that token and the likeliest tokens."""
     own, likeliest = [], []
     for token_id, entry in zip(token_ids[1:], entries[1:], strict=True):
         own.append(entry[str(token_id)])

@@ -47,8 +47,8 @@ def picture_fields(request: EngineRequest, salt: dict[str, str]) -> dict[str, An
 
 
 async def takes_pictures(server: Server, call: dict[str, Any]) -> bool:
-    """Returns whether a picture adds tokens to a chat, and `call`, whose prompt has no place for a
-    picture, fails with one. Raises SilentServerError."""
+    """Returns whether a server reads pictures: a picture must add tokens to a chat, and must make
+    `call` fail, because the call's prompt has no place for it. Raises SilentServerError."""
     part = {"type": "image_url", "image_url": {"url": _PICTURE}}
 
     async def num_tokens(*parts: dict[str, Any]) -> int:

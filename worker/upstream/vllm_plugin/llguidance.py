@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def _load() -> None:
-    """Put the chosen library in the place of this module. Raises ImportError."""
+    """Replace this module by the chosen library. Raises ImportError."""
     path = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]
     is_old = [*map(int, version(__name__).split(".")[:2])] < [1, 9]
     if is_old and (ours := os.environ.get("PROMPTQ_LLGUIDANCE")):

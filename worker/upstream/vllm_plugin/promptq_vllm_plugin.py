@@ -18,7 +18,7 @@ NUM_EMITTED = "promptq_num_emitted"
 
 
 def register() -> None:
-    """Called by each process of vLLM, for the entry point in `vllm.general_plugins`."""
+    """The entry point in `vllm.general_plugins`. Each process of vLLM calls this function."""
     try:
         from vllm.v1.structured_output import (  # type: ignore[import-not-found]
             StructuredOutputManager as Manager,
