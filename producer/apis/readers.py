@@ -7,7 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from promptq.producer.apis.completions.read import read_chat, read_completion
-from promptq.producer.apis.embeddings.read import read_embedding_call, read_rerank_call
+from promptq.producer.apis.embeddings.read import (
+    read_embedding_call,
+    read_rerank_call,
+    read_score_call,
+)
 from promptq.producer.apis.messages.read import NAMES as MESSAGE_NAMES
 from promptq.producer.apis.messages.read import read_count_call, read_message_call
 from promptq.producer.apis.responses.read import read_input_count, read_response
@@ -20,6 +24,7 @@ from promptq.producer.calls.completion import (
     new_embedding_id,
     new_message_id,
     new_rerank_id,
+    new_score_id,
 )
 
 
@@ -41,6 +46,7 @@ READERS: Readers = {
     "chats": Reader(_without_history(read_chat), partial(new_completion_id, True)),
     "embeddings": Reader(_without_history(read_embedding_call), new_embedding_id),
     "reranks": Reader(_without_history(read_rerank_call), new_rerank_id),
+    "scores": Reader(_without_history(read_score_call), new_score_id),
     "messages": Reader(_without_history(read_message_call), new_message_id),
     "message_forks": Reader(_without_history(_read_message_fork), new_message_id),
     "counts": Reader(_without_history(read_count_call), new_message_id),

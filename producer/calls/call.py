@@ -49,7 +49,9 @@ class CompletionCall:
     """The encoding of vectors; None if the call requests text."""
     top_n: int | None = None
     """The most documents in the answer of /v1/rerank; None: all."""
-    form: Literal["", "embeddings", "rerank", "response", "message", "count", "input_count"] = ""
+    form: Literal[
+        "", "embeddings", "rerank", "score", "response", "message", "count", "input_count"
+    ] = ""
     names: Mapping[str, str] = field(default_factory=dict)
     """Maps names of fields in a payload to their names in the body; see `in_api_names`."""
     has_pictures: bool = False

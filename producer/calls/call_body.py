@@ -127,7 +127,7 @@ def read_options(
     try:
         options = kind.model_validate(kind.renamed(body_fields))
     except ValidationError as error:
-        raise invalid_request(error) from None
+        raise invalid_request(error, kind.model_fields) from None
     options._names = kind.names_in(body_fields)
     fields = dict(options.model_extra or {})
     if options.model:  # OpenAI's clients cannot leave it out, so it may be empty

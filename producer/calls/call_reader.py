@@ -55,6 +55,7 @@ Endpoint = Literal[
     "chats",
     "embeddings",
     "reranks",
+    "scores",
     "responses",
     "input_counts",
     "messages",

@@ -23,7 +23,8 @@ from promptq.shared.queue.request_queue import new_request_id
 
 _NUMBER = re.compile(r"[0-9]{1,3}")
 _PREFIX = re.compile(r"[a-z]+[-_]")
-_CHAT, _TEXT, _VECTOR, _RERANK, _MESSAGE = "chatcmpl-", "cmpl-", "embd-", "rerank-", "msg_"
+_CHAT, _TEXT, _MESSAGE = "chatcmpl-", "cmpl-", "msg_"
+_VECTOR, _RERANK, _SCORE = "embd-", "rerank-", "score-"
 _ECHO_ONLY = "only"
 
 
@@ -110,6 +111,10 @@ def new_embedding_id() -> str:
 
 def new_rerank_id() -> str:
     return _RERANK + new_request_id()
+
+
+def new_score_id() -> str:
+    return _SCORE + new_request_id()
 
 
 def new_message_id() -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
@@ -415,8 +415,9 @@ def check_size(num_bytes: int) -> None:
         )
 
 
-def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """Returns the error for the first wrong field in pydantic's report, as one sentence."""
+def invalid_request(error: ValidationError, known: Container[str] = ()) -> InvalidRequestError:
+    """Returns the error for the first wrong field in pydantic's report, as one sentence. `known`
+    has names that are not misspelt, besides those of a request's fields."""
     first, *others = error.errors(include_url=False)
     for other in others:  # in a union, the client meant the member that fits the most
         if other["loc"][:1] == first["loc"][:1] and len(other["loc"]) > len(first["loc"]):
@@ -431,7 +432,11 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     # A union reports its members as further locations ("prompt", "str"); the field comes first.
     field = str(first["loc"][0])
     if first["type"] == "missing" and len(first["loc"]) == 1:
-        unknown = (name for name in first["input"] if name not in Request.model_fields)
+        unknown = (
+            name
+            for name in first["input"]
+            if name not in Request.model_fields and name not in known
+        )
         misspelt = get_close_matches(field, islice(unknown, 100), n=1)
         if misspelt:
             return _unknown_field(misspelt[0])

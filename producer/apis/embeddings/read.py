@@ -1,4 +1,5 @@
-"""Converts the bodies of calls of /v1/embeddings and /v1/rerank to `CompletionCall`s."""
+"""Converts the bodies of calls of /v1/embeddings, /v1/rerank and /v1/score to
+`CompletionCall`s."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ _NAMES = {
 MAX_INPUTS = 2048
 """The most inputs of one call, as in the OpenAI API."""
 _NAMES_OF_RERANK = {"prompt": "documents", "embed: query": "query", "embed": "query"}
+_NAMES_OF_SCORE = {"prompt": "text_2", "embed: query": "text_1", "embed": "text_1"}
 _OF_OTHER_ENDPOINTS = ("prompt", "messages", "embed", "tokenize", "detach", "stream")
 
 
@@ -90,6 +92,25 @@ def read_rerank_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
         names=_NAMES_OF_RERANK,
         echo=options.return_documents,
         top_n=options.top_n,
+    )
+
+
+class ScoreOptions(BodyOptions):
+    """The fields of /v1/score, as in vLLM."""
+
+    text_1: str = Field(min_length=1, description="the text to which each other text is compared")
+    text_2: str | list[str] = Field(description="one or more texts")
+    user: str | None = Field(None, description="accepted without effect")
+
+
+def read_score_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    """Parses a call of /v1/score. Raises InvalidRequestError."""
+    options, fields = read_options(ScoreOptions, body, headers)
+    texts = [options.text_2] if isinstance(options.text_2, str) else options.text_2
+    _check("text_2", fields, texts, len(body) + len(texts) * len(options.text_1))
+    fields["embed"] = {"query": options.text_1}
+    return options.call(
+        fields, len(body), is_chat=False, prompts=texts, form="score", names=_NAMES_OF_SCORE
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers calls of /v1/embeddings and /v1/rerank."""
+"""Answers calls of /v1/embeddings, /v1/rerank and /v1/score."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from promptq.producer.apis.embeddings.read import EmbeddingOptions, RerankOptions
+from promptq.producer.apis.embeddings.read import EmbeddingOptions, RerankOptions, ScoreOptions
 from promptq.producer.apis.embeddings.write import (
     embeddings_json,
     failure_of_embedding,
     rerank_json,
+    scores_json,
 )
 from promptq.producer.calls.call_reader import Endpoint
 from promptq.producer.calls.completion import Completion, with_model_and_style
@@ -52,6 +53,16 @@ async def create_embeddings(request: Request, gateway: ThisGateway, caller: This
 async def rerank(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Sort documents by how well they answer a query."""
     return await _answer(request, gateway, caller, "reranks", rerank_json)
+
+
+@router.post(
+    "/v1/score",
+    openapi_extra=operation(ScoreOptions, hidden=TOOL_FIELDS),
+    response_class=Response,
+)
+async def score(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
+    """Compare one text with others."""
+    return await _answer(request, gateway, caller, "scores", scores_json)
 
 
 async def _answer(

@@ -1,9 +1,10 @@
-"""Writes vectors in the form of OpenAI's API, and scores in that of Jina's."""
+"""Writes vectors in the form of OpenAI's API, and scores in those of Jina's and vLLM's."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,16 @@ def _datum(completion: Completion, index: int, result: Result) -> dict[str, Any]
         raise ApiError(409, message, code="spoilt_record") from None
     shown = result.embedding if completion.encoding_format == "base64" else numbers
     return {"object": "embedding", "index": index, "embedding": shown}
+
+
+async def scores_json(completion: Completion, results: Sequence[Result]) -> bytes:
+    """Returns the body of the answer of /v1/score. Raises ApiError if a result has no score."""
+    data = []
+    for index, result in enumerate(results):
+        score, *_ = _datum(completion, index, result)["embedding"]
+        data.append({"index": index, "object": "score", "score": score})
+    shown = {"object": "list", "created": int(time.time()), "model": completion.model}
+    return json.dumps({"id": completion.id, **shown, "data": data, **_usage(results)}).encode()
 
 
 async def rerank_json(completion: Completion, results: Sequence[Result]) -> bytes:

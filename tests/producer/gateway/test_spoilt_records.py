@@ -244,6 +244,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a"},
     "/v1/embeddings": {"input": "a"},
     "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
 }
 
 

@@ -30,7 +30,7 @@ CALLS = {
         ("POST", "/v1/responses"), ("GET", "/v1/responses/x"), ("DELETE", "/v1/responses/x"),
         ("POST", "/v1/responses/input_tokens"),
         ("POST", "/v1/responses/x/cancel"), ("GET", "/v1/responses/x/input_items"),
-        ("POST", "/v1/embeddings"), ("POST", "/v1/rerank"),
+        ("POST", "/v1/embeddings"), ("POST", "/v1/rerank"), ("POST", "/v1/score"),
         ("POST", "/tokenize"), ("POST", "/detokenize"),
     ],
     "files": [

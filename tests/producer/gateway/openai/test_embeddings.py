@@ -196,6 +196,48 @@ def test_documents_are_sorted_by_their_scores(
         assert "prompt_tokens" in answer["usage"]
 
 
+@pytest.mark.parametrize("texts", [[*SCORES], "the snow"], ids=str)
+def test_scores_come_in_the_order_of_the_texts(
+    http: httpx2.Client, own_worker: HandWorker, texts: list[str] | str
+) -> None:
+    body = {"text_1": "weather", "text_2": texts}
+    wanted = [texts] if isinstance(texts, str) else texts
+    with ThreadPoolExecutor() as beside:
+        asking = beside.submit(lambda: http.post("/v1/score", json=body))
+        for _ in wanted:
+            claim = own_worker.take_next()
+            payload = own_worker.payload(claim.request_id)
+            assert payload["embed"] == {"query": "weather"}
+            score = np.array([SCORES[payload["prompt"]]], "<f4").tobytes()
+            vector = base64.b64encode(score).decode()
+            own_worker.send(claim, "", FinishReason.STOP, embedding=vector)
+        answer = asking.result().json()
+    assert answer["id"].startswith("score-")
+    assert answer["data"] == [
+        {"index": index, "object": "score", "score": SCORES[text]}
+        for index, text in enumerate(wanted)
+    ]
+    assert answer["usage"]["prompt_tokens"] == 3 * len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"text_2": "a"}, "text_1", "missing"),
+        ({"text_1": ["a", "b"], "text_2": ["c", "d"]}, "text_1", "should be a valid string"),
+        ({"text_1": "a", "text_2": []}, "text_2", "is empty"),
+        ({"text_1": "a", "text_2": ["b", ""]}, "text_2", "item 1 is empty"),
+    ],
+)
+def test_what_is_wrong_with_a_score_is_named(
+    http: httpx2.Client, body: dict[str, Any], param: str, message: str
+) -> None:
+    answer = http.post("/v1/score", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
 WRONG_RERANKS = [
     ({"documents": ["a"]}, "query", "missing"),
     ({"query": "", "documents": ["a"]}, "query", "at least 1 character"),

@@ -317,6 +317,7 @@ TURNS = [{"role": "user", "content": "Go"}]
         ("/v1/embeddings", {"input": "Go"}, "embed: dimensions", "dimensions"),
         ("/v1/rerank", {"query": "Where", "documents": ["Go"]}, "prompt", "documents"),
         ("/v1/rerank", {"query": "Where", "documents": ["Go"]}, "embed", "query"),
+        ("/v1/score", {"text_1": "Where", "text_2": "Go"}, "prompt", "text_2"),
         ("/v1/responses", {"input": "Go"}, "messages", "input"),
         ("/v1/responses/input_tokens", {"input": "Go"}, "messages", "input"),
         ("/v1/messages", {"messages": TURNS, "max_tokens": 9}, "stop", "stop_sequences"),
