@@ -81,7 +81,7 @@ class Entry:
             script,
             tuple(keys),
             tuple(args),
-            fields.get("reply", UNKNOWN),
+            fields["reply"] if script else fields.get("reply", UNKNOWN),
             str(fields.get("by", "")),
             bool(fields.get("goes_on")),
         )
