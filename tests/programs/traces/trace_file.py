@@ -189,7 +189,7 @@ def plain_reply(reply: Any) -> Any:
         case bytes():
             return reply.decode("utf-8", "surrogateescape")
         case hiredis.ReplyError():
-            return {"error": str(reply)}
+            return {"error": str(reply).partition(" script: ")[0]}  # then the script's digest
         case dict():
             return [plain_reply(part) for pair in reply.items() for part in pair]
         case list():
