@@ -16,6 +16,7 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import PREFIX, Keys
 from tests.programs.simulation.server import ServerProcess, compile_preload
+from tests.programs.states.calls import Move
 from tests.programs.states.explore import ALL_INVARIANTS
 from tests.programs.states.invariants.states import (
     STATE_INVARIANTS,
@@ -80,8 +81,8 @@ def replay(
     """
     replayed = Replayed()
     with tempfile.TemporaryDirectory(prefix="replay-") as temporary:
-        for queue, entries in _by_queue(trace.entries).items():
-            folder = Path(temporary) / queue
+        for nth, (queue, entries) in enumerate(_by_queue(trace.entries).items()):
+            folder = Path(temporary) / f"server-{nth}"
             folder.mkdir()
             with ServerProcess(folder, library, kind) as process:
                 process.set_microseconds(entries[0][1].at_us)
@@ -138,12 +139,19 @@ class _Following:
         if is_checked:
             self._forget_expired_claim(entry)
         reply = self._call(number, entry)
-        if entry.script == "publish":
-            self._learn_tokens(entry)
+        if entry.script and isinstance(reply, hiredis.ReplyError):
+            raise self._refusal(number, entry, f"the script fails: {reply}")
+        try:
+            move = move_of(entry, self._view)
+            if entry.script == "publish":
+                self._learn_tokens(entry)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            problem = f"no worker or client sends such a call: {error!r}"
+            raise self._refusal(number, entry, problem) from error
         if is_checked:
             replayed.num_checked += 1
-            problem = next(self._problems(entry, reply), None)
-            if problem is not None:
+            problem = next(self._problems(entry, move, reply), "")
+            if problem:
                 raise self._refusal(number, entry, problem)
 
     def _forget_expired_claim(self, entry: Entry) -> None:
@@ -174,18 +182,15 @@ class _Following:
         seconds = (entry.at_us - self._started_us) / 1e6
         return RefusedError(f"call {number}, {entry.name}, {seconds:.3f} s: {problem}")
 
-    def _problems(self, entry: Entry, reply: Any) -> Iterator[str]:
+    def _problems(self, entry: Entry, move: Move, reply: Any) -> Iterator[str]:
         before = self._view
         before.now_ms = entry.at_us // 1000
         heard: list[tuple[str, str]] = []
         after = self._view = self._look(before, entry, heard)
-        move = move_of(entry, before)
-        answer: Any = reply
-        if not isinstance(reply, hiredis.ReplyError):
-            try:
-                answer = move.calls[0].parse(reply)
-            except PromptqError as refusal:
-                answer = refusal
+        try:
+            answer = move.calls[0].parse(reply)
+        except PromptqError as refusal:
+            answer = refusal
         changed = _changed(before, after)
         gone = {each for each in changed if self._has_expired(before, after, each)}
         in_sets = {*after.places, *after.leases, *before.places, *before.leases}

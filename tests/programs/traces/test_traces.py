@@ -30,6 +30,7 @@ from tests.programs.traces.append_only import SERVER_SETTINGS, recorded_text, wr
 from tests.programs.traces.replay import RefusedError, Replayed, replay, run_replay
 from tests.programs.traces.trace_file import (
     FORMAT,
+    Entry,
     Trace,
     TraceError,
     read_trace,
@@ -154,9 +155,18 @@ def test_a_real_server_is_recorded_across_its_death(
     assert trace.entries[5].reply == [["ok", "fenced"], ["ok"]]
     assert "error" in trace.entries[7].reply
     assert replay(replace(trace, entries=trace.entries[:7]), library) == Replayed(7, 5, 6)
+    with pytest.raises(RefusedError, match="the script fails: ERR"):
+        replay(trace, library)
     missing = replace(trace, entries=[*trace.entries[:3], *trace.entries[4:]])
     with pytest.raises(RefusedError, match="call 4, claim"):
         replay(missing, library)
+
+
+def test_a_call_that_nobody_sends_is_refused(recorded: Trace, library: Path) -> None:
+    first, args = recorded.entries[0], ("1000", "0", "r", "no fence", "")
+    strange = Entry(first.at_us, "publish", first.keys, args, [[], ["fenced"]])
+    with pytest.raises(RefusedError, match=r"call 1, publish, .*no worker or client sends"):
+        replay(replace(recorded, entries=[strange, *recorded.entries]), library)
 
 
 HEADER = {"format": FORMAT, "source": "a test", "lease_ms": 1000, "scripts": scripts_digest()}
@@ -177,6 +187,9 @@ BAD_FILES = {
     "is cut off: its last line does not count the calls.": json.dumps(HEADER) + "\n" + CALL[:20],
     "has 2 calls, but counts 1.": json.dumps(HEADER) + "\n" + CALL + CALL + END,
     "line 2 is no call: 'command' is missing.": json.dumps(HEADER) + '\n{"at": 1}\n' + END,
+    "line 2 is no call: 'reply' is missing.": (
+        json.dumps(HEADER) + '\n{"at": 1, "script": "reap", "keys": [], "args": []}\n' + END
+    ),
     "line 2 is no call: there is no script 'a'.": (
         json.dumps(HEADER) + '\n{"at": 1, "script": "a"}\n' + END
     ),

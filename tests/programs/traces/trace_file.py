@@ -81,7 +81,7 @@ class Entry:
             script,
             tuple(keys),
             tuple(args),
-            fields.get("reply", UNKNOWN),
+            fields["reply"] if script else fields.get("reply", UNKNOWN),
             str(fields.get("by", "")),
             bool(fields.get("goes_on")),
         )
@@ -189,7 +189,7 @@ def plain_reply(reply: Any) -> Any:
         case bytes():
             return reply.decode("utf-8", "surrogateescape")
         case hiredis.ReplyError():
-            return {"error": str(reply)}
+            return {"error": str(reply).partition(" script: ")[0]}  # then the script's digest
         case dict():
             return [plain_reply(part) for pair in reply.items() for part in pair]
         case list():
