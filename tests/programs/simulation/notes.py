@@ -50,7 +50,7 @@ class Drain:
 
 @dataclass
 class Notes:
-    """What the parts of a world record while it runs."""
+    """Records that the parts of a world write while it runs."""
 
     calm_from: float | None = None
     """The time from which no fault has an effect any longer; 0 in a world without faults."""
