@@ -50,7 +50,7 @@ class Drain:
 
 @dataclass
 class Notes:
-    """Records of a running world, which its parts write."""
+    """Records that the parts of a world write while it runs."""
 
     calm_from: float | None = None
     """The time from which no fault has an effect any longer; 0 in a world without faults."""
