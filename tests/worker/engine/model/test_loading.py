@@ -143,7 +143,8 @@ DAMAGES: dict[str, tuple[Damage, type[ModelError], str]] = {
         without_a_weight, UnsupportedModelError, r"1 weights .* are missing, .*up_proj",
     ),
     "weights of another shape": (
-        lambda it: change_config(it, intermediate_size=40), UnsupportedModelError, "llama",
+        lambda it: change_config(it, intermediate_size=40),
+        UnsupportedModelError, r"weights have other sizes .*down_proj\.weight: \[",
     ),
 }  # fmt: skip
 
