@@ -20,6 +20,9 @@ import structlog
 from tests.programs.simulation import clock
 from tests.programs.simulation.mutants import MUTANTS
 
+SERVERS = {"redis-server": "redis-server", "valkey-server": "embedded"}
+"""The kinds of servers by the names of their programs (`tests.support.servers.PROGRAMS`)."""
+
 if TYPE_CHECKING:
     from tests.programs.simulation.plan import Plan
     from tests.programs.simulation.world import Result
@@ -34,6 +37,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shrink", type=Path, help="file for the first failing plan, shrunk")
     parser.add_argument("--trace", type=Path, help="file for the stories of the worlds")
     parser.add_argument("--mutant", choices=MUTANTS, help="break a module of promptq")
+    parser.add_argument(
+        "--server", choices=SERVERS, default="", help="default: redis-server if it is installed"
+    )
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     return parser.parse_args()
 
@@ -61,11 +67,12 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     summary = _Summary()
+    kind = SERVERS.get(arguments.server, "")
     with ExitStack() as stack:
         library = compile_preload(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         story = stack.enter_context(arguments.trace.open("w")) if arguments.trace else None
         for plan in plans:
-            result = run_world(plan, library, story)
+            result = run_world(plan, library, story, kind)
             summary.add(result)
             if arguments.hashes:
                 print(plan.seed, result.digest, flush=True)
@@ -74,14 +81,14 @@ def main() -> int:
                 for violation in result.violations[:10]:
                     print(f"  {violation}", flush=True)
                 if arguments.shrink:
-                    _shrink(result, library, arguments.shrink)
+                    _shrink(result, library, arguments.shrink, kind)
                 if arguments.shrink or arguments.mutant:
                     break
     print(summary)
     return int(summary.num_failed > 0)
 
 
-def _shrink(result: Result, library: Path, path: Path) -> None:
+def _shrink(result: Result, library: Path, path: Path, kind: str) -> None:
     """Writes the smallest plan that breaks one of the promises that this world broke."""
     from tests.programs.simulation.shrinking import shrink, write_plan
     from tests.programs.simulation.world import run_world
@@ -90,7 +97,10 @@ def _shrink(result: Result, library: Path, path: Path) -> None:
 
     def still_fails(plan: Plan) -> bool:
         print(f"  tries {len(plan.faults)} faults, {plan.num_requests} requests", flush=True)
-        return any(violation.rule in rules for violation in run_world(plan, library).violations)
+        return any(
+            violation.rule in rules
+            for violation in run_world(plan, library, server_kind=kind).violations
+        )
 
     write_plan(shrink(result.plan, still_fails), path)
     print(f"  {path} has the shrunk plan; --plan {path} --trace FILE writes its story")

@@ -54,11 +54,15 @@ def compile_preload(folder: Path) -> Path:
 
 
 class ServerProcess:
-    """A server of one world, in an empty folder. It keeps its data when it is killed."""
+    """A server of one world, in an empty folder. It keeps its data when it is killed.
 
-    def __init__(self, folder: Path, library: Path) -> None:
+    `kind` is one of `PROGRAMS`, or empty for the program that tests prefer.
+    """
+
+    def __init__(self, folder: Path, library: Path, kind: str = "") -> None:
         self.path = folder / "socket"
         self._folder = folder
+        self._program = server_program(kind)
         self._environment = {
             "LD_PRELOAD": str(library),
             "SIMULATION_CLOCK": str(folder / "clock"),
@@ -74,9 +78,13 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the server, and wait until it answers."""
-        command = [server_program(), *_SETTINGS]
+        command = [self._program, *_SETTINGS]
         self._process = start(
-            *command, cwd=self._folder, env=self._environment, stdout=subprocess.DEVNULL
+            *command,
+            cwd=self._folder,
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # Valkey complains there about its clock
         )
         self.is_running = True
         while True:

@@ -24,20 +24,24 @@ def simulate(*arguments: str | Path, hash_seed: str = "0") -> subprocess.Complet
     return run(*command, env=environment)
 
 
-def hashes_of(seed: int, hash_seed: str) -> list[str]:
+def hashes_of(num_seeds: int, *arguments: str, hash_seed: str) -> list[str]:
     """Returns a line with the hash of each world. No world may break a promise."""
-    seeds = ["--seeds", str(NUM_SEEDS), "--seed", str(seed), "--most-requests", "30"]
-    ended = simulate(*seeds, "--hashes", hash_seed=hash_seed)
+    arguments = ("--seeds", str(num_seeds), "--most-requests", "30", "--hashes", *arguments)
+    ended = simulate(*arguments, hash_seed=hash_seed)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout.splitlines()[:NUM_SEEDS]
+    return ended.stdout.splitlines()[:num_seeds]
 
 
-def test_equal_seeds_give_equal_worlds_without_violations() -> None:
+@pytest.mark.parametrize(("num_seeds", "server"), [(NUM_SEEDS, []), (4, ["valkey-server"])])
+def test_equal_seeds_give_equal_worlds_without_violations(
+    num_seeds: int, server: list[str]
+) -> None:
     seed = random.randrange(MOST_SEEDS)
     print(f"seed {seed}")
-    first, second = (hashes_of(seed, hash_seed) for hash_seed in ("1", "2"))
+    arguments = ["--seed", str(seed), *(word for name in server for word in ("--server", name))]
+    first, second = (hashes_of(num_seeds, *arguments, hash_seed=each) for each in ("1", "2"))
     assert first == second
-    assert len({line.split()[1] for line in first}) == NUM_SEEDS
+    assert len({line.split()[1] for line in first}) == num_seeds
 
 
 @pytest.mark.matrix(1)

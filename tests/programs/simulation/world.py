@@ -364,11 +364,13 @@ def _waits(loop: SimulatedLoop) -> Iterator[str]:
             yield f"{task.process.name} {task.get_coro().__qualname__} at {at}"
 
 
-def run_world(plan: Plan, library: Path, story: TextIO | None = None) -> Result:
-    """Run a world with a new server."""
+def run_world(
+    plan: Plan, library: Path, story: TextIO | None = None, server_kind: str = ""
+) -> Result:
+    """Run a world with a new server of this kind."""
     with (
         tempfile.TemporaryDirectory(prefix="world-") as folder,
-        ServerProcess(Path(folder), library) as server,
+        ServerProcess(Path(folder), library, server_kind) as server,
     ):
         world = World(plan, server, story)
         try:
