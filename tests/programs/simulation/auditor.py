@@ -31,6 +31,8 @@ class Stream:
     seen: Seen
     began_at: float
     ended_at: float | None = None
+    is_cut_off: bool = False
+    """Whether its process was killed before the end."""
 
 
 @dataclass(slots=True)
@@ -48,7 +50,7 @@ def check_calm(timed: Timed, snapshot: Snapshot) -> Iterator[Violation]:
         if int(record.get("attempt", 1)) > 1:
             yield Violation("lost lease", request_id, f"attempt {record['attempt']}, no fault")
     for stream in timed.streams:
-        finished = _finished(snapshot, stream.seen.request_id)
+        finished = finished_at(snapshot, stream.seen.request_id)
         if stream.ended_at is not None and finished is not None:
             unseen = stream.ended_at - max(finished, stream.began_at)
             if unseen > _MOST_SECONDS_UNSEEN:
@@ -58,7 +60,7 @@ def check_calm(timed: Timed, snapshot: Snapshot) -> Iterator[Violation]:
                     f"its subscriber sees it {unseen:.3f} s late",
                 )
     for request, at in timed.cancels:
-        finished = _finished(snapshot, request.request_id)
+        finished = finished_at(snapshot, request.request_id)
         if finished is not None and finished > at + _MOST_SECONDS_OF_CANCEL:
             yield Violation("late cancel", request.request_id, f"it runs for {finished - at:.3f} s")
 
@@ -80,7 +82,7 @@ def num_carried_on(streams: Iterable[Stream]) -> int:
     return sum(len({event.attempt for event in stream.seen.events}) > 1 for stream in streams)
 
 
-def _finished(snapshot: Snapshot, request_id: str) -> float | None:
+def finished_at(snapshot: Snapshot, request_id: str) -> float | None:
     """Returns the time of the world at which a request ended; None if it has not."""
     record: Mapping[str, Any] = snapshot.requests.get(request_id, {})
     at_ms = record.get("finished_at")

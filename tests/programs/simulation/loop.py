@@ -120,6 +120,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Errors that no code has caught, and other unhandled events."""
         self.connect: Callable[..., Coroutine[Any, Any, Any]] | None = None
         """Opens connections: the network's method."""
+        self.listen: Callable[..., Any] | None = None
+        """Accepts connections: the network's method."""
         self.tell: Callable[[Process, str], None]
         """Writes a line into the story of the world: a method of its trace."""
         self._most_callbacks = most_callbacks
@@ -187,6 +189,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         assert self.connect is not None
         opened: tuple[Any, Any] = await self.connect(PROCESS.get(), factory, host, port)
         return opened
+
+    async def create_server(  # type: ignore[override]
+        self, factory: Callable[[], Any], host: str, **_options: Any
+    ) -> Any:
+        assert self.listen is not None
+        return self.listen(host, PROCESS.get(), factory)
 
     # ------------------------------------------------------------ what the world calls
 

@@ -10,12 +10,16 @@ from tests.programs.chaos.processes.fleet import LEASE_MS
 
 
 class Fault(StrEnum):
-    """Kinds of faults. A worker is one place in the fleet: after its end, a new one starts."""
+    """Kinds of faults. A process has a place in its world: after its end, a new one starts."""
 
     KILL = "kill a worker"
     DRAIN = "drain a worker"
     FREEZE = "freeze a worker"
     FREEZE_CLIENT = "freeze a client"
+    KILL_CLIENT = "kill a client"
+    KILL_GATEWAY = "kill a gateway"
+    DRAIN_GATEWAY = "drain a gateway"
+    FREEZE_GATEWAY = "freeze a gateway"
     CUT = "cut all connections of a process"
     CUT_ONE = "cut a connection"
     LOSE_REPLY = "lose a reply"
@@ -30,6 +34,7 @@ _WEIGHTS = {
     Fault.DRAIN: 2,
     Fault.FREEZE: 3,
     Fault.FREEZE_CLIENT: 1,
+    Fault.KILL_CLIENT: 2,
     Fault.CUT: 2,
     Fault.CUT_ONE: 4,
     Fault.LOSE_REPLY: 5,
@@ -37,6 +42,11 @@ _WEIGHTS = {
     Fault.REFUSE: 1,
     Fault.JUMP: 1,
     Fault.RESTART: 1,
+}
+_WEIGHTS_OF_GATEWAYS = {
+    Fault.KILL_GATEWAY: 3,
+    Fault.DRAIN_GATEWAY: 2,
+    Fault.FREEZE_GATEWAY: 3,
 }
 _LONGEST_SECONDS = 2.5 * LEASE_MS / 1000
 
@@ -52,9 +62,11 @@ class PlannedFault:
     """How long it lasts, or how soon the process comes back."""
 
 
-def _plan_faults(rng: random.Random, count: int, seconds: float) -> list[PlannedFault]:
+def _plan_faults(
+    rng: random.Random, weights: dict[Fault, int], count: int, seconds: float
+) -> list[PlannedFault]:
     """Returns `count` faults within `seconds`, in order."""
-    kinds = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=count)
+    kinds = rng.choices(list(weights), list(weights.values()), k=count)
     times = sorted(seconds * rng.random() for _ in kinds)
     return [
         PlannedFault(at, kind, rng.random(), _LONGEST_SECONDS * rng.random() * rng.random())
@@ -73,17 +85,22 @@ class Plan:
     seconds: float
     """Seconds in which the requests are sent and the faults happen."""
     faults: tuple[PlannedFault, ...]
+    num_gateways: int = 0
+    """If there are gateways, one more process of clients calls them."""
 
     @classmethod
     def of(cls, seed: int, most_requests: int | None = None) -> Plan:
         """Returns the plan of a seed, with at most `most_requests`."""
         rng = random.Random(f"{seed} plan")
         seconds = rng.choice([1.0, 2.0, 4.0])
+        num_gateways = rng.choice([0, 0, 1, 2])
+        weights = _WEIGHTS | (_WEIGHTS_OF_GATEWAYS if num_gateways else {})
         return cls(
             seed=seed,
             num_workers=rng.randint(1, 3),
             num_clients=rng.randint(1, 2),
             num_requests=min(rng.randint(20, 200), most_requests or 200),
             seconds=seconds,
-            faults=tuple(_plan_faults(rng, rng.choice([0, 5, 10, 20]), seconds)),
+            faults=tuple(_plan_faults(rng, weights, rng.choice([0, 5, 10, 20]), seconds)),
+            num_gateways=num_gateways,
         )

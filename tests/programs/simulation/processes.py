@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import redis
@@ -73,6 +74,9 @@ class WorkerProgram:
         )
         self.main = process.start(self._run())
 
+    def drain(self) -> None:
+        self.stop.set()
+
     async def _run(self) -> None:
         client = await open_when_there(URL, _WAIT_SECONDS)
         try:
@@ -110,48 +114,74 @@ class WorkerProgram:
         return f"{used} KV blocks are still in use" if used else ""
 
 
+@dataclass(slots=True)
+class Work(Timed):
+    """The requests of a client, and what it keeps on its disk: a killed client starts again."""
+
+    requests: list[Sent] = field(default_factory=list)
+    seconds: float = 0.0
+    """Seconds within which all requests are sent."""
+    num_starts: int = 0
+    sent: set[int] = field(default_factory=set)
+    """Numbers of requests of which the client knows that they were accepted."""
+    over: set[int] = field(default_factory=set)
+    """Numbers of requests whose streams have ended."""
+
+
 class ClientProgram:
     """Producers and subscribers of one simulated process."""
 
-    def __init__(self, process: Process, rng: random.Random, requests: list[Sent]) -> None:
+    def __init__(self, process: Process, rng: random.Random, work: Work) -> None:
         self.process = process
-        self.timed = Timed()
         self._rng = rng
-        self._requests = requests
-        self.main: asyncio.Task[None]
+        self._work = work
+        work.num_starts += 1
+        for stream in work.streams:
+            stream.is_cut_off = stream.ended_at is None
+        self.main = process.start(self._run())
 
-    def start(self, seconds: float) -> None:
-        """Send all requests within about `seconds`, and follow their streams to the end."""
-        self.main = self.process.start(self._run(seconds))
+    def drain(self) -> None:
+        """Does nothing: a client ends when its requests have ended."""
 
-    async def _run(self, seconds: float) -> None:
+    async def _run(self) -> None:
+        """Send all requests, and follow their streams to the end."""
+        work = self._work
         producer, subscriber = AsyncClient(URL, QUEUE), AsyncClient(URL, QUEUE)
         for client in (producer, subscriber):
             await persist(client.__aenter__)
         serving = []
-        for request in self._requests:
-            serving.append(asyncio.create_task(self._serve(request, producer, subscriber)))
-            await asyncio.sleep(2 * seconds * self._rng.random() / len(self._requests))
+        for number in range(len(work.requests)):
+            if number not in work.over:
+                serving.append(asyncio.create_task(self._serve(number, producer, subscriber)))
+                await asyncio.sleep(2 * work.seconds * self._rng.random() / len(work.requests))
         await asyncio.gather(*serving)
         for client in (producer, subscriber):
             await client.close()
 
-    async def _serve(self, request: Sent, producer: AsyncClient, subscriber: AsyncClient) -> None:
-        await self._send(request, producer)
+    async def _serve(self, number: int, producer: AsyncClient, subscriber: AsyncClient) -> None:
+        request = self._work.requests[number]
+        if number not in self._work.sent:
+            await self._send(request, producer)
+            self._work.sent.add(number)
         names = ["first", "second"] if self._rng.random() < 0.2 else ["first"]
         listening = [
             asyncio.create_task(self._subscribe(request, name, subscriber)) for name in names
         ]
-        if request.kind is Kind.CANCEL:
+        if request.kind is Kind.CANCEL and not request.cancel_status:
             await asyncio.sleep(self._rng.random())
             status = await persist(lambda: producer.cancel(request.request_id))
             request.cancel_status = CancelStatus(status).value
             if is_cancelled_while_it_runs(request):
-                self.timed.cancels.append((request, self.process.loop.now))
+                self._work.cancels.append((request, self.process.loop.now))
         await asyncio.gather(*listening)
+        self._work.over.add(number)
 
     async def _send(self, request: Sent, producer: AsyncClient) -> None:
-        """Sends a request until it is certainly accepted. If its id is taken, it was accepted."""
+        """Sends a request until it is certainly accepted. If its id is taken, it was accepted.
+
+        A client that was killed before the answer repeats the call. If the request has an
+        idempotency key, the client uses another id.
+        """
 
         async def send(request_id: str) -> str:
             with suppress(RequestExistsError):
@@ -164,8 +194,11 @@ class ClientProgram:
 
         ids = [request.request_id]
         if request.kind is Kind.TWICE:
-            ids.append(f"{request.request_id}:again")
-        request.answers = list(await asyncio.gather(*map(send, ids)))
+            again = f"{request.request_id}:again"
+            ids = (
+                [f"{again}{self._work.num_starts}"] if self._work.num_starts > 1 else [*ids, again]
+            )
+        request.answers += await asyncio.gather(*map(send, ids))
         request.request_id = request.answers[0]
 
     async def _subscribe(self, request: Sent, name: str, client: AsyncClient) -> None:
@@ -173,7 +206,7 @@ class ClientProgram:
             await asyncio.sleep(2 * self._rng.random())
         record = Seen(f"{self.process.name}-{name}", request.request_id, [])
         stream = Stream(record, self.process.loop.now)
-        self.timed.streams.append(stream)
+        self._work.streams.append(stream)
         try:
             async for event in client.stream(request.request_id):
                 record.events.append(SeenEvent.of(event))

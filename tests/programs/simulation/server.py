@@ -61,7 +61,7 @@ class ServerProcess:
 
     def __init__(self, folder: Path, library: Path, kind: str = "") -> None:
         self.path = folder / "socket"
-        self._folder = folder
+        self.folder = folder
         self._program = server_program(kind)
         self._environment = {
             "LD_PRELOAD": str(library),
@@ -81,7 +81,7 @@ class ServerProcess:
         command = [self._program, *_SETTINGS]
         self._process = start(
             *command,
-            cwd=self._folder,
+            cwd=self.folder,
             env=self._environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # Valkey complains there about its clock

@@ -7,9 +7,10 @@ import gc
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 from unittest.mock import patch
@@ -30,6 +31,10 @@ from tests.programs.simulation.auditor import (
     check_idle,
     num_carried_on,
 )
+from tests.programs.simulation.cut_off import check_cut_off
+from tests.programs.simulation.gateways import GatewayProgram
+from tests.programs.simulation.http_audit import check_http
+from tests.programs.simulation.http_clients import HttpClientProgram, HttpStream, plan_stream
 from tests.programs.simulation.loop import (
     EPOCH,
     Process,
@@ -38,12 +43,14 @@ from tests.programs.simulation.loop import (
     StandstillError,
 )
 from tests.programs.simulation.network import Network
+from tests.programs.simulation.places import Place, Program, Site, running
 from tests.programs.simulation.plan import Fault, Plan, PlannedFault
 from tests.programs.simulation.processes import (
     HOST,
     QUEUE,
     ClientProgram,
     NotingQueue,
+    Work,
     WorkerProgram,
 )
 from tests.programs.simulation.server import ServerProcess, SteppedServer
@@ -72,17 +79,6 @@ class Result:
     """Number of streams with events of several attempts."""
 
 
-class _Place:
-    """A place in the fleet, with its current worker."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.num_starts = 0
-        self.worker: WorkerProgram | None = None
-        self.watching: asyncio.Task[None] | None = None
-        """Waits for the worker's end, or until a new one starts."""
-
-
 class World:
     """The processes of one world, and the faults that happen to them."""
 
@@ -94,12 +90,27 @@ class World:
         self.result = Result(plan)
         self._server_process = server
         self._server = SteppedServer(self.loop, self.trace, server)
-        self._places = [_Place(number + 1) for number in range(plan.num_workers)]
-        self._clients: list[ClientProgram] = []
+        self._site = Site(plan.seed, self.loop, self.network, self.trace)
+        self._workers = [
+            Place(self._site, f"worker-{number + 1}", WorkerProgram, self._check_worker)
+            for number in range(plan.num_workers)
+        ]
+        self._gateways = [
+            Place(self._site, f"gateway-{number + 1}", self._start_gateway, self._check_exit)
+            for number in range(plan.num_gateways)
+        ]
+        self._clients: list[Place[ClientProgram]] = []
+        self._http_clients: list[Place[HttpClientProgram]] = []
+        self._work: list[Work] = []
+        self._streams: list[HttpStream] = []
         self._requests: list[Sent] = []
         self._claimed: list[Claimed] = []
-        self._is_over = False
         self._restarting: asyncio.Task[None] | None = None
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether the world has no faults."""
+        return not self.plan.faults
 
     def run(self) -> Result:
         """Run the world to its end, and audit it."""
@@ -143,8 +154,8 @@ class World:
     async def _main(self) -> None:
         self._host = Process(self.loop, HOST)
         self._listen()
-        for place in self._places:
-            self._start_worker(place)
+        for place in (*self._workers, *self._gateways):
+            place.start()
         self._start_clients()
         for planned in self.plan.faults:
             await asyncio.sleep(planned.at - self.loop.now)
@@ -158,43 +169,45 @@ class World:
         self.network.listen(HOST, self._host, self._server.accept)
 
     def _start_clients(self) -> None:
-        for number in range(self.plan.num_clients):
-            rng = random.Random(f"{self.plan.seed} client {number}")
-            process = Process(self.loop, f"client-{number + 1}", _clock_rate(rng))
-            share = self.plan.num_requests // self.plan.num_clients
-            requests = process.context.run(_make_requests, process, rng, share)
+        rng, root = random.Random(f"{self.plan.seed} requests"), self.loop.root
+        num_shares = self.plan.num_clients + bool(self.plan.num_gateways)
+        for number in range(num_shares):
+            share = max(1, self.plan.num_requests // num_shares)
+            requests = root.context.run(_make_requests, root, rng, share)
             self._requests += requests
-            client = ClientProgram(process, rng, requests)
-            client.start(self.plan.seconds)
-            self._clients.append(client)
+            if number < self.plan.num_clients:
+                self._start_client(number, Work(requests=requests, seconds=self.plan.seconds))
+            else:
+                self._start_http_client(
+                    [plan_stream(request, rng, self.is_calm) for request in requests]
+                )
 
-    def _start_worker(self, place: _Place) -> None:
-        place.num_starts += 1
-        name = f"worker-{place.number}.{place.num_starts}"
-        rng = random.Random(f"{self.plan.seed} {name}")
-        process = Process(self.loop, name, _clock_rate(rng))
-        place.worker = WorkerProgram(process, rng)
-        self.trace.note(process, "starts")
-        place.watching = self.loop.root.start(self._watch(place, place.worker))
+    def _start_client(self, number: int, work: Work) -> None:
+        self._work.append(work)
+        start = partial(ClientProgram, work=work)
+        place = Place(self._site, f"client-{number + 1}", start, self._check_exit, ends_once=True)
+        place.start()
+        self._clients.append(place)
 
-    async def _watch(self, place: _Place, worker: WorkerProgram) -> None:
-        """Wait for the end of a worker. Start a new one in its place."""
-        with suppress(Exception):
-            await asyncio.wait([worker.main])
-        error = worker.main.exception()
-        how = f"ends with {error!r}" if error else "ends"
-        self.trace.note(worker.process, how)
+    def _start_http_client(self, streams: list[HttpStream]) -> None:
+        self._streams = streams
+        hosts = [f"gateway-{number + 1}" for number in range(self.plan.num_gateways)]
+        start = partial(HttpClientProgram, streams=streams, hosts=hosts, seconds=self.plan.seconds)
+        place = Place(self._site, "http-client", start, self._check_exit, ends_once=True)
+        place.start()
+        self._http_clients.append(place)
+
+    def _start_gateway(self, process: Process, _rng: random.Random) -> GatewayProgram:
+        return GatewayProgram(process, process.name.partition(".")[0], self._server_process.folder)
+
+    def _check_exit(self, program: Program, error: BaseException | None) -> None:
         if error:
-            self._violate("bad exit", f"{worker.process.name} {how}")
+            self._violate("bad exit", f"{program.process.name} ends with {error!r}")
+
+    def _check_worker(self, worker: WorkerProgram, error: BaseException | None) -> None:
+        self._check_exit(worker, error)
         if left := worker.check_idle():
             self._violate("leaked block", f"{worker.process.name}: {left}")
-        self._bury(worker)
-        if not self._is_over:
-            self._start_worker(place)
-
-    def _bury(self, worker: WorkerProgram) -> None:
-        worker.process.kill()
-        self.network.bury(worker.process)
 
     async def _let_all_end(self) -> None:
         self.network.heal()
@@ -202,51 +215,47 @@ class World:
         if self._restarting is not None:
             await self._restarting
         began_at = self.loop.now
-        done, late = await asyncio.wait(
-            [client.main for client in self._clients], timeout=PATIENCE_SECONDS
-        )
-        self.result.settle_seconds = self.loop.now - began_at
-        for task in done:
-            task.result()
-        if late:
+        if not await self._all_over([*self._clients, *self._http_clients]):
             self._violate("no end", self._where_everybody_waits())
+        self.result.settle_seconds = self.loop.now - began_at
 
     async def _let_all_idle(self) -> None:
         await asyncio.sleep(IDLE_SECONDS)  # the last requests may be on their way back
         before = self._server.num_commands.copy()
         await asyncio.sleep(IDLE_SECONDS)
         sent = self._server.num_commands - before
-        names = {place.worker.process.name for place in self._places if place.worker is not None}
+        names = {process.name for process in running(self._workers)}
         self.result.violations += check_idle({name: sent[name] for name in names})
 
     async def _drain_all(self) -> None:
-        self._is_over = True
-        for place in self._places:
-            if place.worker is not None:
-                place.worker.stop.set()
-        ending = [place.watching for place in self._places if place.watching is not None]
-        _, late = await asyncio.wait(ending, timeout=PATIENCE_SECONDS)
-        if late:
+        self._site.is_over = True
+        places = [*self._workers, *self._gateways]
+        for place in places:
+            place.drain()
+        if not await self._all_over(places):
             self._violate("no drain", self._where_everybody_waits())
+
+    async def _all_over(self, places: Iterable[Place[Any]]) -> bool:
+        """Returns whether the programs of all places end in time."""
+        ending = [asyncio.create_task(place.until_over()) for place in places]
+        _, late = await asyncio.wait(ending, timeout=PATIENCE_SECONDS)
+        return not late
 
     # ------------------------------------------------------------ faults
 
     def _inflict(self, planned: PlannedFault) -> None:
         self.result.faults[planned.kind] += 1
         match planned.kind:
-            case Fault.KILL:
-                self._kill(self._choose(self._places, planned), planned.seconds)
-            case Fault.DRAIN:
-                worker = self._choose(self._places, planned).worker
-                if worker is not None:
-                    self._note(planned, worker.process)
-                    worker.stop.set()
-            case Fault.FREEZE:
-                worker = self._choose(self._places, planned).worker
-                if worker is not None:
-                    self._freeze(planned, worker.process)
-            case Fault.FREEZE_CLIENT:
-                self._freeze(planned, self._choose(self._clients, planned).process)
+            case Fault.KILL | Fault.KILL_GATEWAY | Fault.KILL_CLIENT:
+                self._choose(self._places_of(planned.kind), planned).kill(planned.seconds)
+            case Fault.DRAIN | Fault.DRAIN_GATEWAY:
+                place = self._choose(self._places_of(planned.kind), planned)
+                for process in running([place]):
+                    self._note(planned, process)
+                place.drain()
+            case Fault.FREEZE | Fault.FREEZE_GATEWAY | Fault.FREEZE_CLIENT:
+                for process in running([self._choose(self._places_of(planned.kind), planned)]):
+                    self._freeze(planned, process)
             case Fault.RESTART:
                 if self._server_process.is_running:
                     self._note(planned, self._host)
@@ -260,7 +269,20 @@ class World:
                     else:
                         link.swallows_replies = True
             case _:
-                self._disturb(planned, self._choose(self._processes(), planned))
+                if processes := running(self._all_places):
+                    self._disturb(planned, self._choose(processes, planned))
+
+    def _places_of(self, kind: Fault) -> Sequence[Place[Any]]:
+        match kind:
+            case Fault.KILL_CLIENT | Fault.FREEZE_CLIENT:
+                return [*self._clients, *self._http_clients]
+            case Fault.KILL_GATEWAY | Fault.DRAIN_GATEWAY | Fault.FREEZE_GATEWAY:
+                return self._gateways or self._workers  # a shrunk plan may lack gateways
+        return self._workers
+
+    @property
+    def _all_places(self) -> list[Place[Any]]:
+        return [*self._workers, *self._gateways, *self._clients, *self._http_clients]
 
     def _disturb(self, planned: PlannedFault, process: Process) -> None:
         self._note(planned, process)
@@ -274,22 +296,6 @@ class World:
                 self.network.refuse(process, planned.seconds)
             case Fault.JUMP:
                 process.wall_ahead += (planned.choice - 0.5) * 100
-
-    def _kill(self, place: _Place, seconds: float) -> None:
-        worker, place.worker = place.worker, None
-        if worker is None:  # it has not come back yet
-            return
-        self.trace.note(worker.process, "is killed")
-        assert place.watching is not None
-        place.watching.cancel()
-        self._bury(worker)
-
-        async def come_back() -> None:
-            await asyncio.sleep(seconds)
-            if not self._is_over:
-                self._start_worker(place)
-
-        place.watching = self.loop.root.start(come_back())
 
     def _restart_server(self, seconds: float) -> None:
         self._server_process.kill()
@@ -311,11 +317,7 @@ class World:
     def _note(self, planned: PlannedFault, process: Process) -> None:
         self.trace.note(process, f"suffers: {planned.kind} ({planned.seconds:.3f} s)")
 
-    def _processes(self) -> list[Process]:
-        workers = [place.worker.process for place in self._places if place.worker is not None]
-        return [*workers, *(client.process for client in self._clients)]
-
-    def _choose(self, items: list[Any], planned: PlannedFault) -> Any:
+    def _choose(self, items: Sequence[Any], planned: PlannedFault) -> Any:
         return items[int(planned.choice * len(items))]
 
     # ------------------------------------------------------------ the audit
@@ -324,25 +326,29 @@ class World:
         result = self.result
         for failure in self.loop.failures:
             self._violate("unhandled", failure)
-        streams = [stream for client in self._clients for stream in client.timed.streams]
+        streams = [stream for work in self._work for stream in work.streams]
+        whole = [stream for stream in streams if not stream.is_cut_off]
         result.num_carried_on = num_carried_on(streams)
-        seen = [stream.seen for stream in streams]
+        seen = [stream.seen for stream in whole]
         with redis.Redis(unix_socket_path=str(self._server_process.path)) as connection:
             snapshot = take_snapshot(connection, Keys(QUEUE))
-        result.violations += audit(self._requests, seen, {QUEUE: snapshot}, {}, self._claimed)
-        if not self.plan.faults:
-            for client in self._clients:
-                result.violations += check_calm(client.timed, snapshot)
+        over_http = {stream.request.request_id for stream in self._streams}
+        result.violations += [
+            violation
+            for violation in audit(self._requests, seen, {QUEUE: snapshot}, {}, self._claimed)
+            if violation.rule != "unseen" or violation.request_id not in over_http
+        ]
+        result.violations += check_cut_off(self._requests, streams)
+        result.violations += check_http(self._streams, snapshot, self.is_calm)
+        if self.is_calm:
+            for work in self._work:
+                result.violations += check_calm(work, snapshot)
 
     def _violate(self, rule: str, seen: str) -> None:
         self.result.violations.append(Violation(rule, "", seen))
 
     def _where_everybody_waits(self) -> str:
         return "; ".join(_waits(self.loop))
-
-
-def _clock_rate(rng: random.Random) -> float:
-    return 1 + rng.choice([0.0, 0.0001, 0.01]) * (rng.random() - 0.5)
 
 
 def _make_requests(process: Process, rng: random.Random, count: int) -> list[Sent]:
