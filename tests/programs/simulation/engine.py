@@ -47,6 +47,10 @@ class SimulatedEngine:
         self._mail = asyncio.Event()
         self._fetchable = asyncio.Event()
         self._fetched = asyncio.Event()
+        self._aborted: set[int] = set()
+        """Sequences whose blocks are free since the last step began."""
+        self.num_late_outputs = 0
+        """Number of tokens of steps that began after their sequence was aborted."""
         self._failure: BaseException | None = None
         self._is_stopping = False
         self._last_progress = time.monotonic()
@@ -112,6 +116,8 @@ class SimulatedEngine:
                     await self._mail.wait()
                     continue
                 step = self.engine.step()
+                late = [out for out in step.outputs if out.sequence_id in self._aborted]
+                self.num_late_outputs += len(late)
                 num_tokens = sum(len(output.token_ids) for output in step.outputs)
                 seconds = self._step_seconds + self._token_seconds * num_tokens
                 await asyncio.sleep(seconds * self._rng.random())
@@ -135,6 +141,7 @@ class SimulatedEngine:
                 self._fetchable.set()
         for sequence_id in aborts:
             self.engine.abort(sequence_id)
+            self._aborted.add(sequence_id)
             self.stats = self.engine.stats
         snapshots = list(self._snapshots)
         self._snapshots.clear()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from tests.programs.chaos.audit.auditor import Snapshot
 from tests.programs.chaos.audit.records import Kind, Sent
 from tests.programs.simulation.gateways import PORT
 from tests.programs.simulation.loop import Process
@@ -109,6 +110,18 @@ def plan_stream(request: Sent, rng: random.Random, is_calm: bool) -> HttpStream:
     return HttpStream(request, detach, leaves)
 
 
+def find_ids(streams: Iterable[HttpStream], snapshot: Snapshot) -> None:
+    """Finds the ids of requests whose client got only an error, which names no id."""
+    ids: dict[int, list[str]] = {}
+    for request_id, record in snapshot.requests.items():
+        ids.setdefault(json.loads(record["payload"])["seed"], []).append(request_id)
+    for stream in streams:
+        request = stream.request
+        if not request.answers:
+            request.answers = ids.get(request.fields["seed"], [])
+            request.request_id = [*request.answers, request.request_id][0]
+
+
 class HttpClientProgram:
     """Callers of gateways in one simulated process. A new one continues the unfinished streams."""
 
@@ -179,8 +192,9 @@ class HttpClientProgram:
             stream.request.request_id = stream.request.answers[0]
             stream.url = headers["x-stream-url"]
             async for frame in _frames(reader):
-                self.process.loop.tell(self.process, f"reads {frame!r}")
                 stream.read(frame)
+                read = f"{stream.last_event_id or stream.url} {stream.text!r}"
+                self.process.loop.tell(self.process, f"has read {read}")
         if not stream.is_over:
             raise LostError("the body is over")
 

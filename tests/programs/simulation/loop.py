@@ -44,6 +44,8 @@ class Process:
         self.ready: deque[asyncio.Handle] = deque()
         self.num_pauses = 0
         """Number of reasons for which the process does not run."""
+        self.thread: Any = None
+        """The thread of a process with blocking code: a `BlockingThread`."""
         self.wall_ahead = 0.0
         """Seconds by which the clock of the machine is ahead."""
         self._rate = rate
@@ -60,6 +62,13 @@ class Process:
 
     def entropy(self, size: int) -> bytes:
         return self._rng.randbytes(size)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait in blocking code. Raises RuntimeError in a process that has none."""
+        if self.thread is not None:
+            self.thread.wait(seconds, lambda wake: None)
+        elif seconds > 0:
+            raise RuntimeError(f"code of a simulated process blocks its loop for {seconds:g} s")
 
     def world_time(self, monotonic: float) -> float:
         """Returns the world's time at which the clock of this process shows `monotonic`."""

@@ -20,6 +20,8 @@ class Fault(StrEnum):
     KILL_GATEWAY = "kill a gateway"
     DRAIN_GATEWAY = "drain a gateway"
     FREEZE_GATEWAY = "freeze a gateway"
+    KILL_JOBS = "kill a process of jobs"
+    FREEZE_JOBS = "freeze a process of jobs"
     CUT = "cut all connections of a process"
     CUT_ONE = "cut a connection"
     LOSE_REPLY = "lose a reply"
@@ -48,6 +50,7 @@ _WEIGHTS_OF_GATEWAYS = {
     Fault.DRAIN_GATEWAY: 2,
     Fault.FREEZE_GATEWAY: 3,
 }
+_WEIGHTS_OF_JOBS = {Fault.KILL_JOBS: 3, Fault.FREEZE_JOBS: 3}
 _LONGEST_SECONDS = 2.5 * LEASE_MS / 1000
 
 
@@ -87,6 +90,10 @@ class Plan:
     faults: tuple[PlannedFault, ...]
     num_gateways: int = 0
     """If there are gateways, one more process of clients calls them."""
+    num_leaders: int = 0
+    """Processes of jobs that may lead. If there are any, one more process runs their upkeep."""
+    aging_ms: int = 60_000
+    """Milliseconds by which a level of priority moves a request in the queue."""
 
     @classmethod
     def of(cls, seed: int, most_requests: int | None = None) -> Plan:
@@ -94,7 +101,9 @@ class Plan:
         rng = random.Random(f"{seed} plan")
         seconds = rng.choice([1.0, 2.0, 4.0])
         num_gateways = rng.choice([0, 0, 1, 2])
+        num_leaders = rng.choice([0, 0, 0, 2])
         weights = _WEIGHTS | (_WEIGHTS_OF_GATEWAYS if num_gateways else {})
+        weights |= _WEIGHTS_OF_JOBS if num_leaders else {}
         return cls(
             seed=seed,
             num_workers=rng.randint(1, 3),
@@ -103,4 +112,6 @@ class Plan:
             seconds=seconds,
             faults=tuple(_plan_faults(rng, weights, rng.choice([0, 5, 10, 20]), seconds)),
             num_gateways=num_gateways,
+            num_leaders=num_leaders,
+            aging_ms=rng.choice([200, 60_000]),
         )

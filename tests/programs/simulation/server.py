@@ -21,7 +21,9 @@ from typing import Any, Self
 
 import hiredis
 
+from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import SCRIPT_NAMES, script_text
+from tests.programs.simulation.jobs_audit import Hold
 from tests.programs.simulation.loop import EPOCH, SimulatedLoop
 from tests.programs.simulation.network import Transport
 from tests.programs.simulation.trace import Trace
@@ -32,6 +34,7 @@ _PUBLISHING = {b"EVAL", b"PUBLISH", b"SPUBLISH", b"EXEC"}
 _SUBSCRIBING = {b"SUBSCRIBE", b"SSUBSCRIBE", b"UNSUBSCRIBE", b"SUNSUBSCRIBE"}
 _NOT_OF_MACHINE = (b"redis_version:", b"valkey_version:", b"redis_mode:", b"maxmemory")
 """Beginnings of lines of INFO that are the same on each machine and at each run."""
+_LEADER_KEY = Keys("any").jobs_leader.removeprefix(Keys("any").prefix)
 _NOTHING = object()
 _PONG = b"+PONG\r\n"
 _PAGE = 1 << 16
@@ -147,6 +150,8 @@ class SteppedServer:
         self.loop = loop
         self.trace = trace
         self.process = process
+        self.holds: list[Hold] = []
+        """All calls that take or renew the lead of the jobs."""
         self.num_commands: Counter[str] = Counter()
         """Number of commands by the process that sent them."""
         self._subscribers: list[ServerConnection] = []
@@ -156,6 +161,8 @@ class SteppedServer:
         self._publishing = {
             digest.encode() for digest, name in self._names.items() if "PUBLISH" in texts[name]
         }
+
+        self._hold_digest = hashlib.sha1(texts["hold_lease"].encode()).hexdigest().encode()
 
     def accept(self) -> asyncio.Protocol:
         """Returns the protocol of a new connection."""
@@ -171,6 +178,8 @@ class SteppedServer:
         self.process.set_time(EPOCH + self.loop.now)
         num_replies = max(1, len(command) - 1) if name in _SUBSCRIBING else 1
         replies = connection.exchange(hiredis.pack_command(tuple(command)), num_replies)
+        if name == b"EVALSHA" and command[1] == self._hold_digest:
+            self._note_hold(command, replies)
         if name == b"INFO":
             replies = _without_machine(replies)
         if name in _SUBSCRIBING and connection not in self._subscribers:
@@ -195,6 +204,11 @@ class SteppedServer:
         for subscriber in self._subscribers if ready else ():
             if subscriber.socket.fileno() in ready:
                 subscriber.transport.write(subscriber.socket.recv(_PAGE))
+
+    def _note_hold(self, command: Sequence[bytes], reply: bytes) -> None:
+        key, holder, ttl_ms = (word.decode() for word in command[-3:])
+        if key == _LEADER_KEY:
+            self.holds.append(Hold(key, holder, int(ttl_ms), reply == b":1\r\n", self.loop.now))
 
     def _shown(self, name: bytes, command: Sequence[bytes]) -> str:
         words = [name.decode()]

@@ -30,6 +30,8 @@ def _candidates(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, num_clients=1)
     if plan.num_gateways:
         yield replace(plan, num_gateways=plan.num_gateways - 1)
+    if plan.num_leaders:
+        yield replace(plan, num_leaders=plan.num_leaders - 1)
     for part in (2, 4, 8):
         if (num_requests := plan.num_requests - plan.num_requests // part) < plan.num_requests:
             yield replace(plan, num_requests=num_requests)
@@ -54,9 +56,9 @@ def read_plan(path: Path) -> Plan:
         ]
         plan = Plan(**{**fields, "faults": tuple(faults)})
         counts = plan.num_workers, plan.num_clients, plan.num_requests
-        if type(plan.num_gateways) is not int or any(
-            type(count) is not int or count < 1 for count in counts
-        ):
+        others = plan.num_gateways, plan.num_leaders, plan.aging_ms
+        are_counts = all(type(count) is int for count in (*counts, *others))
+        if not are_counts or min(counts) < 1:
             raise ValueError("it has a count below 1")
         return plan
     except (OSError, ValueError, TypeError, KeyError) as error:

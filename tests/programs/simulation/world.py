@@ -34,7 +34,14 @@ from tests.programs.simulation.auditor import (
 from tests.programs.simulation.cut_off import check_cut_off
 from tests.programs.simulation.gateways import GatewayProgram
 from tests.programs.simulation.http_audit import check_http
-from tests.programs.simulation.http_clients import HttpClientProgram, HttpStream, plan_stream
+from tests.programs.simulation.http_clients import (
+    HttpClientProgram,
+    HttpStream,
+    find_ids,
+    plan_stream,
+)
+from tests.programs.simulation.jobs import LEAD, UPKEEP, JobsProgram
+from tests.programs.simulation.jobs_audit import SETTLE_SECONDS, check_leaders, check_upkeep
 from tests.programs.simulation.loop import (
     EPOCH,
     Process,
@@ -43,6 +50,7 @@ from tests.programs.simulation.loop import (
     StandstillError,
 )
 from tests.programs.simulation.network import Network
+from tests.programs.simulation.order_audit import check_order
 from tests.programs.simulation.places import Place, Program, Site, running
 from tests.programs.simulation.plan import Fault, Plan, PlannedFault
 from tests.programs.simulation.processes import (
@@ -58,6 +66,8 @@ from tests.programs.simulation.trace import Trace
 
 _MOST_CALLBACKS = 1_000_000
 _MOST_TOKENS = 20
+_OF_JOBS = ("upkeep", "statistics", "statistics:minutes")
+"""Keys of which each queue has one, if it has jobs."""
 _MOST_CLOSINGS = 5  # each ends one more `finally` that waits
 
 
@@ -99,6 +109,13 @@ class World:
             Place(self._site, f"gateway-{number + 1}", self._start_gateway, self._check_exit)
             for number in range(plan.num_gateways)
         ]
+        files = self._server_process.folder / "files"
+        leader = partial(JobsProgram, work=LEAD, folder=files)
+        names = [f"leader-{number + 1}" for number in range(plan.num_leaders)]
+        self._jobs = [Place(self._site, name, leader, self._check_exit) for name in names]
+        if names:
+            upkeep = partial(JobsProgram, work=UPKEEP, folder=files)
+            self._jobs.append(Place(self._site, "upkeep", upkeep, self._check_exit))
         self._clients: list[Place[ClientProgram]] = []
         self._http_clients: list[Place[HttpClientProgram]] = []
         self._work: list[Work] = []
@@ -118,6 +135,8 @@ class World:
         random.seed(f"{self.plan.seed} shared")
         NotingQueue.claimed = self._claimed
         worker_module.AsyncRequestQueue = NotingQueue  # type: ignore[misc]
+        with self._connected() as connection:
+            connection.hset(Keys(QUEUE).config, "aging_ms", self.plan.aging_ms)
         main = self.loop.root.start(self._main())
         gc.disable()  # so that objects end when nothing refers to them, and at no other time
         try:
@@ -140,6 +159,9 @@ class World:
         self.loop.set_exception_handler(lambda loop, context: None)
         for task in asyncio.all_tasks(self.loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
+        for place in self._jobs:
+            for program in place.programs:
+                program.thread.close()
         self.loop.close()
         with patch("sys.unraisablehook", lambda unraisable: None):
             for task in [*asyncio.all_tasks(self.loop)]:
@@ -154,7 +176,7 @@ class World:
     async def _main(self) -> None:
         self._host = Process(self.loop, HOST)
         self._listen()
-        for place in (*self._workers, *self._gateways):
+        for place in self._servants:
             place.start()
         self._start_clients()
         for planned in self.plan.faults:
@@ -198,7 +220,9 @@ class World:
         self._http_clients.append(place)
 
     def _start_gateway(self, process: Process, _rng: random.Random) -> GatewayProgram:
-        return GatewayProgram(process, process.name.partition(".")[0], self._server_process.folder)
+        return GatewayProgram(
+            process, process.name.partition(".")[0], self._server_process.folder / "files"
+        )
 
     def _check_exit(self, program: Program, error: BaseException | None) -> None:
         if error:
@@ -208,6 +232,8 @@ class World:
         self._check_exit(worker, error)
         if left := worker.check_idle():
             self._violate("leaked block", f"{worker.process.name}: {left}")
+        if worker.engine is not None and worker.engine.num_late_outputs:
+            self._violate("late cancel", f"{worker.process.name} computes cancelled sequences")
 
     async def _let_all_end(self) -> None:
         self.network.heal()
@@ -220,6 +246,9 @@ class World:
         self.result.settle_seconds = self.loop.now - began_at
 
     async def _let_all_idle(self) -> None:
+        if self._jobs:
+            await asyncio.sleep(SETTLE_SECONDS)
+            self._check_jobs()
         await asyncio.sleep(IDLE_SECONDS)  # the last requests may be on their way back
         before = self._server.num_commands.copy()
         await asyncio.sleep(IDLE_SECONDS)
@@ -227,12 +256,18 @@ class World:
         names = {process.name for process in running(self._workers)}
         self.result.violations += check_idle({name: sent[name] for name in names})
 
+    def _check_jobs(self) -> None:
+        self._server_process.set_time(EPOCH + self.loop.now)
+        with self._connected() as connection:
+            seen: Any = connection.hget(Keys(QUEUE).upkeep, "seen")
+        seen_at = None if seen is None else int(seen) / 1000 - EPOCH
+        self.result.violations += check_upkeep(seen_at, self.loop.now)
+
     async def _drain_all(self) -> None:
         self._site.is_over = True
-        places = [*self._workers, *self._gateways]
-        for place in places:
+        for place in self._servants:
             place.drain()
-        if not await self._all_over(places):
+        if not await self._all_over(self._servants):
             self._violate("no drain", self._where_everybody_waits())
 
     async def _all_over(self, places: Iterable[Place[Any]]) -> bool:
@@ -246,14 +281,14 @@ class World:
     def _inflict(self, planned: PlannedFault) -> None:
         self.result.faults[planned.kind] += 1
         match planned.kind:
-            case Fault.KILL | Fault.KILL_GATEWAY | Fault.KILL_CLIENT:
+            case Fault.KILL | Fault.KILL_GATEWAY | Fault.KILL_CLIENT | Fault.KILL_JOBS:
                 self._choose(self._places_of(planned.kind), planned).kill(planned.seconds)
             case Fault.DRAIN | Fault.DRAIN_GATEWAY:
                 place = self._choose(self._places_of(planned.kind), planned)
                 for process in running([place]):
                     self._note(planned, process)
                 place.drain()
-            case Fault.FREEZE | Fault.FREEZE_GATEWAY | Fault.FREEZE_CLIENT:
+            case Fault.FREEZE | Fault.FREEZE_GATEWAY | Fault.FREEZE_CLIENT | Fault.FREEZE_JOBS:
                 for process in running([self._choose(self._places_of(planned.kind), planned)]):
                     self._freeze(planned, process)
             case Fault.RESTART:
@@ -278,11 +313,18 @@ class World:
                 return [*self._clients, *self._http_clients]
             case Fault.KILL_GATEWAY | Fault.DRAIN_GATEWAY | Fault.FREEZE_GATEWAY:
                 return self._gateways or self._workers  # a shrunk plan may lack gateways
+            case Fault.KILL_JOBS | Fault.FREEZE_JOBS:
+                return self._jobs or self._workers
         return self._workers
 
     @property
+    def _servants(self) -> list[Place[Any]]:
+        """The places of processes that never end by themselves."""
+        return [*self._workers, *self._gateways, *self._jobs]
+
+    @property
     def _all_places(self) -> list[Place[Any]]:
-        return [*self._workers, *self._gateways, *self._clients, *self._http_clients]
+        return [*self._servants, *self._clients, *self._http_clients]
 
     def _disturb(self, planned: PlannedFault, process: Process) -> None:
         self._note(planned, process)
@@ -330,8 +372,12 @@ class World:
         whole = [stream for stream in streams if not stream.is_cut_off]
         result.num_carried_on = num_carried_on(streams)
         seen = [stream.seen for stream in whole]
-        with redis.Redis(unix_socket_path=str(self._server_process.path)) as connection:
+        with self._connected() as connection:
             snapshot = take_snapshot(connection, Keys(QUEUE))
+        result.violations += check_leaders(self._server.holds)
+        for name in _OF_JOBS:
+            snapshot.keys.pop(name, None)
+        find_ids(self._streams, snapshot)
         over_http = {stream.request.request_id for stream in self._streams}
         result.violations += [
             violation
@@ -341,8 +387,13 @@ class World:
         result.violations += check_cut_off(self._requests, streams)
         result.violations += check_http(self._streams, snapshot, self.is_calm)
         if self.is_calm:
+            result.violations += check_order(self._requests, snapshot)
             for work in self._work:
                 result.violations += check_calm(work, snapshot)
+
+    def _connected(self) -> redis.Redis:
+        """Returns a client of the server that does not pass the network."""
+        return redis.Redis(unix_socket_path=str(self._server_process.path))
 
     def _violate(self, rule: str, seen: str) -> None:
         self.result.violations.append(Violation(rule, "", seen))
