@@ -19,7 +19,9 @@ import structlog
 
 from tests.programs.simulation import clock
 from tests.programs.simulation.mutants import MUTANTS
+from tests.programs.simulation.part_mutants import PART_MUTANTS
 
+_MUTANTS = MUTANTS | PART_MUTANTS
 SERVERS = {"redis-server": "redis-server", "valkey-server": "embedded"}
 """The kinds of servers by the names of their programs (`tests.support.servers.PROGRAMS`)."""
 
@@ -36,7 +38,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plan", type=Path, help="run the plan in this file instead")
     parser.add_argument("--shrink", type=Path, help="file for the first failing plan, shrunk")
     parser.add_argument("--trace", type=Path, help="file for the stories of the worlds")
-    parser.add_argument("--mutant", choices=MUTANTS, help="break a module of promptq")
+    parser.add_argument("--mutant", choices=_MUTANTS, help="break a module of promptq")
     parser.add_argument(
         "--server", choices=SERVERS, default="", help="default: redis-server if it is installed"
     )
@@ -49,7 +51,7 @@ def main() -> int:
     arguments = _arguments()
     clock.install()  # before the modules of promptq are imported
     if arguments.mutant:
-        MUTANTS[arguments.mutant].install()
+        _MUTANTS[arguments.mutant].install()
     from tests.programs.simulation.plan import Plan
     from tests.programs.simulation.server import compile_preload
     from tests.programs.simulation.shrinking import read_plan

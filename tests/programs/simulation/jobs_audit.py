@@ -17,7 +17,7 @@ _MOST_SECONDS_OLD = 8.0
 class Hold:
     """An answered call that takes, renews or releases a lease, at a time of the world."""
 
-    key: str
+    process: str
     holder: str
     ttl_ms: int
     has_worked: bool
@@ -40,6 +40,21 @@ def check_leaders(holds: Iterable[Hold]) -> Iterator[Violation]:
                 f"{hold.holder} leads at {hold.at:.3f}, {leader} until {until:.3f}",
             )
         leader, until = hold.holder, hold.at + hold.ttl_ms / 1000
+
+
+def check_acts(holds: Iterable[Hold], acts: Iterable[tuple[str, float]]) -> Iterator[Violation]:
+    """Checks that each process that enqueued upkeep led at that time, in a world without faults.
+
+    `acts` has the name of the process and the time of each of its calls.
+    """
+    led = [hold for hold in holds if hold.has_worked]
+    for process, at in acts:
+        leads = any(
+            hold.process == process and hold.at <= at <= hold.at + hold.ttl_ms / 1000
+            for hold in led
+        )
+        if not leads:
+            yield Violation("acts without lead", "", f"{process} enqueues upkeep at {at:.3f}")
 
 
 def check_upkeep(seen_at: float | None, now: float) -> Iterator[Violation]:

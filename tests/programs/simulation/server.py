@@ -24,9 +24,9 @@ import hiredis
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.programs.simulation.jobs_audit import Hold
-from tests.programs.simulation.loop import EPOCH, SimulatedLoop
-from tests.programs.simulation.network import Transport
-from tests.programs.simulation.trace import Trace
+from tests.programs.simulation.loop import EPOCH, Process
+from tests.programs.simulation.network import Network, Transport
+from tests.programs.simulation.processes import HOST
 from tests.support.processes import run, start
 from tests.support.servers import server_program
 
@@ -144,14 +144,20 @@ class ServerProcess:
 
 
 class SteppedServer:
-    """The server as processes of a world see it."""
+    """The server as processes of a world see it, at the host `HOST`."""
 
-    def __init__(self, loop: SimulatedLoop, trace: Trace, process: ServerProcess) -> None:
-        self.loop = loop
-        self.trace = trace
+    def __init__(self, network: Network, process: ServerProcess) -> None:
+        self.loop = network.loop
+        self.trace = network.trace
         self.process = process
+        self.host = Process(self.loop, HOST)
+        self.restarting: asyncio.Task[None] | None = None
+        """Ends when the server runs again."""
+        self._network = network
         self.holds: list[Hold] = []
         """All calls that take or renew the lead of the jobs."""
+        self.acts: list[tuple[str, float]] = []
+        """The processes that enqueued jobs, and when they did."""
         self.num_commands: Counter[str] = Counter()
         """Number of commands by the process that sent them."""
         self._subscribers: list[ServerConnection] = []
@@ -163,6 +169,22 @@ class SteppedServer:
         }
 
         self._hold_digest = hashlib.sha1(texts["hold_lease"].encode()).hexdigest().encode()
+
+    def listen(self) -> None:
+        self._network.listen(HOST, self.host, self.accept)
+
+    def restart(self, seconds: float) -> None:
+        """Kill the server. It starts again after some time."""
+        self.process.kill()
+        self._network.unlisten(HOST)
+
+        async def come_back() -> None:
+            await asyncio.sleep(seconds)
+            self.process.set_time(EPOCH + self.loop.now)
+            self.process.start()
+            self.listen()
+
+        self.restarting = self.loop.root.start(come_back())
 
     def accept(self) -> asyncio.Protocol:
         """Returns the protocol of a new connection."""
@@ -179,9 +201,13 @@ class SteppedServer:
         num_replies = max(1, len(command) - 1) if name in _SUBSCRIBING else 1
         replies = connection.exchange(hiredis.pack_command(tuple(command)), num_replies)
         if name == b"EVALSHA" and command[1] == self._hold_digest:
-            self._note_hold(command, replies)
+            self._note_hold(sender.name, command, replies)
+        if name == b"RPUSH" and command[1].startswith(b"rq:queue:"):
+            self.acts.append((sender.name, self.loop.now))
         if name == b"INFO":
             replies = _without_machine(replies)
+        if name == b"CLIENT" and command[1] == b"INFO":  # RQ reads its address there
+            replies = b"$16\r\naddr=127.0.0.1:1\r\n"
         if name in _SUBSCRIBING and connection not in self._subscribers:
             self._subscribers.append(connection)
             self._poll.register(connection.socket, select.POLLIN)
@@ -205,10 +231,11 @@ class SteppedServer:
             if subscriber.socket.fileno() in ready:
                 subscriber.transport.write(subscriber.socket.recv(_PAGE))
 
-    def _note_hold(self, command: Sequence[bytes], reply: bytes) -> None:
+    def _note_hold(self, sender: str, command: Sequence[bytes], reply: bytes) -> None:
         key, holder, ttl_ms = (word.decode() for word in command[-3:])
         if key == _LEADER_KEY:
-            self.holds.append(Hold(key, holder, int(ttl_ms), reply == b":1\r\n", self.loop.now))
+            has_worked = reply == b":1\r\n"
+            self.holds.append(Hold(sender, holder, int(ttl_ms), has_worked, self.loop.now))
 
     def _shown(self, name: bytes, command: Sequence[bytes]) -> str:
         words = [name.decode()]
