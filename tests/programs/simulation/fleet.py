@@ -11,7 +11,7 @@ from typing import Any
 from tests.programs.chaos.audit.records import Sent
 from tests.programs.chaos.requests import make_request
 from tests.programs.simulation import clock
-from tests.programs.simulation.gateways import GatewayProgram
+from tests.programs.simulation.gateways import GatewayProgram, NumberedProtocol
 from tests.programs.simulation.http_clients import HttpClientProgram, HttpStream, plan_stream
 from tests.programs.simulation.jobs import LEAD, UPKEEP, JobsProgram
 from tests.programs.simulation.loop import Process
@@ -32,6 +32,7 @@ class Fleet:
         self._site = site
         self._folder = folder
         self._violate = violate
+        NumberedProtocol.num_made = 0
         self.requests: list[Sent] = []
         self.work: list[Work] = []
         """The work of clients that use the queue."""

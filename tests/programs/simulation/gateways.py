@@ -80,4 +80,4 @@ async def _run_in_executor(function: Callable[..., Any], *args: Any, **_options:
 
 
 # FastAPI calls functions that are no coroutines in threads, which a world does not have.
-anyio.to_thread.run_sync = _run_in_executor
+anyio.to_thread.run_sync = _run_in_executor  # type: ignore[assignment]

@@ -101,7 +101,7 @@ class Plan:
         rng = random.Random(f"{seed} plan")
         seconds = rng.choice([1.0, 2.0, 4.0])
         num_gateways = rng.choice([0, 0, 1, 2])
-        num_leaders = 2 * (rng.random() < 0.125)
+        num_leaders = 2 * (rng.random() < 1 / 16)
         weights = _WEIGHTS | (_WEIGHTS_OF_GATEWAYS if num_gateways else {})
         weights |= _WEIGHTS_OF_JOBS if num_leaders else {}
         return cls(
