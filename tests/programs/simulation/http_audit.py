@@ -8,7 +8,7 @@ from tests.programs.chaos.audit.auditor import FINAL_STATES, Snapshot, Violation
 from tests.programs.simulation.auditor import finished_at
 from tests.programs.simulation.http_clients import HttpStream
 
-_MOST_SECONDS_AFTER_LEAVING = 0.5
+_MOST_SECONDS_AFTER_LEAVING = 0.3
 """Seconds in a world without faults after which a request ends whose client departed."""
 _STATES = {"cancelled": "cancelled", "deadline_exceeded": "expired"}
 """The state of a request, by the code of the error that its client may read."""

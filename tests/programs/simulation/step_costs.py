@@ -37,9 +37,9 @@ def main() -> None:
         size = sizes[number % len(sizes)]
         prompt = [random.randint(1, 200) for _ in range(size)]
         engine.add(EngineRequest(number, prompt, SamplingParams(), seed=0, max_tokens=1))
-        began_at = time.perf_counter()
+        began_at = time.process_time()
         engine.step()
-        seconds[size] = min(seconds[size], time.perf_counter() - began_at)
+        seconds[size] = min(seconds[size], time.process_time() - began_at)
     print(tuple((size, round(least, 6)) for size, least in seconds.items()))
 
 

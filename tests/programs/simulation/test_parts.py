@@ -33,20 +33,22 @@ def dying(kind: str, *times: float) -> list[Fields]:
 
 
 GATEWAYS: Fields = {**CALM, "num_gateways": 2}
+BACKLOG: Fields = {**CALM, "num_requests": 160, "seconds": 0.2}
+BUSY_GATEWAYS: Fields = {**GATEWAYS, "num_requests": 120}
 JOBS: Fields = {**CALM, "num_requests": 2, "num_leaders": 2}
 DEAD_LEADERS: Fields = {**JOBS, "seconds": 1.0, "faults": dying("process of jobs", 0.7, 0.71)}
 DEAD_CLIENTS: Fields = {**CALM, "faults": dying("client", *(each / 20 for each in range(1, 10)))}
 
 WORLDS = {
-    "gateway-keeps-abandoned-requests": (GATEWAYS, "late cancel"),
+    "gateway-keeps-abandoned-requests": (BUSY_GATEWAYS, "late cancel"),
     "gateway-resumes-at-the-beginning": (GATEWAYS, "http frame"),
     "gateway-ends-twice": (GATEWAYS, "http frame"),
     "everybody-leads": (JOBS, "two leaders"),
     "nobody-asks-for-the-lead": (JOBS, "acts without lead"),
     "dead-leader-stays": (DEAD_LEADERS, "no upkeep"),
     "upkeep-runs-once": (JOBS, "no upkeep"),
-    "idempotency-keys-are-forgotten": (DEAD_CLIENTS, "idempotency"),
-    "large-requests-are-passed": (CALM, "starves"),
+    "idempotency-keys-are-forgotten": (DEAD_CLIENTS, "leaked key"),
+    "large-requests-are-passed": (BACKLOG, "starves"),
     "cancelled-sequence-stays": (CALM, "late cancel"),
 }
 """For each mutant, a world that finds it, and the rule that this world breaks."""
