@@ -16,30 +16,42 @@ from promptq.worker.engine.api.messages import (
     StepOutput,
 )
 from promptq.worker.engine.api.port import Engine
+from promptq.worker.engine.core.sequence import Batch
+from tests.programs.simulation.step_costs import step_seconds
+from tests.support.model_free import ModelFreeRunner, ModelFreeStep
 
 _MOST_UNFETCHED_STEPS = 64
+
+
+class CountingRunner(ModelFreeRunner):
+    """Counts the tokens of the last step: of prompts and of outputs."""
+
+    num_tokens = 0
+
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
+        self.num_tokens = sum(share.num_tokens for share in batch.scheduled)
+        return super().launch(batch, after)
 
 
 class SimulatedEngine:
     """Implements `EnginePort` for an engine that computes step by step, without a thread.
 
     It replaces `EngineThread`: messages have an effect between steps, and the outputs of a step
-    arrive when the step is over. A step takes up to `step_seconds` and, for each token, up to
-    `token_seconds`.
+    arrive when the step is over. A step takes about `slowness` times as long as a measured one.
     """
 
     is_accepting = True
 
     def __init__(
-        self, engine: Engine, rng: random.Random, step_seconds: float, token_seconds: float
+        self, engine: Engine, runner: CountingRunner, rng: random.Random, slowness: float
     ) -> None:
         self.engine = engine
+        self._runner = runner
         self.limits = engine.limits
         self.abilities = engine.abilities
         self.stats: EngineStats = engine.stats
         self._rng = rng
-        self._step_seconds = step_seconds
-        self._token_seconds = token_seconds
+        self._slowness = slowness
         self._additions: deque[EngineRequest] = deque()
         self._aborts: deque[int] = deque()
         self._snapshots: deque[asyncio.Future[EngineSnapshot]] = deque()
@@ -118,9 +130,8 @@ class SimulatedEngine:
                 step = self.engine.step()
                 late = [out for out in step.outputs if out.sequence_id in self._aborted]
                 self.num_late_outputs += len(late)
-                num_tokens = sum(len(output.token_ids) for output in step.outputs)
-                seconds = self._step_seconds + self._token_seconds * num_tokens
-                await asyncio.sleep(seconds * self._rng.random())
+                seconds = self._slowness * step_seconds(self._runner.num_tokens)
+                await asyncio.sleep(seconds * (0.5 + self._rng.random()))
                 await self._put(step)
         except Exception as error:  # `fetch` raises it
             self._failure = error

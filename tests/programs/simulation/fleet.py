@@ -11,9 +11,7 @@ from typing import Any
 from tests.programs.chaos.audit.records import Sent
 from tests.programs.chaos.requests import make_request
 from tests.programs.simulation import clock
-from tests.programs.simulation.gateways import GatewayProgram, NumberedProtocol
 from tests.programs.simulation.http_clients import HttpClientProgram, HttpStream, plan_stream
-from tests.programs.simulation.jobs import LEAD, UPKEEP, JobsProgram
 from tests.programs.simulation.loop import Process
 from tests.programs.simulation.places import Place, Program, Site
 from tests.programs.simulation.plan import Plan
@@ -32,7 +30,6 @@ class Fleet:
         self._site = site
         self._folder = folder
         self._violate = violate
-        NumberedProtocol.num_made = 0
         self.requests: list[Sent] = []
         self.work: list[Work] = []
         """The work of clients that use the queue."""
@@ -42,16 +39,8 @@ class Fleet:
             Place(site, f"worker-{number + 1}", WorkerProgram, self._check_worker)
             for number in range(plan.num_workers)
         ]
-        self.gateways = [
-            Place(site, f"gateway-{number + 1}", self._start_gateway, self._check_exit)
-            for number in range(plan.num_gateways)
-        ]
-        leader = partial(JobsProgram, work=LEAD, folder=folder)
-        names = [f"leader-{number + 1}" for number in range(plan.num_leaders)]
-        self.jobs = [Place(site, name, leader, self._check_exit) for name in names]
-        if names:
-            upkeep = partial(JobsProgram, work=UPKEEP, folder=folder)
-            self.jobs.append(Place(site, "upkeep", upkeep, self._check_exit))
+        self.gateways = self._make_gateways() if plan.num_gateways else []
+        self.jobs = self._make_jobs() if plan.num_leaders else []
         self.servants: list[Place[Any]] = [*self.workers, *self.gateways, *self.jobs]
         """The places of processes that never end by themselves."""
         self.clients: list[Place[Any]] = self._make_clients()
@@ -65,6 +54,25 @@ class Fleet:
         for place in self.jobs:
             for program in place.programs:
                 program.thread.close()
+
+    # Only some worlds need the modules of gateways and jobs, whose import takes a second.
+
+    def _make_gateways(self) -> list[Place[Any]]:
+        from tests.programs.simulation.gateways import GatewayProgram, NumberedProtocol
+
+        NumberedProtocol.num_made = 0
+        start = partial(GatewayProgram, folder=self._folder)
+        names = [f"gateway-{number + 1}" for number in range(self._plan.num_gateways)]
+        return [Place(self._site, name, start, self._check_exit) for name in names]
+
+    def _make_jobs(self) -> list[Place[Any]]:
+        from tests.programs.simulation.jobs import LEAD, UPKEEP, JobsProgram
+
+        names = [f"leader-{number + 1}" for number in range(self._plan.num_leaders)]
+        lead = partial(JobsProgram, work=LEAD, folder=self._folder)
+        upkeep = partial(JobsProgram, work=UPKEEP, folder=self._folder)
+        places = [Place(self._site, name, lead, self._check_exit) for name in names]
+        return [*places, Place(self._site, "upkeep", upkeep, self._check_exit)]
 
     def _make_clients(self) -> list[Place[Any]]:
         plan, root = self._plan, self._site.loop.root
@@ -92,10 +100,6 @@ class Fleet:
         self.streams = [plan_stream(request, rng, is_calm) for request in requests]
         hosts = [f"gateway-{number + 1}" for number in range(self._plan.num_gateways)]
         return partial(HttpClientProgram, streams=self.streams, hosts=hosts, seconds=seconds)
-
-    def _start_gateway(self, process: Process, _rng: random.Random) -> GatewayProgram:
-        host, _, _ = process.name.partition(".")
-        return GatewayProgram(process, host, self._folder)
 
     def _check_exit(self, program: Program, error: BaseException | None) -> None:
         if error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from promptq.producer.settings.gateway import GatewaySettings
 from tests.programs.simulation.loop import Process
 from tests.programs.simulation.processes import QUEUE, URL
 
-PORT = 8000
 _DRAIN_SECONDS = 1
 
 
@@ -36,11 +36,10 @@ class NumberedProtocol(BoundedProtocol):
 
 
 class GatewayProgram:
-    """A gateway, without its command line and signals. `name` is its host in the network."""
+    """A gateway, without its command line and signals. Its place is its host in the network."""
 
-    def __init__(self, process: Process, name: str, folder: Path) -> None:
+    def __init__(self, process: Process, _rng: random.Random, *, folder: Path) -> None:
         self.process = process
-        self._name = name
         self._folder = folder
         self._server: uvicorn.Server | None = None
         self.main = process.start(self._run())
@@ -67,8 +66,7 @@ class GatewayProgram:
             log_config=None,
             access_log=False,
             server_header=False,
-            host=self._name,
-            port=PORT,
+            host=self.process.name.partition(".")[0],
             timeout_graceful_shutdown=_DRAIN_SECONDS,
         )
         self._server = uvicorn.Server(config)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from tests.programs.chaos.audit.auditor import Snapshot
 from tests.programs.chaos.audit.records import Kind, Sent
-from tests.programs.simulation.gateways import PORT
 from tests.programs.simulation.loop import Process
 
+_PORT = 8000
 _AGAIN_SECONDS = 0.05
 _LEAVERS = 0.3
 """Share of streams from which the client departs once, in the middle."""
@@ -201,7 +201,7 @@ class HttpClientProgram:
 
 @asynccontextmanager
 async def _connected(host: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection(host, PORT)
+    reader, writer = await asyncio.open_connection(host, _PORT)
     try:
         yield reader, writer
     finally:

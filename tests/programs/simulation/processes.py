@@ -25,9 +25,9 @@ from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
 from tests.programs.chaos.processes.fleet import LEASE_MS
 from tests.programs.simulation.auditor import Stream, Timed, is_cancelled_while_it_runs
-from tests.programs.simulation.engine import SimulatedEngine
+from tests.programs.simulation.engine import CountingRunner, SimulatedEngine
 from tests.programs.simulation.loop import Process
-from tests.support.model_free import END_TOKEN_ID, ModelFreeRunner
+from tests.support.model_free import END_TOKEN_ID
 
 T = TypeVar("T")
 
@@ -80,12 +80,12 @@ class WorkerProgram:
     async def _run(self) -> None:
         client = await open_when_there(URL, _WAIT_SECONDS)
         try:
-            runner = ModelFreeRunner(_NUM_BLOCKS, _BLOCK_SIZE)
+            runner = CountingRunner(_NUM_BLOCKS, _BLOCK_SIZE)
             self.engine = SimulatedEngine(
                 LLMEngine(runner, max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk=32),
+                runner,
                 self._rng,
-                step_seconds=self._rng.choice([0.001, 0.005, 0.02]),
-                token_seconds=0.001,
+                slowness=self._rng.choice([1, 4, 10]),
             )
             served = Served(
                 engine=self.engine,

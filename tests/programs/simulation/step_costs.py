@@ -1,6 +1,6 @@
 """The time of an engine's step by its number of tokens, as measured with the shipped model.
 
-`python -m tests.programs.simulation.step_costs` measures it again.
+`OMP_NUM_THREADS=1 python -m tests.programs.simulation.step_costs` measures it again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,16 @@ import time
 from bisect import bisect_left
 from itertools import pairwise
 
-MEASURED = ((1, 0.0), (64, 0.0))
-"""Pairs of a number of tokens and seconds."""
+MEASURED = (
+    (1, 0.00112),
+    (2, 0.00115),
+    (4, 0.001251),
+    (8, 0.001232),
+    (16, 0.001798),
+    (32, 0.00246),
+    (64, 0.003893),
+)
+"""Pairs of a number of tokens and CPU seconds, with one thread (2026-11-30, fp32)."""
 
 
 def step_seconds(num_tokens: int) -> float:

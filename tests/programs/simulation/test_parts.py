@@ -1,4 +1,4 @@
-"""Worlds with gateways, jobs or dying clients keep all promises, unless one of these is broken."""
+"""Worlds with gateways, jobs or dying clients find a fault in each of them."""
 
 from __future__ import annotations
 
@@ -56,12 +56,10 @@ WORLDS = {
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", PART_MUTANTS)
-def test_a_world_breaks_a_promise_only_with_a_broken_part(name: str, tmp_path: Path) -> None:
+def test_a_broken_part_is_found(name: str, tmp_path: Path) -> None:
     fields, rule = WORLDS[name]
     plan = tmp_path / "plan"
     plan.write_text(json.dumps(fields))
-    whole = simulate("--plan", plan)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
     broken = simulate("--plan", plan, "--mutant", name)
     assert broken.returncode == 1, broken.stdout + broken.stderr
     assert f"  {rule}: " in broken.stdout
