@@ -1,6 +1,7 @@
 """Broken gateways, jobs, order and restarts. Each needs a world that has these parts.
 
-`test_parts.py` has a plan for each."""
+`test_parts.py` has a plan for each.
+"""
 
 from __future__ import annotations
 

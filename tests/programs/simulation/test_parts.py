@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.programs.simulation.part_mutants import PART_MUTANTS
 from tests.programs.simulation.test_simulation import simulate
 
 Fields = dict[str, Any]
@@ -38,8 +37,10 @@ BUSY_GATEWAYS: Fields = {**GATEWAYS, "num_requests": 120}
 JOBS: Fields = {**CALM, "num_requests": 2, "num_leaders": 2}
 DEAD_LEADERS: Fields = {**JOBS, "seconds": 1.0, "faults": dying("process of jobs", 0.7, 0.71)}
 DEAD_CLIENTS: Fields = {**CALM, "faults": dying("client", *(each / 20 for each in range(1, 10)))}
+DEAD_WORKERS: Fields = {**CALM, "faults": dying("worker", 0.1, 0.2, 0.3, 0.4)}
 
 WORLDS = {
+    "reaper-never-reaps": (DEAD_WORKERS, "no end"),
     "gateway-keeps-abandoned-requests": (BUSY_GATEWAYS, "late cancel"),
     "gateway-resumes-at-the-beginning": (GATEWAYS, "http frame"),
     "gateway-ends-twice": (GATEWAYS, "http frame"),
@@ -55,7 +56,7 @@ WORLDS = {
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("name", PART_MUTANTS)
+@pytest.mark.parametrize("name", WORLDS)
 def test_a_broken_part_is_found(name: str, tmp_path: Path) -> None:
     fields, rule = WORLDS[name]
     plan = tmp_path / "plan"
