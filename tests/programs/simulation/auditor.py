@@ -45,6 +45,8 @@ class Stream:
     times: list[float] = field(default_factory=list)
     """When the subscriber saw each event."""
     ended_at: float | None = None
+    is_cut_off: bool = False
+    """Whether its process was killed before the end."""
 
 
 def lives(snapshot: Snapshot) -> dict[str, Request]:

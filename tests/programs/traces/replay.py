@@ -15,7 +15,7 @@ import hiredis
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import PREFIX, Keys
-from tests.programs.simulation.server import ServerProcess, compile_preload
+from tests.programs.simulation.server import ServerProcess, compile_library
 from tests.programs.states.explore import ALL_INVARIANTS
 from tests.programs.states.invariants.states import (
     STATE_INVARIANTS,
@@ -76,7 +76,7 @@ def replay(
     texts: Mapping[str, str] | None = None,
 ) -> Replayed:
     """Replay a trace on a new server of a `kind` in PROGRAMS, and check invariants at every n-th
-    call. `library` is that of `compile_preload`. `texts` replace the scripts. Raises RefusedError.
+    call. `library` is that of `compile_library`. `texts` replace the scripts. Raises RefusedError.
     """
     replayed = Replayed()
     with tempfile.TemporaryDirectory(prefix="replay-") as temporary:
@@ -283,7 +283,7 @@ def run_replay(path: Path, kind: str, every: int) -> int:
     try:
         trace = read_trace(path)
         with tempfile.TemporaryDirectory(prefix="replay-") as folder:
-            replayed = replay(trace, compile_preload(Path(folder)), kind, every)
+            replayed = replay(trace, compile_library(Path(folder)), kind, every)
     except TraceError as error:
         print(error, file=sys.stderr)
         return 2
