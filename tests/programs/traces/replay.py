@@ -27,6 +27,7 @@ from tests.programs.states.invariants.steps import Step, all_of
 from tests.programs.states.server import Outcome, StatesServer
 from tests.programs.states.world import View, World
 from tests.programs.traces.recorded_moves import (
+    LEVEL_MS,
     RecordedSpec,
     accepted_rows,
     lease_ms_of,
@@ -122,6 +123,7 @@ class _Following:
         self._server = server
         self._every = every
         self._started_us = 0
+        self._aging_ms = LEVEL_MS
         self._view = View(b"[]", queue)
         self._specs: dict[str, RecordedSpec] = {}
         self._tokens: dict[str, list[int]] = {}
@@ -138,6 +140,9 @@ class _Following:
         if is_checked:
             self._forget_expired_claim(entry)
         reply = self._call(number, entry)
+        if entry.args[:2] == ("HSET", self._queue.config):
+            settings = dict(zip(entry.args[2::2], entry.args[3::2], strict=True))
+            self._aging_ms = int(settings.get("aging_ms", self._aging_ms))
         if entry.script == "publish":
             self._learn_tokens(entry)
         if is_checked:
@@ -224,7 +229,8 @@ class _Following:
             if request_id not in self._specs and "payload" in fields:
                 is_new = self._every == 1 and entry.script in _ENQUEUEING
                 score = after.pending.get(request_id, float(fields.get("score", now_ms)))
-                spec = spec_of(request_id, fields["payload"], now_ms if is_new else None, score)
+                arrived_ms = now_ms if is_new else None
+                spec = spec_of(request_id, fields["payload"], arrived_ms, score, self._aging_ms)
                 spec.tokens.extend(self._tokens.pop(request_id, []))
                 self._specs[request_id] = spec
         return after
