@@ -31,7 +31,8 @@ class SimulatedEngine(EngineThread):
     """An `EngineThread` that starts no thread: a task of the event loop computes the steps.
 
     The outputs of a step arrive when the step is over. A step takes about `slowness` times as long
-    as a measured one. Each output calls `note` with its request and the number of tokens so far.
+    as a measured one. Each output calls `note` with its request, the number of tokens so far, and
+    whether it is the first one of an attempt or after a preemption.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class SimulatedEngine(EngineThread):
         runner: CountingRunner,
         rng: random.Random,
         slowness: float,
-        note: Callable[[str, int], None],
+        note: Callable[[str, int, bool], None],
     ) -> None:
         super().__init__(engine)
         self.engine = engine
@@ -113,7 +114,8 @@ class SimulatedEngine(EngineThread):
             request_id, num_tokens = self._requests[output.sequence_id]
             num_tokens += len(output.token_ids)
             self._requests[output.sequence_id] = request_id, num_tokens
-            self._note(request_id, num_tokens)
+            begins = output.timing is not None and output.finish_reason is None
+            self._note(request_id, num_tokens, begins)
 
     def _wait(self) -> None:
         """Returns at once: `_compute` waits for a message."""

@@ -131,8 +131,8 @@ class WorkerProgram:
         self._notes.drains.setdefault(self.process.name, Drain(grace_seconds, now))
         self.stop.set()
 
-    def _note_step(self, request_id: str, num_tokens: int) -> None:
-        step = Step(self.process.name, self.process.loop.now, num_tokens)
+    def _note_step(self, request_id: str, num_tokens: int, begins: bool) -> None:
+        step = Step(self.process.name, self.process.loop.now, num_tokens, begins)
         self._notes.steps[request_id].append(step)
 
     def check_idle(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 from unittest.mock import patch
 
 import redis
@@ -42,7 +42,7 @@ from tests.programs.simulation.jobs_audit import (
 from tests.programs.simulation.loop import EPOCH, SimulatedLoop, SimulatedTask, StandstillError
 from tests.programs.simulation.network import Network
 from tests.programs.simulation.order_audit import check_order
-from tests.programs.simulation.places import Site, running
+from tests.programs.simulation.places import Place, Site, running
 from tests.programs.simulation.plan import Fault, Plan
 from tests.programs.simulation.processes import QUEUE, NotingQueue, WorkerProgram
 from tests.programs.simulation.server import ServerProcess, SteppedServer
@@ -224,7 +224,7 @@ class World:
         drained = self._workers
         for place in self._fleet.places:
             place.drain()
-        quick = [*self._fleet.workers, *self._fleet.queue_clients]
+        quick: list[Place[Any]] = [*self._fleet.workers, *self._fleet.queue_clients]
         slow = [*self._fleet.gateways, *self._fleet.jobs]
         ends = await _all_end([place.until_over() for place in quick], _DRAIN_SECONDS)
         if not (ends and await _all_end([place.until_over() for place in slow], PATIENCE_SECONDS)):
