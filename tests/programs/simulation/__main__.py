@@ -19,15 +19,15 @@ import structlog
 
 from tests.programs.simulation import clock
 from tests.programs.simulation.finding import find_all
-from tests.programs.simulation.mutants import ALL_MUTANTS, MUTANTS, SCRIPT_MUTANTS
+from tests.programs.simulation.mutants import ALL_MUTANTS, GROUPS
 
 if TYPE_CHECKING:
     from tests.programs.simulation.plan import Plan
     from tests.programs.simulation.world import Result
     from tests.programs.traces.recorder import Recorder
 
-
-_GROUPS = {"all": ALL_MUTANTS, "python": MUTANTS, "scripts": SCRIPT_MUTANTS}
+SERVERS = {"redis-server": "redis-server", "valkey-server": "embedded"}
+"""The kinds of servers by the names of their programs (`tests.support.servers.PROGRAMS`)."""
 
 
 def _arguments() -> argparse.Namespace:
@@ -43,6 +43,9 @@ def _arguments() -> argparse.Namespace:
         "--mutant", type=_mutants, default=(), metavar="NAMES", help=_HELP_OF_MUTANTS
     )
     parser.add_argument("--jobs", type=int, default=1, help="number of mutants at the same time")
+    parser.add_argument(
+        "--server", choices=SERVERS, default="", help="default: redis-server if it is installed"
+    )
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     arguments = parser.parse_args()
     if arguments.seeds < 1:
@@ -56,13 +59,13 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-_HELP_OF_MUTANTS = """names of mutants (`mutants.py`) with commas between, or `python`, `scripts` or
-`all`: break promptq in one place, and stop at the first violation; several mutants are printed as a
-table of the number of worlds after which each is found"""
+_HELP_OF_MUTANTS = """names of mutants (`mutants.py`) with commas between, or `python`, `parts`,
+`scripts` or `all`: break promptq in one place, and stop at the first violation; several mutants are
+printed as a table of the number of worlds after which each is found"""
 
 
 def _mutants(text: str) -> list[str]:
-    names = [*_GROUPS.get(text, text.split(","))]
+    names = [*GROUPS.get(text, text.split(","))]
     if unknown := [name for name in names if name not in ALL_MUTANTS]:
         raise argparse.ArgumentTypeError(f"no mutant is named {unknown[0]!r}")
     return names
@@ -78,9 +81,9 @@ def main() -> int:
     if arguments.mutant:
         ALL_MUTANTS[arguments.mutant[0]].install()
     from tests.programs.simulation.plan import Plan
+    from tests.programs.simulation.server import compile_library
     from tests.programs.simulation.shrinking import read_plan
     from tests.programs.simulation.world import run_world
-    from tests.support.preload import compile_preload
 
     plans: Iterable[Plan] = (Plan.of(seed, arguments.most_requests) for seed in seeds)
     if arguments.plan:
@@ -93,13 +96,14 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     summary = _Summary()
+    kind = SERVERS.get(arguments.server, "")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        library = compile_preload(Path(__file__).with_name("preload.c"), folder)
+        library = compile_library(folder)
         story = stack.enter_context(arguments.trace.open("w")) if arguments.trace else None
         for plan in plans:
             recorder = stack.enter_context(_recorder(arguments.record, plan))
-            result = run_world(plan, library, story, recorder)
+            result = run_world(plan, library, story=story, recorder=recorder, server_kind=kind)
             summary.add(result)
             if arguments.hashes:
                 print(plan.seed, result.digest, flush=True)
@@ -108,7 +112,7 @@ def main() -> int:
                 for violation in result.violations[:10]:
                     print(f"  {violation}", flush=True)
                 if arguments.shrink:
-                    _shrink(result, library, arguments.shrink)
+                    _shrink(result, library, arguments.shrink, kind)
                 if arguments.shrink or arguments.mutant:
                     break
     print(summary)
@@ -117,10 +121,10 @@ def main() -> int:
 
 def _print_table(arguments: argparse.Namespace, seeds: range) -> int:
     """Prints how each mutant is found. Returns 1 if one is not."""
-    names = arguments.mutant
+    names, kind = arguments.mutant, SERVERS.get(arguments.server, "")
     num_missed = 0
     print("| mutant | worlds | violations |\n|---|---|---|", flush=True)
-    for found in find_all(names, seeds, arguments.most_requests, arguments.jobs):
+    for found in find_all(names, seeds, arguments.most_requests, kind, arguments.jobs):
         num_missed += not found.rules
         print(found, flush=True)
     print(f"{num_missed} of {len(names)} mutants not found")
@@ -133,17 +137,16 @@ def _recorder(path: Path | None, plan: Plan) -> Iterator[Recorder | None]:
     if path is None:
         yield None
         return
-    from tests.programs.chaos.processes.fleet import LEASE_MS
     from tests.programs.traces.recorder import Recorder
     from tests.programs.traces.trace_file import TraceWriter
 
     with path.open("w") as file:
-        writer = TraceWriter(file, f"simulation, seed {plan.seed}", LEASE_MS)
+        writer = TraceWriter(file, f"simulation, seed {plan.seed}", plan.lease_ms)
         yield Recorder(writer)
         writer.end()
 
 
-def _shrink(result: Result, library: Path, path: Path) -> None:
+def _shrink(result: Result, library: Path, path: Path, kind: str) -> None:
     """Writes the smallest plan that breaks one of the promises that this world broke."""
     from tests.programs.simulation.shrinking import shrink, write_plan
     from tests.programs.simulation.world import run_world
@@ -152,7 +155,10 @@ def _shrink(result: Result, library: Path, path: Path) -> None:
 
     def still_fails(plan: Plan) -> bool:
         print(f"  tries {len(plan.faults)} faults, {plan.num_requests} requests", flush=True)
-        return any(violation.rule in rules for violation in run_world(plan, library).violations)
+        return any(
+            violation.rule in rules
+            for violation in run_world(plan, library, server_kind=kind).violations
+        )
 
     write_plan(shrink(result.plan, still_fails), path)
     print(f"  {path} has the shrunk plan; --plan {path} --trace FILE writes its story")

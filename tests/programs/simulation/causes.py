@@ -13,8 +13,15 @@ from tests.programs.simulation.loop import EPOCH
 from tests.programs.simulation.notes import Claim, Notes, Request
 from tests.programs.simulation.plan import LONG_LEASE_MS, OF_SERVER, Fault
 
-_LOSES_LEASES = {Fault.KILL, Fault.FREEZE, Fault.HOLD, Fault.REFUSE, Fault.CUT}
-"""Faults of a worker after which its leases may end. The others cost a worker less time."""
+_LOSES_LEASES = {
+    *(Fault.KILL, Fault.KILL_GATEWAY, Fault.KILL_JOBS),
+    *(Fault.FREEZE, Fault.FREEZE_GATEWAY, Fault.FREEZE_JOBS),
+    *(Fault.HOLD, Fault.REFUSE, Fault.CUT),
+}
+"""Faults of a worker after which its leases may end. The others cost a worker less time.
+
+Faults of gateways and jobs concern a worker if a shrunk plan has no gateways or jobs.
+"""
 _RECOVERY_SECONDS = 2.5
 """Seconds after a fault until a worker has renewed its leases: it tries again after 2 s at most."""
 _MOST_SECONDS_TO_STOP_CLAIMING = 0.1

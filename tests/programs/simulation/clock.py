@@ -26,6 +26,8 @@ class Machine(Protocol):
 
     def entropy(self, size: int) -> bytes: ...
 
+    def sleep(self, seconds: float) -> None: ...
+
 
 running: Machine | None = None
 """The simulated process whose code runs now; None outside of a world."""
@@ -39,7 +41,7 @@ def install() -> None:
     _replace(time, "perf_counter_ns", lambda machine: int(machine.monotonic() * 1e9))
     _replace(time, "time", lambda machine: machine.wall())
     _replace(time, "time_ns", lambda machine: int(machine.wall() * 1e9))
-    _replace(time, "sleep", _refuse_to_block)
+    _replace(time, "sleep", lambda machine, seconds: machine.sleep(seconds))
     _replace(os, "urandom", lambda machine, size: machine.entropy(size))
     _replace(os, "getpid", lambda machine: machine.pid)
     _replace(socket, "gethostname", lambda machine: machine.name)
@@ -53,8 +55,3 @@ def _replace(module: Any, name: str, simulated: Callable[..., Any]) -> None:
         return real(*args) if running is None else simulated(running, *args)
 
     setattr(module, name, answer)
-
-
-def _refuse_to_block(_machine: Machine, seconds: float) -> None:
-    if seconds > 0:
-        raise RuntimeError(f"code of a simulated process blocks its event loop for {seconds:g} s")

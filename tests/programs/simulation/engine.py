@@ -9,35 +9,51 @@ from collections.abc import Callable
 
 from promptq.worker.engine.api.messages import EngineRequest, StepOutput
 from promptq.worker.engine.api.port import Engine
+from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.serve.engine_thread import EngineThread
+from tests.programs.simulation.step_costs import step_seconds
+from tests.support.model_free import ModelFreeRunner, ModelFreeStep
 
 _MOST_UNFETCHED_STEPS = 64
+
+
+class CountingRunner(ModelFreeRunner):
+    """Counts the tokens of the last step: of prompts and of outputs."""
+
+    num_tokens = 0
+
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
+        self.num_tokens = sum(share.num_tokens for share in batch.scheduled)
+        return super().launch(batch, after)
 
 
 class SimulatedEngine(EngineThread):
     """An `EngineThread` that starts no thread: a task of the event loop computes the steps.
 
-    The outputs of a step arrive when the step is over. A step takes up to `step_seconds` and, for
-    each token, up to `token_seconds`. Each output calls `note` with its request and the number of
-    tokens so far.
+    The outputs of a step arrive when the step is over. A step takes about `slowness` times as long
+    as a measured one. Each output calls `note` with its request, the number of tokens so far, and
+    whether it is the first one of an attempt or after a preemption.
     """
 
     def __init__(
         self,
         engine: Engine,
+        runner: CountingRunner,
         rng: random.Random,
-        step_seconds: float,
-        token_seconds: float,
-        note: Callable[[str, int], None],
+        slowness: float,
+        note: Callable[[str, int, bool], None],
     ) -> None:
         super().__init__(engine)
         self.engine = engine
+        self._runner = runner
         self._rng = rng
-        self._step_seconds = step_seconds
-        self._token_seconds = token_seconds
+        self._slowness = slowness
         self._note = note
         self._requests: dict[int, tuple[str, int]] = {}
         """By sequence: the request, and the number of its tokens so far."""
+        self._aborted: set[int] = set()
+        self.num_late_outputs = 0
+        """Number of outputs of steps that began after their sequence was aborted."""
         self._mail = asyncio.Event()
         self._fetched = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -71,9 +87,11 @@ class SimulatedEngine(EngineThread):
                     await self._mail.wait()
                     continue
                 step = self._step()
-                num_tokens = sum(len(output.token_ids) for output in step.outputs)
-                seconds = self._step_seconds + self._token_seconds * num_tokens
-                await asyncio.sleep(seconds * self._rng.random())
+                self.num_late_outputs += sum(
+                    output.sequence_id in self._aborted for output in step.outputs
+                )
+                seconds = self._slowness * step_seconds(self._runner.num_tokens)
+                await asyncio.sleep(seconds * (0.5 + self._rng.random()))
                 self._note_tokens(step)
                 while len(self._outbox) >= _MOST_UNFETCHED_STEPS and not self._stopping:
                     self._last_progress = time.monotonic()
@@ -85,12 +103,19 @@ class SimulatedEngine(EngineThread):
             self._failure = error
             self._fetchable.set()
 
+    def _apply_inbox(self) -> bool:
+        aborts = {*self._aborts}
+        goes_on = super()._apply_inbox()
+        self._aborted |= aborts
+        return goes_on
+
     def _note_tokens(self, step: StepOutput) -> None:
         for output in step.outputs:
             request_id, num_tokens = self._requests[output.sequence_id]
             num_tokens += len(output.token_ids)
             self._requests[output.sequence_id] = request_id, num_tokens
-            self._note(request_id, num_tokens)
+            begins = output.timing is not None and output.finish_reason is None
+            self._note(request_id, num_tokens, begins)
 
     def _wait(self) -> None:
         """Returns at once: `_compute` waits for a message."""

@@ -37,33 +37,38 @@ class Found:
 
 
 def find_all(
-    names: Iterable[str], seeds: Sequence[int], most_requests: int | None, num_processes: int
+    names: Iterable[str],
+    seeds: Sequence[int],
+    most_requests: int | None,
+    server_kind: str,
+    num_processes: int,
 ) -> Iterator[Found]:
     """Yields how each mutant was found, the quickest first."""
     clock.install()
     for name in _IMPORTED_ONCE:
         import_module(name)
-    find = partial(_find, seeds=seeds, most_requests=most_requests)
+    find = partial(_find, seeds=seeds, most_requests=most_requests, server_kind=server_kind)
     with get_context("fork").Pool(num_processes, maxtasksperchild=1) as pool:
         yield from pool.imap_unordered(find, names)
 
 
-def _find(name: str, seeds: Sequence[int], most_requests: int | None) -> Found:
+def _find(name: str, seeds: Sequence[int], most_requests: int | None, server_kind: str) -> Found:
     """Runs worlds until one breaks a promise. This process must not have imported promptq."""
     ALL_MUTANTS[name].install()
     from tests.programs.simulation.__main__ import send_logs_to_story
     from tests.programs.simulation.plan import Plan
-    from tests.programs.simulation.server import compile_preload
+    from tests.programs.simulation.server import compile_library
     from tests.programs.simulation.world import run_world
 
     send_logs_to_story(is_told=False)
     signal.signal(signal.SIGPROF, _stop)
     with tempfile.TemporaryDirectory() as folder:
-        library = compile_preload(Path(folder))
+        library = compile_library(Path(folder))
         for number, seed in enumerate(seeds, 1):
             signal.setitimer(signal.ITIMER_PROF, _LONGEST_SECONDS)
             try:
-                violations = run_world(Plan.of(seed, most_requests), library).violations
+                plan = Plan.of(seed, most_requests)
+                violations = run_world(plan, library, server_kind=server_kind).violations
             except HangError:
                 return Found(name, number, ["hangs"])
             finally:

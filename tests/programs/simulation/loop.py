@@ -45,6 +45,8 @@ class Process:
         self.num_callbacks = 0
         self.num_pauses = 0
         """Number of reasons for which the process does not run."""
+        self.thread: Any = None
+        """The thread of a process with blocking code: a `BlockingThread`."""
         self.wall_ahead = 0.0
         """Seconds by which the clock of the machine is ahead."""
         self._rate = rate
@@ -61,6 +63,13 @@ class Process:
 
     def entropy(self, size: int) -> bytes:
         return self._rng.randbytes(size)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait in blocking code. Raises RuntimeError in a process that has none."""
+        if self.thread is not None:
+            self.thread.wait(seconds, lambda wake: None)
+        elif seconds > 0:
+            raise RuntimeError(f"code of a simulated process blocks its loop for {seconds:g} s")
 
     def world_time(self, monotonic: float) -> float:
         """Returns the world's time at which the clock of this process shows `monotonic`."""
@@ -121,6 +130,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Errors that no code has caught, and other unhandled events."""
         self.connect: Callable[..., Coroutine[Any, Any, Any]] | None = None
         """Opens connections: the network's method."""
+        self.listen: Callable[..., Any] | None = None
+        """Accepts connections: the network's method."""
         self.tell: Callable[[Process, str], None]
         """Writes a line into the story of the world: a method of its trace."""
         self._most_callbacks = most_callbacks
@@ -188,6 +199,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         assert self.connect is not None
         opened: tuple[Any, Any] = await self.connect(PROCESS.get(), factory, host, port)
         return opened
+
+    async def create_server(  # type: ignore[override]
+        self, factory: Callable[[], Any], host: str, **_options: Any
+    ) -> Any:
+        assert self.listen is not None
+        return self.listen(host, PROCESS.get(), factory)
 
     # ------------------------------------------------------------ what the world calls
 

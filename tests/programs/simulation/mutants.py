@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.programs.simulation.breaking import Mutant, ScriptMutant
+from tests.programs.simulation.part_mutants import PART_MUTANTS
 
 _STREAM = "promptq.producer.clients.resumable_stream"
 _SUBSCRIPTIONS = "promptq.producer.clients.subscriptions"
@@ -299,7 +300,8 @@ _SCRIPTS = (
     *("resume-refused", "rows-after-the-end", "rows-anywhere", "script-raises"),
 )
 SCRIPT_MUTANTS = {f"script: {name}": ScriptMutant(name) for name in _SCRIPTS}
-ALL_MUTANTS: dict[str, Mutant | ScriptMutant] = {**MUTANTS, **SCRIPT_MUTANTS}
+ALL_MUTANTS: dict[str, Mutant | ScriptMutant] = {**MUTANTS, **PART_MUTANTS, **SCRIPT_MUTANTS}
+GROUPS = {"all": ALL_MUTANTS, "python": MUTANTS, "parts": PART_MUTANTS, "scripts": SCRIPT_MUTANTS}
 QUICK = (
     *("a-drain-interrupts", "a-failed-claim-ends-the-worker", "a-failed-upkeep-ends-the-worker"),
     *("a-heartbeat-stays-behind", "a-lease-is-never-forgotten", "a-lost-channel-ends-the-worker"),

@@ -22,7 +22,7 @@ _CUT_SHARE = 0.05
 
 
 class Network:
-    """All connections of a world. Each is made to the server, by name and port."""
+    """All connections of a world. Each is made to a process that listens, by its host's name."""
 
     def __init__(self, loop: SimulatedLoop, trace: Trace) -> None:
         self.loop = loop
@@ -35,11 +35,18 @@ class Network:
         self._listeners: dict[str, tuple[Process, Callable[[], asyncio.Protocol]]] = {}
         self._held_until: dict[Process, float] = {}
         self._refused_until: dict[Process, float] = {}
-        loop.connect = self.connect
+        loop.connect, loop.listen = self.connect, self.listen
 
-    def listen(self, host: str, process: Process, factory: Callable[[], asyncio.Protocol]) -> None:
+    def listen(
+        self, host: str, process: Process, factory: Callable[[], asyncio.Protocol]
+    ) -> Listener:
         """Accept all connections to `host` in this process."""
         self._listeners[host] = (process, factory)
+        return Listener(self, host)
+
+    def stop_listening(self, host: str) -> None:
+        """Refuse all connections to `host` from now on."""
+        self._listeners.pop(host, None)
 
     async def connect(
         self, client: Process, factory: Callable[[], asyncio.Protocol], host: str, port: int
@@ -63,8 +70,8 @@ class Network:
 
     def unlisten(self, host: str) -> None:
         """Refuse all connections to `host`, and cut those that are open."""
-        del self._listeners[host]
-        for link in list(self.links):
+        process, _ = self._listeners.pop(host)
+        for link in self.of(process):
             link.cut()
 
     def hold(self, process: Process, seconds: float) -> None:
@@ -84,22 +91,41 @@ class Network:
         return self._held_until.get(process, 0.0)
 
     def of(self, process: Process) -> list[Link]:
-        """Returns the open connections of a client."""
-        return [link for link in self.links if link.near.process is process]
+        """Returns the open connections of a process."""
+        return [link for link in self.links if process in (link.near.process, link.far.process)]
 
     def bury(self, process: Process) -> None:
         """Close the connections of a process that was killed, as the kernel does."""
+        for host in [host for host, (at, _) in self._listeners.items() if at is process]:
+            self.stop_listening(host)
         for link in self.of(process):
-            link.near.is_dead = True
-            link.end(link.near)
+            end = link.near if link.near.process is process else link.far
+            end.is_dead = True
+            link.end(end)
 
     def _draw(self, longest: float) -> float:
         draw = self.rng.random()
         return longest * draw * draw * draw
 
 
+class Listener:
+    """Implements the part of `asyncio.Server` that uvicorn uses."""
+
+    sockets = ()
+
+    def __init__(self, network: Network, host: str) -> None:
+        self._network = network
+        self._host = host
+
+    def close(self) -> None:
+        self._network.stop_listening(self._host)
+
+    async def wait_closed(self) -> None:
+        return
+
+
 class Link:
-    """One connection. `near` is the client's end, `far` the server's."""
+    """One connection. `near` is the client's end, `far` that of the process that listens."""
 
     def __init__(self, network: Network, client: Process, server: Process) -> None:
         network.num_links += 1
@@ -162,7 +188,7 @@ class Link:
         network = self.network
         if self._is_cut:
             return
-        held_until = network.held_until(self.near.process)
+        held_until = max(network.held_until(end.process) for end in (self.near, self.far))
         if held_until > network.loop.now:
             self._last_arrival[receiver] = max(self._last_arrival[receiver], held_until)
             network.loop.at(held_until, receiver.process, self._arrive, receiver, callback, args)
@@ -210,7 +236,10 @@ class Transport(asyncio.Transport):
         return self.is_over
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
+        return ("127.0.0.1", self.link.number) if name == "peername" else default
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def pause_reading(self) -> None:
         self._is_paused = True

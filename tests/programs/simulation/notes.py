@@ -18,6 +18,8 @@ class Step:
     at: float
     num_tokens: int
     """Number of the request's tokens after the step, with those of earlier attempts."""
+    begins: bool = False
+    """Whether it is the first step of an attempt, or after a preemption."""
 
 
 @dataclass(frozen=True, slots=True)

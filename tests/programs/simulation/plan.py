@@ -10,12 +10,18 @@ from tests.programs.chaos.processes.fleet import LEASE_MS
 
 
 class Fault(StrEnum):
-    """Kinds of faults. A worker is one place in the fleet: after its end, a new one starts."""
+    """Kinds of faults. A process has a place in its world: after its end, a new one starts."""
 
     KILL = "kill a worker"
     DRAIN = "drain a worker"
     FREEZE = "freeze a worker"
     FREEZE_CLIENT = "freeze a client"
+    KILL_CLIENT = "kill a client"
+    KILL_GATEWAY = "kill a gateway"
+    DRAIN_GATEWAY = "drain a gateway"
+    FREEZE_GATEWAY = "freeze a gateway"
+    KILL_JOBS = "kill a process of jobs"
+    FREEZE_JOBS = "freeze a process of jobs"
     CUT = "cut all connections of a process"
     CUT_ONE = "cut a connection"
     LOSE_REPLY = "lose a reply"
@@ -31,11 +37,12 @@ class Fault(StrEnum):
 OF_SERVER = frozenset({Fault.RESTART, Fault.OUTAGE, Fault.DISK_FULL})
 """Faults of the server. They cost workers only leases shorter than `LONG_LEASE_MS`."""
 
-_WEIGHTS = {
+_WEIGHTS: dict[Fault, float] = {
     Fault.KILL: 4,
     Fault.DRAIN: 2,
     Fault.FREEZE: 3,
     Fault.FREEZE_CLIENT: 1,
+    Fault.KILL_CLIENT: 2,
     Fault.CUT: 2,
     Fault.CUT_ONE: 4,
     Fault.LOSE_REPLY: 5,
@@ -47,6 +54,12 @@ _WEIGHTS = {
     Fault.OUTAGE: 0.3,
     Fault.DISK_FULL: 1,
 }
+_WEIGHTS_OF_GATEWAYS: dict[Fault, float] = {
+    Fault.KILL_GATEWAY: 3,
+    Fault.DRAIN_GATEWAY: 2,
+    Fault.FREEZE_GATEWAY: 3,
+}
+_WEIGHTS_OF_JOBS: dict[Fault, float] = {Fault.KILL_JOBS: 3, Fault.FREEZE_JOBS: 3}
 LONG_LEASE_MS = 4000
 """Long enough that all workers renew their leases after an outage before any reaper reaps."""
 _LONGEST_SECONDS = 2.5 * LEASE_MS / 1000
@@ -64,9 +77,11 @@ class PlannedFault:
     """How long it lasts, or how soon the process comes back."""
 
 
-def _plan_faults(rng: random.Random, count: int, seconds: float) -> list[PlannedFault]:
+def _plan_faults(
+    rng: random.Random, weights: dict[Fault, float], count: int, seconds: float
+) -> list[PlannedFault]:
     """Returns `count` faults within `seconds`, in order."""
-    kinds = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=count)
+    kinds = rng.choices(list(weights), list(weights.values()), k=count)
     times = sorted(seconds * rng.random() for _ in kinds)
     return [
         PlannedFault(
@@ -92,19 +107,32 @@ class Plan:
     seconds: float
     """Seconds in which the requests are sent and the faults happen."""
     faults: tuple[PlannedFault, ...]
-    lease_ms: int
+    lease_ms: int = LEASE_MS
+    num_gateways: int = 0
+    """If there are gateways, one more process of clients calls them."""
+    num_leaders: int = 0
+    """Processes of jobs that may lead. If there are any, one more process runs their upkeep."""
+    aging_ms: int = 60_000
+    """Milliseconds by which a level of priority moves a request in the queue."""
 
     @classmethod
     def of(cls, seed: int, most_requests: int | None = None) -> Plan:
         """Returns the plan of a seed, with at most `most_requests`."""
         rng = random.Random(f"{seed} plan")
         seconds = rng.choice([1.0, 2.0, 4.0])
+        num_gateways = rng.choice([0, 0, 1, 2])
+        num_leaders = 2 * (rng.random() < 1 / 16)
+        weights = _WEIGHTS | (_WEIGHTS_OF_GATEWAYS if num_gateways else {})
+        weights |= _WEIGHTS_OF_JOBS if num_leaders else {}
         return cls(
             seed=seed,
             num_workers=rng.randint(1, 3),
             num_clients=rng.randint(1, 2),
             num_requests=min(rng.randint(20, 200), most_requests or 200),
             seconds=seconds,
-            faults=tuple(_plan_faults(rng, rng.choice([0, 5, 10, 20]), seconds)),
+            faults=tuple(_plan_faults(rng, weights, rng.choice([0, 5, 10, 20]), seconds)),
             lease_ms=rng.choice([LEASE_MS, LEASE_MS, LONG_LEASE_MS]),
+            num_gateways=num_gateways,
+            num_leaders=num_leaders,
+            aging_ms=rng.choice([200, 60_000]),
         )

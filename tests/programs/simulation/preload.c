@@ -1,7 +1,8 @@
 /* Gives a server the time and the entropy of a simulated world (LD_PRELOAD).
  *
  * The file SIMULATION_CLOCK holds Unix time in nanoseconds, SIMULATION_ENTROPY what
- * /dev/urandom returns. All clocks show the same time. */
+ * /dev/urandom returns. All clocks show the same time. The processor's frequency is hidden: a server
+ * that knows it reads the processor's clock, which nobody can replace. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -64,7 +65,9 @@ ssize_t getrandom(void *buffer, size_t size, unsigned flags) {
 
 static FILE *open_file(const char *name, const char *path, const char *mode) {
   FILE *(*real)(const char *, const char *) = dlsym(RTLD_NEXT, name);
-  return real(strcmp(path, "/dev/urandom") ? path : getenv("SIMULATION_ENTROPY"), mode);
+  if (!strcmp(path, "/dev/urandom")) path = getenv("SIMULATION_ENTROPY");
+  if (!strcmp(path, "/proc/cpuinfo")) path = "/dev/null";
+  return real(path, mode);
 }
 
 FILE *fopen(const char *path, const char *mode) { return open_file("fopen", path, mode); }

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import redis
@@ -23,10 +24,10 @@ from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
 from tests.programs.simulation.auditor import Stream, is_cancelled_while_it_runs
-from tests.programs.simulation.engine import SimulatedEngine
+from tests.programs.simulation.engine import CountingRunner, SimulatedEngine
 from tests.programs.simulation.loop import PROCESS, Process
 from tests.programs.simulation.notes import Claim, Drain, Notes, Step
-from tests.support.model_free import END_TOKEN_ID, ModelFreeRunner
+from tests.support.model_free import END_TOKEN_ID
 
 T = TypeVar("T")
 
@@ -57,7 +58,9 @@ class NotingQueue(AsyncRequestQueue):
 class WorkerProgram:
     """`promptq worker` in a simulated process, without its command line and signals."""
 
-    def __init__(self, process: Process, rng: random.Random, notes: Notes, lease_ms: int) -> None:
+    def __init__(
+        self, process: Process, rng: random.Random, *, notes: Notes, lease_ms: int
+    ) -> None:
         self.process = process
         self.worker: Worker | None = None
         self.ready_at: float | None = None
@@ -83,12 +86,12 @@ class WorkerProgram:
     async def _run(self) -> None:
         client = await open_when_there(URL, _WAIT_SECONDS)
         try:
-            runner = ModelFreeRunner(_NUM_BLOCKS, _BLOCK_SIZE)
+            runner = CountingRunner(_NUM_BLOCKS, _BLOCK_SIZE)
             self.engine = SimulatedEngine(
                 LLMEngine(runner, max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk=32),
+                runner,
                 self._rng,
-                step_seconds=self._rng.choice([0.001, 0.005, 0.02]),
-                token_seconds=0.001,
+                slowness=self._rng.choice([1, 4, 10]),
                 note=self._note_step,
             )
             served = Served(
@@ -128,8 +131,8 @@ class WorkerProgram:
         self._notes.drains.setdefault(self.process.name, Drain(grace_seconds, now))
         self.stop.set()
 
-    def _note_step(self, request_id: str, num_tokens: int) -> None:
-        step = Step(self.process.name, self.process.loop.now, num_tokens)
+    def _note_step(self, request_id: str, num_tokens: int, begins: bool) -> None:
+        step = Step(self.process.name, self.process.loop.now, num_tokens, begins)
         self._notes.steps[request_id].append(step)
 
     def check_idle(self) -> str:
@@ -141,64 +144,93 @@ class WorkerProgram:
         return f"{used} KV blocks are still in use" if used else ""
 
 
+@dataclass
+class Work:
+    """The requests of a client, and what it keeps on its disk: a killed client starts again."""
+
+    requests: list[Sent]
+    seconds: float
+    """Seconds within which new requests are sent."""
+    notes: Notes
+    streams: list[Stream] = field(default_factory=list)
+    num_starts: int = 0
+    sent: set[int] = field(default_factory=set)
+    """Numbers of requests of which the client knows that they were accepted."""
+    over: set[int] = field(default_factory=set)
+    """Numbers of requests whose streams have ended."""
+    all_over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while all requests are over."""
+
+
 class ClientProgram:
-    """Producers and subscribers of one simulated process."""
+    """Producers and subscribers of one simulated process. It waits for more work until a drain."""
 
-    def __init__(
-        self, process: Process, rng: random.Random, requests: list[Sent], notes: Notes
-    ) -> None:
+    def __init__(self, process: Process, rng: random.Random, *, work: Work) -> None:
         self.process = process
-        self.streams: list[Stream] = []
-        self._notes = notes
         self._rng = rng
-        self._requests = requests
-        self.main: asyncio.Task[None]
+        self._work = work
+        self._is_draining = False
+        self._has_more = asyncio.Event()
+        work.num_starts += 1
+        for stream in work.streams:
+            stream.is_cut_off = stream.ended_at is None
+        self.main = process.start(self._run())
 
-    def start(self, seconds: float) -> None:
-        """Send all requests within about `seconds`, and follow their streams to the end."""
-        self.main = self.process.start(self._run(seconds))
+    def drain(self) -> None:
+        """End when all requests have ended."""
+        self._is_draining = True
+        self._has_more.set()
 
-    def start_again(self, requests: list[Sent], seconds: float) -> None:
-        """Send more requests, with the same clients, after all earlier ones have ended."""
-        self.main = self.process.start(self._serve_all(requests, seconds))
+    def serve_more(self) -> None:
+        """Send the requests that the work has got."""
+        self._has_more.set()
 
-    def close(self) -> asyncio.Task[None]:
-        """Close the clients."""
-        return self.process.start(self._close())
-
-    async def _run(self, seconds: float) -> None:
-        self._clients = [AsyncClient(URL, QUEUE), AsyncClient(URL, QUEUE)]
-        for client in self._clients:
+    async def _run(self) -> None:
+        clients = AsyncClient(URL, QUEUE), AsyncClient(URL, QUEUE)
+        for client in clients:
             await persist(client.__aenter__)
-        await self._serve_all(self._requests, seconds)
-
-    async def _serve_all(self, requests: list[Sent], seconds: float) -> None:
-        serving = []
-        for request in requests:
-            serving.append(asyncio.create_task(self._serve(request, *self._clients)))
-            await asyncio.sleep(2 * seconds * self._rng.random() / len(requests))
-        await asyncio.gather(*serving)
-
-    async def _close(self) -> None:
-        for client in self._clients:
+        while not self._is_draining:
+            self._has_more.clear()
+            await self._serve_all(*clients)
+            self._work.all_over.set()
+            await self._has_more.wait()
+        for client in clients:
             await client.close()
 
-    async def _serve(self, request: Sent, producer: AsyncClient, subscriber: AsyncClient) -> None:
-        await self._send(request, producer)
+    async def _serve_all(self, producer: AsyncClient, subscriber: AsyncClient) -> None:
+        """Send all requests, and follow their streams to the end."""
+        work = self._work
+        numbers = [number for number in range(len(work.requests)) if number not in work.over]
+        serving = []
+        for number in numbers:
+            serving.append(asyncio.create_task(self._serve(number, producer, subscriber)))
+            await asyncio.sleep(2 * work.seconds * self._rng.random() / len(numbers))
+        await asyncio.gather(*serving)
+
+    async def _serve(self, number: int, producer: AsyncClient, subscriber: AsyncClient) -> None:
+        request = self._work.requests[number]
+        if number not in self._work.sent:
+            await self._send(request, producer)
+            self._work.sent.add(number)
         names = ["first", "second"] if self._rng.random() < 0.2 else ["first"]
         listening = [
             asyncio.create_task(self._subscribe(request, name, subscriber)) for name in names
         ]
-        if request.kind is Kind.CANCEL:
+        if request.kind is Kind.CANCEL and not request.cancel_status:
             await asyncio.sleep(self._rng.random())
             status = await persist(lambda: producer.cancel(request.request_id))
             request.cancel_status = CancelStatus(status).value
             if is_cancelled_while_it_runs(request):
-                self._notes.cancels.append((request, self.process.loop.now))
+                self._work.notes.cancels.append((request, self.process.loop.now))
         await asyncio.gather(*listening)
+        self._work.over.add(number)
 
     async def _send(self, request: Sent, producer: AsyncClient) -> None:
-        """Sends a request until it is certainly accepted. If its id is taken, it was accepted."""
+        """Sends a request until it is certainly accepted. If its id is taken, it was accepted.
+
+        A client that was killed before the answer repeats the call. If the request has an
+        idempotency key, the client uses another id.
+        """
 
         async def send(request_id: str) -> str:
             with suppress(RequestExistsError):
@@ -211,8 +243,11 @@ class ClientProgram:
 
         ids = [request.request_id]
         if request.kind is Kind.TWICE:
-            ids.append(f"{request.request_id}:again")
-        request.answers = list(await asyncio.gather(*map(send, ids)))
+            again = f"{request.request_id}:again"
+            ids = (
+                [f"{again}{self._work.num_starts}"] if self._work.num_starts > 1 else [*ids, again]
+            )
+        request.answers += await asyncio.gather(*map(send, ids))
         request.request_id = request.answers[0]
 
     async def _subscribe(self, request: Sent, name: str, client: AsyncClient) -> None:
@@ -220,7 +255,7 @@ class ClientProgram:
             await asyncio.sleep(2 * self._rng.random())
         record = Seen(f"{self.process.name}-{name}", request.request_id, [])
         stream = Stream(record, self.process.loop.now)
-        self.streams.append(stream)
+        self._work.streams.append(stream)
         try:
             async for event in client.stream(request.request_id):
                 record.events.append(SeenEvent.of(event))

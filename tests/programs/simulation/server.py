@@ -21,11 +21,14 @@ from typing import Any, Self
 
 import hiredis
 
+from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import SCRIPT_NAMES, script_text
-from tests.programs.simulation.loop import EPOCH, SimulatedLoop
-from tests.programs.simulation.network import Link, Transport
-from tests.programs.simulation.trace import Trace
+from tests.programs.simulation.jobs_audit import Hold
+from tests.programs.simulation.loop import EPOCH, Process
+from tests.programs.simulation.network import Link, Network, Transport
+from tests.programs.simulation.processes import HOST
 from tests.programs.traces.recorder import Recorder
+from tests.support.preload import compile_preload
 from tests.support.processes import start
 from tests.support.servers import server_program
 
@@ -35,6 +38,7 @@ _DISK_FULL = b"-MISCONF Errors writing to the AOF file: No space left on device\
 _SUBSCRIBING = {b"SUBSCRIBE", b"SSUBSCRIBE", b"UNSUBSCRIBE", b"SUNSUBSCRIBE"}
 _NOT_OF_MACHINE = (b"redis_version:", b"valkey_version:", b"redis_mode:", b"maxmemory")
 """Beginnings of lines of INFO that are the same on each machine and at each run."""
+_LEADER_KEY = Keys("any").jobs_leader.removeprefix(Keys("any").prefix)
 _NOTHING = object()
 _PONG = b"+PONG\r\n"
 _PAGE = 1 << 16
@@ -46,14 +50,21 @@ _SETTINGS = (
 )
 
 
+def compile_library(folder: Path) -> Path:
+    """Returns the library that servers of worlds are started with."""
+    return compile_preload(Path(__file__).with_name("preload.c"), folder)
+
+
 class ServerProcess:
-    """A server of one world, in an empty folder. It keeps its data when it is killed. `kind` is one
-    of PROGRAMS, or empty for any."""
+    """A server of one world, in an empty folder. It keeps its data when it is killed.
+
+    `kind` is one of `PROGRAMS`, or empty for the program that tests prefer.
+    """
 
     def __init__(self, folder: Path, library: Path, kind: str = "") -> None:
         self.path = folder / "socket"
+        self.folder = folder
         self._program = server_program(kind)
-        self._folder = folder
         self._environment = {
             "LD_PRELOAD": str(library),
             "SIMULATION_CLOCK": str(folder / "clock"),
@@ -70,10 +81,10 @@ class ServerProcess:
     def start(self) -> None:
         """Start the server, and wait until it answers."""
         command = [self._program, *_SETTINGS]
-        with (self._folder / "errors").open("ab") as errors:
+        with (self.folder / "errors").open("ab") as errors:
             self._process = start(
                 *command,
-                cwd=self._folder,
+                cwd=self.folder,
                 env=self._environment,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -85,7 +96,7 @@ class ServerProcess:
                 break
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if self._process.poll() is not None:
-                    errors_text = (self._folder / "errors").read_text()
+                    errors_text = (self.folder / "errors").read_text()
                     raise RuntimeError(
                         f"the world's server did not start: {errors_text}"
                     ) from error
@@ -151,19 +162,23 @@ class ServerProcess:
 
 
 class SteppedServer:
-    """The server as processes of a world see it."""
+    """The server as processes of a world see it, at the host `HOST`."""
 
     def __init__(
-        self,
-        loop: SimulatedLoop,
-        trace: Trace,
-        process: ServerProcess,
-        recorder: Recorder | None = None,
+        self, network: Network, process: ServerProcess, recorder: Recorder | None = None
     ) -> None:
-        self.loop = loop
-        self.recorder = recorder
-        self.trace = trace
+        self.loop = network.loop
+        self.trace = network.trace
         self.process = process
+        self.host = Process(self.loop, HOST)
+        self.restarting: asyncio.Task[None] | None = None
+        """Ends when the server runs again."""
+        self._network = network
+        self._recorder = recorder
+        self.holds: list[Hold] = []
+        """All calls that take or renew the lead of the jobs."""
+        self.acts: list[tuple[str, float]] = []
+        """The processes that enqueued jobs, and when they did."""
         self.num_commands: Counter[str] = Counter()
         """Number of commands by the process that sent them."""
         self.full_until = 0.0
@@ -175,6 +190,33 @@ class SteppedServer:
         self._publishing = {
             digest.encode() for digest, name in self._names.items() if "PUBLISH" in texts[name]
         }
+
+        self._hold_digest = hashlib.sha1(texts["hold_lease"].encode()).hexdigest().encode()
+
+    def set_aging(self, queue: Keys, aging_ms: int) -> None:
+        """Set how far a level of priority moves a request, before the world begins."""
+        command = ("HSET", queue.config, "aging_ms", aging_ms)
+        [num_new] = self.process.ask(command)
+        if self._recorder is not None:
+            words = [str(word).encode() for word in command]
+            at_us = int((EPOCH + self.loop.now) * 1e6)
+            self._recorder.note(None, "world", at_us, words, b":%d\r\n" % num_new)
+
+    def listen(self) -> None:
+        self._network.listen(HOST, self.host, self.accept)
+
+    def restart(self, seconds: float) -> None:
+        """Kill the server. It starts again after some time."""
+        self.process.kill()
+        self._network.unlisten(HOST)
+
+        async def come_back() -> None:
+            await asyncio.sleep(seconds)
+            self.process.set_time(EPOCH + self.loop.now)
+            self.process.start()
+            self.listen()
+
+        self.restarting = self.loop.root.start(come_back())
 
     @property
     def subscribed_links(self) -> list[Link]:
@@ -197,10 +239,16 @@ class SteppedServer:
             return _DISK_FULL
         num_replies = max(1, len(command) - 1) if name in _SUBSCRIBING else 1
         replies = connection.exchange(hiredis.pack_command(tuple(command)), num_replies)
-        if self.recorder is not None:
-            self.recorder.note(connection, sender.name, at_us, command, replies)
+        if self._recorder is not None:
+            self._recorder.note(connection, sender.name, at_us, command, replies)
+        if name == b"EVALSHA" and command[1] == self._hold_digest:
+            self._note_hold(sender.name, command, replies)
+        if name == b"RPUSH" and command[1].startswith(b"rq:queue:"):
+            self.acts.append((sender.name, self.loop.now))
         if name == b"INFO":
             replies = _without_machine(replies)
+        if name == b"CLIENT" and command[1] == b"INFO":  # RQ reads its address there
+            replies = b"$16\r\naddr=127.0.0.1:1\r\n"
         if name in _SUBSCRIBING and connection not in self._subscribers:
             self._subscribers.append(connection)
             self._poll.register(connection.socket, select.POLLIN)
@@ -228,6 +276,12 @@ class SteppedServer:
                     self.trace.note(link.near.process, f"gets no messages on link {link.number}")
                 else:
                     subscriber.transport.write(messages)
+
+    def _note_hold(self, sender: str, command: Sequence[bytes], reply: bytes) -> None:
+        key, holder, ttl_ms = (word.decode() for word in command[-3:])
+        if key == _LEADER_KEY:
+            has_worked = reply == b":1\r\n"
+            self.holds.append(Hold(sender, holder, int(ttl_ms), has_worked, self.loop.now))
 
     def _shown(self, name: bytes, command: Sequence[bytes]) -> str:
         words = [name.decode()]

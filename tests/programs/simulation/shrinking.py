@@ -29,6 +29,10 @@ def _candidates(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, num_workers=1)
     if plan.num_clients > 1:
         yield replace(plan, num_clients=1)
+    if plan.num_gateways:
+        yield replace(plan, num_gateways=plan.num_gateways - 1)
+    if plan.num_leaders:
+        yield replace(plan, num_leaders=plan.num_leaders - 1)
     for part in (2, 4, 8):
         if (num_requests := plan.num_requests - plan.num_requests // part) < plan.num_requests:
             yield replace(plan, num_requests=num_requests)
@@ -53,8 +57,9 @@ def read_plan(path: Path) -> Plan:
         ]
         plan = Plan(**{**fields, "faults": tuple(faults)})
         counts = plan.num_workers, plan.num_clients, plan.num_requests
-        if any(type(count) is not int or count < 1 for count in counts):
-            raise ValueError("it has a count below 1")
+        counts += plan.lease_ms, plan.aging_ms, plan.num_gateways + 1, plan.num_leaders + 1
+        if not all(type(count) is int and count >= 1 for count in counts):
+            raise ValueError("it has a count that is too small")
         times = [plan.seconds]
         for fault in plan.faults:
             times += [fault.at, fault.choice, fault.seconds]

@@ -46,7 +46,7 @@ class Story:
         events = [SeenEvent(0, [1], "a"), SeenEvent(1, [2], "b", "length")]
         seen = Seen("client-1-first", "r", events)
         self.stream = Stream(seen, began_at=1.0, times=[1.1, 1.2], ended_at=1.2)
-        self.notes.steps["r"] = [Step(WORKER, 1.1, 1), Step(WORKER, 1.19, 2)]
+        self.notes.steps["r"] = [Step(WORKER, 1.1, 1, begins=True), Step(WORKER, 1.19, 2)]
         self.notes.events_per_second[WORKER] = 20.0
 
     def rules(self, lease_ms: int = 1000) -> set[str]:
@@ -125,6 +125,9 @@ def test_finds_more_events_than_the_limit_allows() -> None:
     events = [SeenEvent(number, [number], "a") for number in range(5)]
     story.stream.seen.events[:], story.stream.times[:] = events, [1.19] * 5
     assert story.rules() == {"too many events"}
+    story.notes.steps["r"].insert(1, Step(WORKER, 1.15, 1, begins=True))  # after a preemption
+    assert story.rules() == set()
+    del story.notes.steps["r"][1]
     story.notes.events_per_second[WORKER] = 100.0
     assert story.rules() == set()
 

@@ -29,18 +29,22 @@ def simulate(*arguments: str | Path, hash_seed: str = "0") -> subprocess.Complet
     return run(*command, env=environment)
 
 
-def hashes_of(seed: int, hash_seed: str) -> list[str]:
+def hashes_of(*arguments: str, hash_seed: str) -> list[str]:
     """Returns a line with the hash of each world. No world may break a promise."""
-    seeds = ["--seeds", str(NUM_SEEDS), "--seed", str(seed), "--most-requests", "4"]
+    seeds = ["--seeds", str(NUM_SEEDS), "--most-requests", "4", *arguments]
     ended = simulate(*seeds, "--hashes", hash_seed=hash_seed)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout.splitlines()[:NUM_SEEDS]
 
 
-def test_equal_seeds_give_equal_worlds_without_violations() -> None:
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("server", [[], ["--server", "valkey-server"]], ids=["", "valkey"])
+def test_equal_seeds_give_equal_worlds_without_violations(server: list[str]) -> None:
     seed = random.randrange(MOST_SEEDS)
     print(f"seed {seed}")
-    first, second = (hashes_of(seed, hash_seed) for hash_seed in ("1", "2"))
+    first, second = (
+        hashes_of("--seed", str(seed), *server, hash_seed=hash_seed) for hash_seed in ("1", "2")
+    )
     assert first == second
     assert len({line.split()[1] for line in first}) == NUM_SEEDS
 

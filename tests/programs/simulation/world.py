@@ -7,7 +7,7 @@ import gc
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,6 @@ from promptq.shared.protocol.keys import Keys
 from promptq.worker.serve import worker as worker_module
 from tests.programs.chaos.audit.auditor import Violation, audit
 from tests.programs.chaos.audit.outcome import take_snapshot
-from tests.programs.chaos.audit.records import Sent
 from tests.programs.simulation import clock
 from tests.programs.simulation.auditor import (
     PATIENCE_SECONDS,
@@ -29,23 +28,23 @@ from tests.programs.simulation.auditor import (
     num_carried_on,
 )
 from tests.programs.simulation.causes import check_causes
-from tests.programs.simulation.loop import (
-    EPOCH,
-    Process,
-    SimulatedLoop,
-    SimulatedTask,
-    StandstillError,
+from tests.programs.simulation.cut_off import check_cut_off
+from tests.programs.simulation.faults import Faults
+from tests.programs.simulation.fleet import Fleet
+from tests.programs.simulation.http_audit import check_http
+from tests.programs.simulation.http_clients import find_ids
+from tests.programs.simulation.jobs_audit import (
+    SETTLE_SECONDS,
+    check_acts,
+    check_leaders,
+    check_upkeep,
 )
+from tests.programs.simulation.loop import EPOCH, SimulatedLoop, SimulatedTask, StandstillError
 from tests.programs.simulation.network import Network
-from tests.programs.simulation.notes import Disturbance, Notes
-from tests.programs.simulation.plan import Fault, Plan, PlannedFault
-from tests.programs.simulation.processes import (
-    HOST,
-    QUEUE,
-    ClientProgram,
-    NotingQueue,
-    WorkerProgram,
-)
+from tests.programs.simulation.order_audit import check_order
+from tests.programs.simulation.places import Place, Site, running
+from tests.programs.simulation.plan import Fault, Plan
+from tests.programs.simulation.processes import QUEUE, NotingQueue, WorkerProgram
 from tests.programs.simulation.server import ServerProcess, SteppedServer
 from tests.programs.simulation.trace import Trace
 from tests.programs.simulation.watch import (
@@ -56,13 +55,14 @@ from tests.programs.simulation.watch import (
     check_listed,
     check_statistics,
 )
-from tests.programs.simulation.workload import make_again, make_requests
 from tests.programs.traces.recorder import Recorder
 
 _MOST_CALLBACKS = 1_000_000
 _AGAIN_SECONDS = 0.5
 _DRAIN_SECONDS = 2.0
 """Seconds within which a worker without requests ends."""
+_OF_JOBS = ("upkeep", "statistics", "statistics:minutes")
+"""Keys of which each queue has one, if it has jobs."""
 _MOST_CLOSINGS = 5  # each ends one more `finally` that waits
 
 
@@ -84,26 +84,11 @@ class Result:
     """Number of streams with events of several attempts."""
 
 
-class _Place:
-    """A place in the fleet, with its current worker."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.num_starts = 0
-        self.worker: WorkerProgram | None = None
-        self.watching: asyncio.Task[None] | None = None
-        """Waits for the worker's end, or until a new one starts."""
-
-
 class World:
     """The processes of one world, and the faults that happen to them."""
 
     def __init__(
-        self,
-        plan: Plan,
-        server: ServerProcess,
-        story: TextIO | None = None,
-        recorder: Recorder | None = None,
+        self, plan: Plan, server: ServerProcess, story: TextIO | None, recorder: Recorder | None
     ) -> None:
         self.plan = plan
         self.loop = SimulatedLoop(str(plan.seed), _MOST_CALLBACKS)
@@ -111,14 +96,13 @@ class World:
         self.network = Network(self.loop, self.trace)
         self.result = Result(plan)
         self._server_process = server
-        self._server = SteppedServer(self.loop, self.trace, server, recorder)
-        self._places = [_Place(number + 1) for number in range(plan.num_workers)]
-        self._clients: list[ClientProgram] = []
-        self._requests: list[Sent] = []
-        self._notes = Notes()
+        self._server = SteppedServer(self.network, server, recorder)
+        self._site = Site(plan.seed, self.loop, self.network, self.trace)
+        self._notes = self._site.notes
+        files = server.folder / "files"
+        self._fleet = Fleet(plan, self._site, files, self._violate)
+        self._faults = Faults(self._site, self._fleet, self._server)
         self._watcher = Watch(server.ask, plan.lease_ms)
-        self._is_over = False
-        self._restarting: asyncio.Task[None] | None = None
 
     def run(self) -> Result:
         """Run the world to its end, and audit it."""
@@ -126,6 +110,7 @@ class World:
         random.seed(f"{self.plan.seed} shared")
         NotingQueue.notes = self._notes
         worker_module.AsyncRequestQueue = NotingQueue  # type: ignore[misc]
+        self._server.set_aging(Keys(QUEUE), self.plan.aging_ms)
         main = self.loop.root.start(self._main())
         gc.disable()  # so that objects end when nothing refers to them, and at no other time
         try:
@@ -136,7 +121,7 @@ class World:
             clock.running = None
             gc.enable()
         result.digest = self.trace.digest
-        result.num_requests = len(self._requests)
+        result.num_requests = len(self._fleet.requests)
         result.num_commands = self._server.num_commands.total()
         result.num_callbacks = self.loop.num_callbacks
         result.virtual_seconds = self.loop.now
@@ -148,6 +133,7 @@ class World:
         self.loop.set_exception_handler(lambda loop, context: None)
         for task in asyncio.all_tasks(self.loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
+        self._fleet.close()
         self.loop.close()
         with patch("sys.unraisablehook", lambda unraisable: None):
             for task in [*asyncio.all_tasks(self.loop)]:
@@ -160,249 +146,95 @@ class World:
     # ------------------------------------------------------------ the course of events
 
     async def _main(self) -> None:
-        self._host = Process(self.loop, HOST)
-        self._listen()
-        for place in self._places:
-            self._start_worker(place)
-        self._start_clients()
+        self._server.listen()
+        for place in self._fleet.places:
+            place.start()
         self.loop.root.start(self._look())
         if not self.plan.faults:
             self._notes.calm_from = 0.0
         for planned in self.plan.faults:
             await asyncio.sleep(planned.at - self.loop.now)
-            self._inflict(planned)
+            self.result.faults[planned.kind] += 1
+            self._faults.inflict(planned)
         await asyncio.sleep(self.plan.seconds - self.loop.now)
         await self._let_all_end()
         await self._let_all_idle()
         await self._send_again()
         await self._drain_all()
 
-    def _listen(self) -> None:
-        self.network.listen(HOST, self._host, self._server.accept)
-
-    def _start_clients(self) -> None:
-        for number in range(self.plan.num_clients):
-            rng = random.Random(f"{self.plan.seed} client {number}")
-            process = Process(self.loop, f"client-{number + 1}", _clock_rate(rng))
-            share = self.plan.num_requests // self.plan.num_clients
-            requests = process.context.run(make_requests, process, rng, share)
-            self._requests += requests
-            client = ClientProgram(process, rng, requests, self._notes)
-            client.start(self.plan.seconds)
-            self._clients.append(client)
-
-    def _start_worker(self, place: _Place) -> None:
-        place.num_starts += 1
-        name = f"worker-{place.number}.{place.num_starts}"
-        rng = random.Random(f"{self.plan.seed} {name}")
-        process = Process(self.loop, name, _clock_rate(rng))
-        place.worker = WorkerProgram(process, rng, self._notes, self.plan.lease_ms)
-        self.trace.note(process, "starts")
-        place.watching = self.loop.root.start(self._watch(place, place.worker))
-
-    async def _watch(self, place: _Place, worker: WorkerProgram) -> None:
-        """Wait for the end of a worker. Start a new one in its place."""
-        with suppress(Exception):
-            await asyncio.wait([worker.main])
-        error = worker.main.exception()
-        how = f"ends with {error!r}" if error else "ends"
-        self.trace.note(worker.process, how)
-        if error:
-            self._violate("bad exit", f"{worker.process.name} {how}")
-        if left := worker.check_idle():
-            self._violate("leaked block", f"{worker.process.name}: {left}")
-        self._check_end(worker.process)
-        self._bury(worker)
-        if not self._is_over:
-            self._start_worker(place)
-
-    def _bury(self, worker: WorkerProgram) -> None:
-        worker.process.kill()
-        self.network.bury(worker.process)
-
-    async def _let_all_end(self) -> None:
-        self.network.heal()
-        self.trace.note(self.loop.root, "ends all faults")
-        if self._restarting is not None:
-            await self._restarting
-        began_at = self.loop.now
-        done, late = await asyncio.wait(
-            [client.main for client in self._clients], timeout=PATIENCE_SECONDS
-        )
-        self.result.settle_seconds = self.loop.now - began_at
-        for task in done:
-            task.result()
-        if late:
-            self._violate("no end", self._where_everybody_waits())
-
-    def _check_end(self, process: Process) -> None:
-        """Checks that a process that has ended by itself left nothing open."""
-        tasks = [task for task in asyncio.all_tasks(self.loop) if isinstance(task, SimulatedTask)]
-        if left := [task for task in tasks if task.process is process]:
-            names = ", ".join(sorted(task.get_coro().__qualname__ for task in left))
-            self._violate("tasks left", f"{process.name}: {names}")
-        if left := [link for link in self.network.of(process) if not link.near.is_over]:
-            self._violate("connections left", f"{process.name}: {len(left)}")
-
     async def _look(self) -> None:
         """Look at the world until it ends."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if self._server_process.is_running:
-                workers = [place.worker for place in self._places if place.worker is not None]
+                processes = running(self._fleet.places)
                 is_calm = self._notes.is_calm(self.loop.now)
                 connections = self.network.num_connects
-                self._watcher.look(self.loop.now, workers, self._processes(), connections, is_calm)
+                self._watcher.look(self.loop.now, self._workers, processes, connections, is_calm)
+
+    async def _let_all_end(self) -> None:
+        self.network.heal()
+        self.trace.note(self.loop.root, "ends all faults")
+        if self._server.restarting is not None:
+            await self._server.restarting
+        began_at = self.loop.now
+        await self._wait_for_clients()
+        self.result.settle_seconds = self.loop.now - began_at
+
+    async def _wait_for_clients(self) -> None:
+        over = [work.all_over.wait() for work in self._fleet.work]
+        over_http = [place.until_over() for place in self._fleet.http_clients]
+        if not await _all_end([*over, *over_http], PATIENCE_SECONDS):
+            self._violate("no end", self._where_everybody_waits())
 
     async def _let_all_idle(self) -> None:
         """Wait until all workers are back, and have nothing to do."""
         began_at = self.loop.now
-        while not all(place.worker and place.worker.ready_at for place in self._places):
+        while not all(place.program and place.program.ready_at for place in self._fleet.workers):
             await asyncio.sleep(LOOK_SECONDS)
             if self.loop.now > began_at + PATIENCE_SECONDS:
                 self._violate("no worker", self._where_everybody_waits())
                 return
+        if self._fleet.jobs:
+            await asyncio.sleep(SETTLE_SECONDS)
+            self._check_jobs()
         await asyncio.sleep(IDLE_SECONDS)  # the last requests may be on their way back
         before = self._server.num_commands.copy()
         await asyncio.sleep(IDLE_SECONDS)
         sent = self._server.num_commands - before
-        workers = [place.worker for place in self._places if place.worker is not None]
-        self.result.violations += check_idle(self._server_process.ask, sent, workers)
+        self.result.violations += check_idle(self._server_process.ask, sent, self._workers)
+
+    def _check_jobs(self) -> None:
+        [seen] = self._server_process.ask(("HGET", Keys(QUEUE).upkeep, "seen"))
+        seen_at = None if seen is None else int(seen) / 1000 - EPOCH
+        self.result.violations += check_upkeep(seen_at, self.loop.now)
 
     async def _send_again(self) -> None:
         """Send more requests, now that the faults have no effect any longer. Drain a worker."""
         if self._notes.calm_from is None:
             self._notes.calm_from = self.loop.now
-        for number, client in enumerate(self._clients):
-            rng = random.Random(f"{self.plan.seed} client {number} again")
-            requests = client.process.context.run(make_again, client.process, rng)
-            self._requests += requests
-            client.start_again(requests, _AGAIN_SECONDS)
+        self._fleet.send_again(_AGAIN_SECONDS)
         await asyncio.sleep(_AGAIN_SECONDS)
-        workers = [place.worker for place in self._places if place.worker is not None]
-        if len(workers) > 1:  # with another one that goes on, no request waits for the drain
-            max(workers, key=lambda worker: worker.num_held).drain()
-        mains = [client.main for client in self._clients]
-        done, late = await asyncio.wait(mains, timeout=PATIENCE_SECONDS)
-        for task in done:
-            task.result()
-        if late:
-            self._violate("no end", self._where_everybody_waits())
+        if len(self._workers) > 1:  # with another one that goes on, no request waits for the drain
+            max(self._workers, key=lambda worker: worker.num_held).drain()
+        await self._wait_for_clients()
 
     async def _drain_all(self) -> None:
-        self._is_over = True
-        closing = [client.close() for client in self._clients]
-        drained = [place.worker for place in self._places if place.worker is not None]
-        for worker in drained:
-            worker.drain()
-        ending = [place.watching for place in self._places if place.watching is not None]
-        _, late = await asyncio.wait([*ending, *closing], timeout=_DRAIN_SECONDS)
-        if late:
+        self._site.is_over = True
+        drained = self._workers
+        for place in self._fleet.places:
+            place.drain()
+        quick: list[Place[Any]] = [*self._fleet.workers, *self._fleet.queue_clients]
+        slow = [*self._fleet.gateways, *self._fleet.jobs]
+        ends = await _all_end([place.until_over() for place in quick], _DRAIN_SECONDS)
+        if not (ends and await _all_end([place.until_over() for place in slow], PATIENCE_SECONDS)):
             self._violate("no drain", self._where_everybody_waits())
-        for client in self._clients:
-            self._check_end(client.process)
         self.result.violations += check_listed(self._server_process.ask, drained)
 
-    # ------------------------------------------------------------ faults
-
-    def _inflict(self, planned: PlannedFault) -> None:
-        self.result.faults[planned.kind] += 1
-        match planned.kind:
-            case Fault.KILL:
-                self._kill(self._choose(self._places, planned), planned.seconds)
-            case Fault.DRAIN:
-                worker = self._choose(self._places, planned).worker
-                if worker is not None:
-                    self._note(planned, worker.process)
-                    worker.drain()
-            case Fault.FREEZE:
-                worker = self._choose(self._places, planned).worker
-                if worker is not None:
-                    self._freeze(planned, worker.process)
-            case Fault.FREEZE_CLIENT:
-                self._freeze(planned, self._choose(self._clients, planned).process)
-            case Fault.RESTART | Fault.OUTAGE:
-                if self._server_process.is_running:
-                    self._note(planned, self._host)
-                    self._restart_server(planned.seconds)
-            case Fault.DISK_FULL:
-                self._note(planned, self._host)
-                self._server.full_until = self.loop.now + planned.seconds
-            case Fault.LOSE_MESSAGES:
-                if links := self._server.subscribed_links:
-                    link = self._choose(links, planned)
-                    self._note(planned, link.near.process)
-                    link.swallows_messages = True
-            case Fault.CUT_ONE | Fault.LOSE_REPLY:
-                if self.network.links:
-                    link = self._choose(self.network.links, planned)
-                    self._note(planned, link.near.process)
-                    if planned.kind is Fault.CUT_ONE:
-                        link.cut()
-                    else:
-                        link.swallows_replies = True
-            case _:
-                self._disturb(planned, self._choose(self._processes(), planned))
-
-    def _disturb(self, planned: PlannedFault, process: Process) -> None:
-        self._note(planned, process)
-        match planned.kind:
-            case Fault.CUT:
-                for link in self.network.of(process):
-                    link.cut()
-            case Fault.HOLD:
-                self.network.hold(process, planned.seconds)
-            case Fault.REFUSE:
-                self.network.refuse(process, planned.seconds)
-            case Fault.JUMP:
-                process.wall_ahead += (planned.choice - 0.5) * 100
-
-    def _kill(self, place: _Place, seconds: float) -> None:
-        worker, place.worker = place.worker, None
-        if worker is None:  # it has not come back yet
-            return
-        now = self.loop.now
-        self._notes.disturbances.append(Disturbance(Fault.KILL, worker.process.name, now, now))
-        self.trace.note(worker.process, "is killed")
-        assert place.watching is not None
-        place.watching.cancel()
-        self._bury(worker)
-
-        async def come_back() -> None:
-            await asyncio.sleep(seconds)
-            if not self._is_over:
-                self._start_worker(place)
-
-        place.watching = self.loop.root.start(come_back())
-
-    def _restart_server(self, seconds: float) -> None:
-        self._server_process.kill()
-        self.network.unlisten(HOST)
-
-        async def come_back() -> None:
-            await asyncio.sleep(seconds)
-            self._server_process.set_time(EPOCH + self.loop.now)
-            self._server_process.start()
-            self._listen()
-
-        self._restarting = self.loop.root.start(come_back())
-
-    def _freeze(self, planned: PlannedFault, process: Process) -> None:
-        self._note(planned, process)
-        process.pause()
-        self.loop.at(self.loop.now + planned.seconds, self.loop.root, process.go_on)
-
-    def _note(self, planned: PlannedFault, process: Process) -> None:
-        begin, end = self.loop.now, self.loop.now + planned.seconds
-        self._notes.disturbances.append(Disturbance(planned.kind, process.name, begin, end))
-        self.trace.note(process, f"suffers: {planned.kind} ({planned.seconds:.3f} s)")
-
-    def _processes(self) -> list[Process]:
-        workers = [place.worker.process for place in self._places if place.worker is not None]
-        return [*workers, *(client.process for client in self._clients)]
-
-    def _choose(self, items: list[Any], planned: PlannedFault) -> Any:
-        return items[int(planned.choice * len(items))]
+    @property
+    def _workers(self) -> list[WorkerProgram]:
+        """The workers that run now."""
+        return [place.program for place in self._fleet.workers if place.program is not None]
 
     # ------------------------------------------------------------ the audit
 
@@ -410,18 +242,32 @@ class World:
         result = self.result
         for failure in self.loop.failures:
             self._violate("unhandled", failure)
-        streams = [stream for client in self._clients for stream in client.streams]
+        streams = [stream for work in self._fleet.work for stream in work.streams]
+        seen = [stream.seen for stream in streams if not stream.is_cut_off]
         result.num_carried_on = num_carried_on(streams)
         result.violations += self._watcher.violations.values()
-        seen = [stream.seen for stream in streams]
         with redis.Redis(unix_socket_path=str(self._server_process.path)) as connection:
             snapshot = take_snapshot(connection, Keys(QUEUE))
+        for name in _OF_JOBS:
+            snapshot.keys.pop(name, None)
+        sent, over_http = self._fleet.requests, self._fleet.streams
+        find_ids(over_http, snapshot)
+        of_http = {stream.request.request_id for stream in over_http}
         claimed = [claim.claimed for claim in self._notes.claims]
-        result.violations += audit(self._requests, seen, {QUEUE: snapshot}, {}, claimed)
+        result.violations += [
+            violation
+            for violation in audit(sent, seen, {QUEUE: snapshot}, {}, claimed)
+            if violation.rule != "unseen" or violation.request_id not in of_http
+        ]
         requests = lives(snapshot)
-        result.violations += check_times(self._notes, requests, self._requests, streams)
+        result.violations += check_cut_off(sent, streams)
+        result.violations += check_http(over_http, requests, self._notes)
+        result.violations += check_leaders(self._server.holds)
+        result.violations += check_times(self._notes, requests, sent, streams)
         result.violations += check_causes(self._notes, requests, self.plan.lease_ms)
         if not self.plan.faults:
+            result.violations += check_acts(self._server.holds, self._server.acts)
+            result.violations += check_order(sent, snapshot)
             num_finished = sum(request.finished_at is not None for request in requests.values())
             result.violations += check_statistics(self._server_process.ask, num_finished)
 
@@ -432,8 +278,11 @@ class World:
         return "; ".join(_waits(self.loop))
 
 
-def _clock_rate(rng: random.Random) -> float:
-    return 1 + rng.choice([0.0, 0.0001, 0.01]) * (rng.random() - 0.5)
+async def _all_end(waiting: Iterable[Awaitable[object]], seconds: float) -> bool:
+    """Returns whether everything ends within some seconds."""
+    tasks = [asyncio.ensure_future(each) for each in waiting]
+    _, late = await asyncio.wait(tasks, timeout=seconds) if tasks else (None, None)
+    return not late
 
 
 def _waits(loop: SimulatedLoop) -> Iterator[str]:
@@ -446,12 +295,17 @@ def _waits(loop: SimulatedLoop) -> Iterator[str]:
 
 
 def run_world(
-    plan: Plan, library: Path, story: TextIO | None = None, recorder: Recorder | None = None
+    plan: Plan,
+    library: Path,
+    *,
+    story: TextIO | None = None,
+    recorder: Recorder | None = None,
+    server_kind: str = "",
 ) -> Result:
-    """Run a world with a new server."""
+    """Run a world with a new server of this kind."""
     with (
         tempfile.TemporaryDirectory(prefix="world-") as folder,
-        ServerProcess(Path(folder), library) as server,
+        ServerProcess(Path(folder), library, server_kind) as server,
     ):
         world = World(plan, server, story, recorder)
         try:

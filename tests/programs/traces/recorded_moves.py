@@ -15,6 +15,8 @@ from tests.programs.states.calls import FORGOTTEN, Move
 from tests.programs.states.world import Spec, View
 from tests.programs.traces.trace_file import Entry
 
+LEVEL_MS = 60_000
+"""Milliseconds by which a level of priority moves a request, for the explorer's invariants."""
 _NUM_ROW, _NUM_HELD = len(Row._fields), 3
 
 
@@ -28,11 +30,21 @@ class RecordedSpec(Spec):
         return self.tokens[index] if index < len(self.tokens) else -1
 
 
-def spec_of(request_id: str, payload: str, arrived_ms: int | None, score: float) -> RecordedSpec:
+def spec_of(
+    request_id: str,
+    payload: str,
+    arrived_ms: int | None,
+    score: float,
+    aging_ms: int = LEVEL_MS,
+) -> RecordedSpec:
     """Returns the request with a payload. Without the time of its arrival, `score` is its place in
-    the queue."""
+    the queue.
+
+    The arrival of the spec is the one that leads to its place with levels of `LEVEL_MS`.
+    """
     fields = json.loads(payload)
     priority = int(fields.get("priority") or 0)
+    place = round(score) if arrived_ms is None else arrived_ms + priority * aging_ms
     return RecordedSpec(
         request_id,
         first_token=0,
@@ -41,7 +53,7 @@ def spec_of(request_id: str, payload: str, arrived_ms: int | None, score: float)
         tenant=fields.get("tenant"),
         plain=arrived_ms is None,
         idempotency_key=fields.get("idempotency_key"),
-        arrived_ms=round(score) - priority * 60_000 if arrived_ms is None else arrived_ms,
+        arrived_ms=place - priority * LEVEL_MS,
     )
 
 

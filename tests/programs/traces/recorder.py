@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import hiredis
 
+from promptq.shared.protocol.keys import PREFIX
 from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.programs.traces.trace_file import Entry, TraceWriter, plain_reply, texts_of
 
@@ -48,14 +49,23 @@ class Recorder:
                 changes = [
                     (each, answer)
                     for each, answer in zip(queued, answers, strict=True)
-                    if each[0].upper() not in _NOT_RECORDED
+                    if self._is_recorded(each)
                 ]
                 for nth, (each, answer) in enumerate(changes, 1):
                     self._write(by, at_us, each, answer, goes_on=nth < len(changes))
         elif connection in self._queued:
             self._queued[connection].append(command)
-        elif name not in _NOT_RECORDED:
+        elif self._is_recorded(command):
             self._write(by, at_us, command, _read(replies))
+
+    def _is_recorded(self, command: Sequence[bytes]) -> bool:
+        """Returns whether a command may change a key of promptq. RQ has other keys and scripts."""
+        name = command[0].upper()
+        if name == b"EVALSHA":
+            return command[1] in self._names
+        keys = command[1:2]
+        is_of_promptq = name == b"EVAL" or any(key.startswith(PREFIX.encode()) for key in keys)
+        return is_of_promptq and name not in _NOT_RECORDED
 
     def _write(
         self, by: str, at_us: int, command: Sequence[bytes], reply: object, goes_on: bool = False

@@ -15,7 +15,7 @@ import hiredis
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import PREFIX, Keys
-from tests.programs.simulation.server import ServerProcess, compile_preload
+from tests.programs.simulation.server import ServerProcess, compile_library
 from tests.programs.states.calls import Move
 from tests.programs.states.explore import ALL_INVARIANTS
 from tests.programs.states.invariants.states import (
@@ -28,6 +28,7 @@ from tests.programs.states.invariants.steps import Step, all_of
 from tests.programs.states.server import Outcome, StatesServer
 from tests.programs.states.world import View, World
 from tests.programs.traces.recorded_moves import (
+    LEVEL_MS,
     RecordedSpec,
     accepted_rows,
     lease_ms_of,
@@ -77,7 +78,7 @@ def replay(
     texts: Mapping[str, str] | None = None,
 ) -> Replayed:
     """Replay a trace on a new server of a `kind` in PROGRAMS, and check invariants at every n-th
-    call. `library` is that of `compile_preload`. `texts` replace the scripts. Raises RefusedError.
+    call. `library` is that of `compile_library`. `texts` replace the scripts. Raises RefusedError.
     """
     replayed = Replayed()
     with tempfile.TemporaryDirectory(prefix="replay-") as temporary:
@@ -123,6 +124,7 @@ class _Following:
         self._server = server
         self._every = every
         self._started_us = 0
+        self._aging_ms = LEVEL_MS
         self._view = View(b"[]", queue)
         self._specs: dict[str, RecordedSpec] = {}
         self._tokens: dict[str, list[int]] = {}
@@ -141,6 +143,9 @@ class _Following:
         reply = self._call(number, entry)
         if entry.script and isinstance(reply, hiredis.ReplyError):
             raise self._refusal(number, entry, f"the script fails: {reply}")
+        if entry.args[:2] == ("HSET", self._queue.config):
+            settings = dict(zip(entry.args[2::2], entry.args[3::2], strict=True))
+            self._aging_ms = int(settings.get("aging_ms", self._aging_ms))
         try:
             move = move_of(entry, self._view)
             if entry.script == "publish":
@@ -229,7 +234,8 @@ class _Following:
             if request_id not in self._specs and "payload" in fields:
                 is_new = self._every == 1 and entry.script in _ENQUEUEING
                 score = after.pending.get(request_id, float(fields.get("score", now_ms)))
-                spec = spec_of(request_id, fields["payload"], now_ms if is_new else None, score)
+                arrived_ms = now_ms if is_new else None
+                spec = spec_of(request_id, fields["payload"], arrived_ms, score, self._aging_ms)
                 spec.tokens.extend(self._tokens.pop(request_id, []))
                 self._specs[request_id] = spec
         return after
@@ -288,7 +294,7 @@ def run_replay(path: Path, kind: str, every: int) -> int:
     try:
         trace = read_trace(path)
         with tempfile.TemporaryDirectory(prefix="replay-") as folder:
-            replayed = replay(trace, compile_preload(Path(folder)), kind, every)
+            replayed = replay(trace, compile_library(Path(folder)), kind, every)
     except TraceError as error:
         print(error, file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@ from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import request_queue
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.programs.simulation.server import compile_preload
+from tests.programs.simulation.server import compile_library
 from tests.programs.states import explore
 from tests.programs.states.mutants import CHAOS_MUTANTS, MUTANTS
 from tests.programs.traces.alterations import (
@@ -45,7 +45,7 @@ FIRST_SEED, MOST_SEEDS = 13, 50
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_preload(tmp_path_factory.mktemp("preload"))
+    return compile_library(tmp_path_factory.mktemp("preload"))
 
 
 @pytest.fixture(scope="module")
