@@ -163,7 +163,8 @@ def test_a_real_server_is_recorded_across_its_death(
 
 
 def test_a_call_that_nobody_sends_is_refused(recorded: Trace, library: Path) -> None:
-    first, args = recorded.entries[0], ("1000", "0", "r", "no fence", "")
+    first = next(entry for entry in recorded.entries if entry.script)
+    args = ("1000", "0", "r", "no fence", "")
     strange = Entry(first.at_us, "publish", first.keys, args, [[], ["fenced"]])
     with pytest.raises(RefusedError, match=r"call 1, publish, .*no worker or client sends"):
         replay(replace(recorded, entries=[strange, *recorded.entries]), library)
