@@ -28,7 +28,7 @@ P = TypeVar("P", bound=Program)
 
 
 class Site:
-    """What all places of a world share."""
+    """The parts that all places of a world share."""
 
     def __init__(self, seed: int, loop: SimulatedLoop, network: Network, trace: Trace) -> None:
         self.seed = seed
