@@ -34,7 +34,7 @@ class Fleet:
         self.work: list[Work] = []
         """The work of clients that use the queue."""
         self.streams: list[HttpStream] = []
-        """What clients of gateways read."""
+        """The answers that clients of gateways read."""
         self.workers = [
             Place(site, f"worker-{number + 1}", WorkerProgram, self._check_worker)
             for number in range(plan.num_workers)
