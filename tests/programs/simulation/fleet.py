@@ -32,7 +32,7 @@ class Fleet:
         self.work: list[Work] = []
         """The work of clients that use the queue."""
         self.streams: list[HttpStream] = []
-        """Streams that clients of gateways read."""
+        """The answers that clients of gateways read."""
         work = partial(WorkerProgram, notes=site.notes, lease_ms=plan.lease_ms)
         self.workers = [
             Place(site, f"worker-{number + 1}", work, self._check_worker)

@@ -28,7 +28,7 @@ P = TypeVar("P", bound=Program)
 
 
 class Site:
-    """The parts that all places of a world share."""
+    """The parts of a world that all its places share."""
 
     def __init__(self, seed: int, loop: SimulatedLoop, network: Network, trace: Trace) -> None:
         self.seed = seed
