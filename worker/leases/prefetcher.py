@@ -172,7 +172,7 @@ class Prefetcher:
         started = time.monotonic()
         claims = await self._queue.take_batch(replace(room, num_sharing=self.num_workers))
         self._meter.observe(CLAIM_TIME, time.monotonic() - started)
-        self._wake_up.num_left = claims.num_pending
+        self._wake_up.claimed(claims.num_pending)
         self._too_small = None if claims else room
         if not claims:
             if claims.next_skip:  # there are more requests behind those of other workers

@@ -90,9 +90,9 @@ class WakeUp:
     """Wakes the prefetcher. Any part of the worker may call `work_came` or `room_freed`."""
 
     def __init__(self) -> None:
-        self.num_left = 0
-        """Number of requests that the last claim left in the queue."""
+        self._num_left = 0
         self._work_came = False
+        self._room_freed = False  # since the last claim began
         self._rung = asyncio.Event()
 
     def work_came(self) -> None:
@@ -102,12 +102,20 @@ class WakeUp:
 
     def room_freed(self) -> None:
         """Report that there may be room for requests that the last claim left in the queue."""
-        if self.num_left:
+        self._room_freed = True
+        if self._num_left:
+            self._rung.set()
+
+    def claimed(self, num_left: int) -> None:
+        """Report that a claim has left `num_left` requests in the queue."""
+        self._num_left = num_left
+        if num_left and self._room_freed:  # the claim did not know of this room
             self._rung.set()
 
     def take(self) -> bool:
         """Forget all reports before a claim. Returns whether `work_came` was among the reports."""
         self._rung.clear()
+        self._room_freed = False
         came, self._work_came = self._work_came, False
         return came
 

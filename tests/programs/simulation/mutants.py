@@ -205,8 +205,8 @@ _OF_CLAIMS = {
     ),
     "messages-during-a-claim-are-lost": Mutant(
         _PREFETCHER,
-        "        self._wake_up.num_left = claims.num_pending\n",
-        "        self._wake_up.num_left = claims.num_pending\n        self._wake_up.take()\n",
+        "        self._wake_up.claimed(claims.num_pending)\n",
+        "        self._wake_up.claimed(claims.num_pending)\n        self._wake_up.take()\n",
     ),
     "a-full-claim-counts-as-empty": Mutant(
         _PREFETCHER, "self._too_small = None if claims else room", "self._too_small = room"
@@ -215,7 +215,10 @@ _OF_CLAIMS = {
         _PREFETCHER, "if self._queue.has_unanswered_claim:", "if False:"
     ),
     "room-counts-only-if-nothing-waits": Mutant(
-        _READY, "if self.num_left:", "if not self.num_left:"
+        _READY, "if self._num_left:", "if not self._num_left:"
+    ),
+    "room-freed-during-a-claim-is-forgotten": Mutant(
+        _READY, "if num_left and self._room_freed:", "if False:"
     ),
     "held-requests-need-no-slots": Mutant(
         _POLICY, "max_count=places - leases.num_counted", "max_count=places"

@@ -19,6 +19,7 @@ from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineAbilities
+from promptq.worker.leases import prefetcher
 from promptq.worker.leases.coalescer import Coalescer
 from promptq.worker.leases.exchange import Exchange
 from promptq.worker.leases.exit_log import ExitLog
@@ -488,6 +489,26 @@ async def test_asks_again_for_what_did_not_fit_only_with_more_room_or_news(clien
     assert len(house.queue.num_claimed) - before <= 3, "a poll each second, and what was on its way"
     house.policy.free_tokens = 1000
     house.leases.wake_up.room_freed()
+    await house.until_available(1)
+    await house.intake.stop()
+
+
+async def test_room_that_is_freed_during_a_claim_is_claimed_without_a_poll(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowQueue(CountingQueue):
+        async def run(self, call: Any) -> Any:
+            reply = await super().run(call)
+            if call.script == "claim" and house.policy.free_tokens == 10:
+                house.policy.free_tokens = 1000
+                house.leases.wake_up.room_freed()
+            return reply
+
+    monkeypatch.setattr(prefetcher, "POLL_SECONDS", 1000.0)
+    house = House(client, queue=SlowQueue(client, worker_id="w"))
+    house.policy.free_tokens = 10
+    await house.put(max_tokens=100)
+    house.intake.start()
     await house.until_available(1)
     await house.intake.stop()
 
