@@ -83,9 +83,11 @@ class Network:
         self._refused_until[process] = self.loop.now + seconds
 
     def heal(self) -> None:
-        """End all holds and refusals."""
+        """End all holds and refusals, and losses that have not happened yet."""
         self._held_until.clear()
         self._refused_until.clear()
+        for link in self.links:
+            link.swallows_replies = link.swallows_messages = False
 
     def held_until(self, process: Process) -> float:
         return self._held_until.get(process, 0.0)
