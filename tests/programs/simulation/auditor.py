@@ -19,12 +19,12 @@ from tests.programs.simulation.plan import OF_SERVER, Fault
 PATIENCE_SECONDS = 10.0
 """Seconds within which all requests end after the faults, and within which workers drain."""
 
-_MOST_SECONDS_UNSEEN = 0.3
+_MOST_SECONDS_UNSEEN = 0.5
 """Seconds after which a subscriber has seen an end, or a token of the engine."""
-_MOST_SECONDS_OF_CANCEL = 0.08
-_MOST_SECONDS_OF_WORK = 0.1
+_MOST_SECONDS_OF_CANCEL = 0.25
+_MOST_SECONDS_OF_WORK = 0.25
 """Seconds after a request's end during which an engine may still generate tokens of it."""
-_MOST_SECONDS_TO_START = 0.3
+_MOST_SECONDS_TO_START = 0.5
 """Seconds until the first token of a request while the workers have nothing else to do."""
 _RECOVERY_SECONDS = {
     **dict.fromkeys((Fault.CUT, Fault.CUT_ONE, Fault.LOSE_REPLY), 1.0),

@@ -174,6 +174,7 @@ class World:
 
     async def _let_all_end(self) -> None:
         self.network.heal()
+        self._server.full_until = 0.0
         self.trace.note(self.loop.root, "ends all faults")
         if self._server.restarting is not None:
             await self._server.restarting
