@@ -21,7 +21,7 @@ def check_order(sent: Iterable[Sent], snapshot: Snapshot) -> Iterator[Violation]
     waits = []
     for request in sent:
         record = snapshot.requests.get(request.request_id, {})
-        if "claimed_at" in record and int(record.get("attempt", 1)) == 1:
+        if {"claimed_at", "worker"} <= record.keys() and int(record.get("attempt", 1)) == 1:
             waits_from = int(record["enqueued_at"]) + request.delay_ms
             score, claimed_at = float(record["score"]), int(record["claimed_at"])
             waits.append((request.request_id, score, waits_from, claimed_at, record["worker"]))
