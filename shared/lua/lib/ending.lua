@@ -106,8 +106,9 @@ local function bare_last_event(index, attempt, prompt_tokens, reason, error_type
 end
 
 -- Append and publish the last event, store the result, and remove the request from its queue and lease. `count`,
--- as text, is the number of tokens up to the event's end. `fields` has the request's tenant and whether it has a
--- webhook. A worker may pass the `result`; otherwise it is made of the log before anything is written.
+-- as text, is the number of tokens up to the event's end. `fields` has the request's tenant, its pictures and
+-- whether it has a webhook. A worker may pass the `result`; otherwise it is made of the log before anything is
+-- written.
 function ending.finish(id, reason, count, event, fields, result)
   result = result or fold_log(id, event)
   redis.pcall('XADD', keys.tokens(id), count .. '-1', 'event', event)
@@ -123,7 +124,7 @@ function ending.finish(id, reason, count, event, fields, result)
     ttl = math.max(ttl, WEBHOOK_MS)
   end
   redis.pcall('PEXPIRE', key, numbers.exact(ttl))
-  pictures.let_go(id, (requests.read(id, 'pictures') or {}).pictures, ttl)
+  pictures.let_go(id, fields.pictures, ttl)
   requests.drop_holds(id, fields.tenant)
   local has_output = count ~= '0' -- an embedding has none
   if (reason == 'stop' or reason == 'length') and has_output then
@@ -133,7 +134,7 @@ end
 
 -- End a request without a worker: cancelled, expired, or an error. Returns false if it had ended already.
 function ending.finish_bare(id, reason, error_type, message)
-  local fields = requests.read(id, 'attempt', 'prompt_tokens', 'state', 'tenant', 'tokens', 'payload') or {}
+  local fields = requests.read(id, 'attempt', 'prompt_tokens', 'state', 'tenant', 'tokens', 'payload', 'pictures') or {}
   local count, ended = requests.log_top(id)
   pending.leave(id, fields)
   if ended or requests.is_final(fields.state) then

@@ -30,11 +30,12 @@
 --     to a worker that serves it, if one lives
 --  21 overflow: '1' for an overflow worker, whatever its model
 -- Reply {'ok', now, still pending, [skip, if the call has one,] claim, ...}, each claim
---       {id, payload (with its pictures), fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
---        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
---        log, turn, tenant, weight}. Without tenants the last three are left out. `turn` is the lowest score
---        when this request was taken (its own if it is given once more), `tenant` the queue it was in. If an
---        overflow worker with another model has had the request, '1' follows (the three may then be empty)
+--       {id, payload (with its pictures), fence, attempt, score, seed, enqueued_at,
+--        prompt_tokens ('' if never tokenised), cost, {event JSON, ...}, '1' for a suspect (hold nothing else
+--        beside it) or '', tokens in the log, turn, tenant, weight}. Without tenants the last three are left out.
+--        `turn` is the lowest score when this request was taken (its own if it is given once more), `tenant` the
+--        queue it was in. If an overflow worker with another model has had the request, '1' follows (the three
+--        may then be empty)
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
 
@@ -203,8 +204,9 @@ local claimed_ids = {} -- a stranger may have put one id into the queues of two 
 local function reply_of(id, fields, cost, has_log, turn, tenant)
   new_leases[#new_leases + 1] = expiry
   new_leases[#new_leases + 1] = id
-  local reply = {id, pictures.insert(fields.payload, fields.pictures), fields.fence, fields.attempt, fields.score, fields.seed,
-    fields.enqueued_at, numbers.whole(fields.prompt_tokens, ''), numbers.exact(cost),
+  local payload = pictures.insert(fields.payload, fields.pictures)
+  local reply = {id, payload, fields.fence, fields.attempt, fields.score, fields.seed, fields.enqueued_at,
+    numbers.whole(fields.prompt_tokens, ''), numbers.exact(cost),
     has_log and requests.log_events(id) or {}, fields.suspect and '1' or '',
     has_log and numbers.exact((requests.log_top(id))) or '0', turn, turn and tenant,
     turn and numbers.precise(tenants.weight_of(tenant))}

@@ -25,14 +25,16 @@ local known = {} -- id -> what is stored of it, and how many tokens its log will
 
 local function look_up(id)
   if not known[id] then
-    local fields = has_tenants and requests.read(id, 'fence', 'state', 'cancelled', 'account', 'webhook', 'tenant')
-      or requests.read(id, 'fence', 'state', 'cancelled', 'account', 'webhook') or {}
+    local fields = has_tenants
+      and requests.read(id, 'fence', 'state', 'cancelled', 'account', 'webhook', 'pictures', 'tenant')
+      or requests.read(id, 'fence', 'state', 'cancelled', 'account', 'webhook', 'pictures') or {}
     local count, ended = requests.log_top(id)
     local finished = ended or requests.is_final(fields.state)
     known[id] = {
       fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
       was_finished = finished, finished = finished, tenant = fields.tenant,
-      account = fields.account, webhook = fields.webhook, expired = requests.is_past_deadline(id),
+      account = fields.account, webhook = fields.webhook, pictures = fields.pictures,
+      expired = requests.is_past_deadline(id),
     }
   end
   return known[id]

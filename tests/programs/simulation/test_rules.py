@@ -82,13 +82,13 @@ def test_finds_a_second_attempt_without_a_fault() -> None:
 
 def test_finds_an_engine_that_works_on() -> None:
     story = Story()
-    story.notes.steps["r"].append(Step(WORKER, 1.31, 3))
+    story.notes.steps["r"].append(Step(WORKER, 1.46, 3))
     assert story.rules() == {"useless work"}
 
 
 def test_finds_a_token_that_comes_late() -> None:
     story = Story()
-    story.stream.times[0] = 1.41
+    story.stream.times[0] = 1.61
     assert story.rules() == {"late token"}
     story.stream.began_at = 1.2
     assert story.rules() == set()
@@ -96,7 +96,7 @@ def test_finds_a_token_that_comes_late() -> None:
 
 def test_finds_an_end_that_comes_late() -> None:
     story = Story()
-    story.stream.ended_at = 1.51
+    story.stream.ended_at = 1.71
     assert story.rules() == {"late end"}
     story.notes.calm_from = None
     story.notes.disturbances.append(Disturbance(Fault.CUT_ONE, "client-2", 1.3, 1.3))
@@ -108,15 +108,15 @@ def test_finds_an_end_that_comes_late() -> None:
 
 def test_finds_a_cancel_that_comes_late() -> None:
     story = Story()
-    story.notes.cancels.append((story.sent, 1.13))
+    story.notes.cancels.append((story.sent, 0.96))
     assert story.rules() == set()
-    story.notes.cancels.append((story.sent, 1.11))
+    story.notes.cancels.append((story.sent, 0.94))
     assert story.rules() == {"late cancel"}
 
 
 def test_finds_a_start_that_comes_late() -> None:
     story = Story()
-    story.record["enqueued_at"] = unix_ms(0.75)
+    story.record["enqueued_at"] = unix_ms(0.55)
     assert story.rules() == {"late start"}
 
 

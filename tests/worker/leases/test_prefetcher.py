@@ -510,6 +510,7 @@ async def test_room_that_is_freed_during_a_claim_is_claimed_without_a_poll(
     await house.put(max_tokens=100)
     house.intake.start()
     await house.until_available(1)
+    assert house.queue.num_claimed[:2] == [0, 1]
     await house.intake.stop()
 
 
