@@ -61,7 +61,7 @@ class BlockingThread:
         self._check_alive()
 
     def close(self) -> None:
-        """Ends the thread, at the end of its world. No code of the world runs in it any more."""
+        """Ends the thread, at the end of its world. It runs no further code of the world."""
         self._is_killed = True
         if not self._is_over:
             clock.running = self.process

@@ -71,7 +71,7 @@ def _check_interruptions(
         drain = notes.drains.get(worker)
         is_late = drain is not None and end >= drain.begin + drain.grace_seconds - 0.001
         if not is_late and not _explains(notes, worker, begin, end):
-            what = f"attempt {attempt['attempt']} of {worker} is given back before its end"
+            what = f"attempt {attempt['attempt']} of {worker} returns to the queue before its end"
             yield Violation("interrupted", request.request_id, what)
 
 

@@ -37,7 +37,7 @@ class Site:
         self.trace = trace
         self.notes = Notes()
         self.is_over = False
-        """Whether nothing starts any more."""
+        """Whether the world is over, so nothing starts."""
 
 
 class Place(Generic[P]):

@@ -180,13 +180,7 @@ def test_documents_are_sorted_by_their_scores(
     for more, num_shown in (({}, 3), ({"top_n": 2, "model": ""}, 2)):
         with ThreadPoolExecutor() as beside:
             asking = beside.submit(lambda more=more: http.post("/v1/rerank", json=body | more))
-            for _ in SCORES:
-                claim = own_worker.take_next()
-                payload = own_worker.payload(claim.request_id)
-                assert payload["embed"] == {"query": "weather"}
-                score = np.array([SCORES[payload["prompt"]]], "<f4").tobytes()
-                vector = base64.b64encode(score).decode()
-                own_worker.send(claim, "", FinishReason.STOP, embedding=vector)
+            send_scores(own_worker, len(SCORES))
             answer = asking.result().json()
         assert answer["id"].startswith("rerank-")
         assert answer["results"] == [
@@ -194,6 +188,17 @@ def test_documents_are_sorted_by_their_scores(
             for index, text in ranked[:num_shown]
         ]
         assert "prompt_tokens" in answer["usage"]
+
+
+def send_scores(worker: HandWorker, num_texts: int) -> None:
+    """Serves the next requests, which compare texts with `weather`."""
+    for _ in range(num_texts):
+        claim = worker.take_next()
+        payload = worker.payload(claim.request_id)
+        assert payload["embed"] == {"query": "weather"}
+        score = np.array([SCORES[payload["prompt"]]], "<f4").tobytes()
+        vector = base64.b64encode(score).decode()
+        worker.send(claim, "", FinishReason.STOP, embedding=vector)
 
 
 @pytest.mark.parametrize("texts", [[*SCORES], "the snow"], ids=str)
@@ -204,13 +209,7 @@ def test_scores_come_in_the_order_of_the_texts(
     wanted = [texts] if isinstance(texts, str) else texts
     with ThreadPoolExecutor() as beside:
         asking = beside.submit(lambda: http.post("/v1/score", json=body))
-        for _ in wanted:
-            claim = own_worker.take_next()
-            payload = own_worker.payload(claim.request_id)
-            assert payload["embed"] == {"query": "weather"}
-            score = np.array([SCORES[payload["prompt"]]], "<f4").tobytes()
-            vector = base64.b64encode(score).decode()
-            own_worker.send(claim, "", FinishReason.STOP, embedding=vector)
+        send_scores(own_worker, len(wanted))
         answer = asking.result().json()
     assert answer["id"].startswith("score-")
     assert answer["data"] == [

@@ -72,7 +72,7 @@ def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
     for request_id in step.world.by_id:
         state = step.after.state(request_id)
         holds = (step.before.leases, step.before.delayed)
-        was_due = any(it.get(request_id, now_ms + 1) <= now_ms for it in holds)
+        was_due = any(ends.get(request_id, now_ms + 1) <= now_ms for ends in holds)
         if was_due and state in ("waiting", "expired"):
             expected["returned"] += 1
         if step.after.is_final(request_id) and not step.before.is_final(request_id):
