@@ -37,7 +37,7 @@ from promptq.shared.queue.call import (
     script_text,
 )
 from promptq.shared.queue.claim_history import ClaimHistory, ClaimTurn
-from promptq.shared.queue.replication import NOT_RUN, nonce_of, replicated, seconds_to_wait
+from promptq.shared.queue.replication import NOT_RUN, replicated, seconds_to_wait
 from promptq.shared.server.cluster import client_at, client_of
 
 T = TypeVar("T")
@@ -172,9 +172,7 @@ class _Queue:
     def _enqueue(self, new: Sequence[NewRequest]) -> Call[list[str]]:
         for item in new:
             check_request_id(item.request_id)
-        is_replicated = any(item.durability is not None for item in new)
-        nonce = nonce_of(new) if is_replicated else secrets.token_hex(8)
-        return scripts.enqueue(new, self._idempotency_ms, nonce)
+        return scripts.enqueue(new, self._idempotency_ms)
 
     def _claim(self, room: Room, turn: ClaimTurn) -> Call[Claims]:
         seed_base = "" if self._seed is None else f"seed {self._seed} "

@@ -5,6 +5,7 @@ Both kinds of queue use these functions. They differ only in how they send a cal
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from promptq.shared.protocol.request import PROTOCOL_VERSION, NewRequest
 from promptq.shared.protocol.rows import Published, Row, RowStatus
 from promptq.shared.protocol.worker_stats import SLOTS, SlotStats, WorkerStats
 from promptq.shared.queue.call import Argument, Call, named, text_of, texts_of
+from promptq.shared.queue.replication import nonce_of
 from promptq.shared.runtime.printable import printable
 
 _ROW_STATUSES = {status.value.encode(): status for status in RowStatus}
@@ -35,10 +37,12 @@ def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     """Adds all requests or none. Returns their ids. For a request with a known idempotency key,
     returns the earlier request's id.
 
-    With a `nonce` that is new for each call, the call can be sent again after a lost reply. Raises
-    RequestExistsError, QueueFullError. If a request has `durability`, the queue waits for replicas.
+    With its `nonce`, which is made here if empty, the call can be sent again after a lost reply.
+    Raises RequestExistsError, QueueFullError. If a request has `durability`, the queue waits for
+    replicas.
     """
-    new = list(new)
+    is_replicated = any(item.durability is not None for item in new)
+    nonce = nonce or (nonce_of(new) if is_replicated else secrets.token_hex(8))
     columns = zip(*map(_values, new), strict=True)
     used = {name: column for name, column in zip(_FIELDS, columns, strict=False) if any(column)}
     fields = ",".join(used) or "id"  # no request sets a field
@@ -63,7 +67,6 @@ def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> 
             )
         return rest
 
-    is_replicated = any(item.durability is not None for item in new)
     return Call("enqueue", args, parse, is_replicated=is_replicated)
 
 
