@@ -118,7 +118,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """A sequence's share (part) of one step: `num_tokens` tokens from `start` on, then the draft."""
+    """A sequence's share (part) of one step: `num_tokens` tokens from `start` on, then `draft`."""
 
     sequence: Sequence
     start: int

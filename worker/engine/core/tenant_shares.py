@@ -79,9 +79,9 @@ class TenantShares:
 
 
 def last_of_most(running: list[Sequence], shares: TenantShares) -> Sequence:
-    """Returns the sequence to preempt from `running`, which is sorted by urgency. Candidates are the
-    sequences with the least urgent priority, but never the first of `running`. Returns the last
-    candidate of the tenant with the largest share."""
+    """Returns the sequence to preempt from `running`, which is sorted by urgency. Candidates have
+    the least urgent priority; the first of `running` is none. Returns the last candidate of the
+    tenant with the largest share."""
     priority = running[-1].request.priority
     lesser = takewhile(lambda each: each.request.priority == priority, reversed(running[1:]))
     return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))
