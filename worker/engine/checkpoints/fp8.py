@@ -29,8 +29,7 @@ def scaled(
     """Returns an FP8 weight with a scale for each output, or the weight in fp32 if an FP8Weight
     cannot represent the scales. Both are [outputs, inputs].
 
-    `scales` has one scale for the whole weight, for each output, or for each block. `block` is the
-    size of a block [outputs, inputs].
+    `scales` has one scale for the weight, for each output, or for each block of the size `block`.
     """
     scales, (outputs, inputs) = scales.float(), weight.shape
     if block is not None and scales.shape == (-(-outputs // block[0]), -(-inputs // block[1])):

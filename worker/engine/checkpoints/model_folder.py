@@ -243,8 +243,7 @@ class ModelFolder:
 
 
 def _check_index_of_hub(name: str) -> None:
-    """Raise UnsupportedModelError if a hub's index names files of other formats. Run this before a
-    download of the weights."""
+    """Raise UnsupportedModelError if a hub's index names other formats. Downloads no weights."""
     if Path(name).is_dir():
         return
     with suppress(OSError):  # no index, or transformers reports the error

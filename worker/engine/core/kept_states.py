@@ -24,8 +24,7 @@ class KeptStates:
         self._pins: Counter[int] = Counter()
 
     def longest(self, block_hashes: list[bytes], most: int) -> int:
-        """Returns the largest n up to `most` for which the state after the first n blocks is kept;
-        0 if there is no such state."""
+        """Returns the largest n, up to `most`, with a kept state after n blocks; 0 without one."""
         counts = (
             count for count in range(most, 0, -1) if block_hashes[count - 1] in self._findable
         )

@@ -103,8 +103,7 @@ class LLMEngine:
             )
         self.abilities = runner.abilities
         self._runner = runner
-        # No state can be restored after a rejected draft, or after a step launched behind a failed
-        # one.
+        # No state can be restored after a rejected draft, or behind a step that failed.
         self._speculative_tokens = speculative_tokens
         self._may_draft = not has_states or layout.states_skip_drafts
         weights = self.abilities.head

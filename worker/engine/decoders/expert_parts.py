@@ -35,8 +35,7 @@ _NUM_PROBES = 32
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router's logits determine a row's experts, and each expert's share: the factor of its
-    result."""
+    """How a router's logits determine a row's experts and their shares (factors of results)."""
 
     num_experts: int
     top_k: int

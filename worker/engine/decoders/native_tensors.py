@@ -40,8 +40,7 @@ class NativeTensors:
         return weights + [library.Weight() for _ in range(count - len(weights))]
 
     def _bias(self, linears: Sequence[nn.Linear]) -> int | None:
-        """Returns the address of the joined biases, valid until the layer is added. Returns None if
-        no layer has a bias."""
+        """Returns the joined biases' address, valid until the layer is added; None without bias."""
         return self._bias_of([RowsOfLinear.all_of(linear) for linear in linears])
 
     def _bias_of(self, parts: Sequence[RowsOfLinear]) -> int | None:

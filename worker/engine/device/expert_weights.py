@@ -81,8 +81,7 @@ def misread_experts(model: nn.Module) -> set[type[nn.Module]]:
 
 def _is_read(module: Any) -> bool:
     """Whether `sum_of_experts` computes the same as the module for a few rows of large numbers.
-    Small numbers would not do: near 0 the activation is almost linear, so gate and up could be
-    exchanged without a difference."""
+    Near 0 the activation is nearly linear: there, an exchange of gate and up changes little."""
     num_experts = len(module.down_proj)
     weights = partial(expert_weights, module)
     generator = torch.Generator("cpu").manual_seed(0)

@@ -181,8 +181,7 @@ def _with_decoder(
     by_parts: bool,
 ) -> CheckedModel:
     """Returns `checked` with the first decoder that passes, or with the reasons why none passes.
-    `by_parts`: weights are in fp32 only in use (see `in_float32`), so this compares the unpacked
-    decoder."""
+    `by_parts`: weights are in fp32 only in use, so this compares the unpacked decoder."""
     probes = decoder_probes(loaded, max_length)
     reasons = []
     for decoder in decoders:

@@ -185,8 +185,7 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
 
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
-    """Returns how many keys a tile may have, at most `most`, so that `num_tiles` tiles of K and V
-    fit into `shared_memory` bytes."""
+    """Returns the most keys per tile, up to `most`, with which `num_tiles` fit `shared_memory`."""
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.

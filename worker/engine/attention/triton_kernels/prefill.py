@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Scoring
 
 MAX_QUERY_TILE = 128
-"""The most rows of a tile that fit registers. For head sizes over 128, half as many; in fp32, a
-quarter."""
+"""The most rows of a tile that fit registers: half for head sizes over 128, a quarter in fp32."""
 
 NUM_STAGES = 3
 """Pipeline depth: two tiles of K and V are loaded while a third is computed. So a tile's block ids

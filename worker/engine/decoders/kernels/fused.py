@@ -276,8 +276,7 @@ class FusedDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The sum `hidden + scale * after(update)` [T, hidden size], not computed yet. `after` is a
-    norm."""
+    """The sum `hidden + scale * after(update)` [T, hidden size], to be computed (`after`: norm)."""
 
     hidden: torch.Tensor
     update: torch.Tensor

@@ -31,8 +31,7 @@ class StepSequences:
 
     @classmethod
     def padded(cls, table: torch.Tensor, num_rows: int, *, has_chunks: bool) -> StepSequences:
-        """Returns the sequences of a padded step. Each may be a decode or, if `has_chunks`, a
-        chunk."""
+        """Returns the sequences of a padded step: decodes, and chunks only if `has_chunks`."""
         most = table.shape[1]
         return cls(table, _owners(table, num_rows), most, most if has_chunks else 0)
 

@@ -89,9 +89,8 @@ def groups_of(
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """Returns [outputs, COUNT]: the index of the scale of each of COUNT parts. A part is PART
-    inputs; the first part begins at input `first`. Parts after the last input get the last group's
-    index."""
+    """Returns [outputs, COUNT]: indices of the scales of COUNT parts. A part has PART inputs, and
+    the first begins at input `first`. Parts after the last input get the last group's index."""
     part = first + PART * tl.arange(0, COUNT)
     return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
 
