@@ -32,8 +32,8 @@ _LEAST_ITERATIONS = 12
 """The fewest iterations of a program. In shorter programs, storing partial sums takes too long."""
 _NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
-"""For many rows: about how many weights are dequantized at a time. In 16 bits, so many weights stay
-in the GPU's cache until they are multiplied."""
+"""For many rows: the approximate number of weights that are dequantized at a time. In 16 bits, they
+stay in the GPU's cache until they are multiplied."""
 _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
 """Number of outputs and inputs in a tile of `_widen_kernel`."""
 
