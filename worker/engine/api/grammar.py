@@ -31,13 +31,13 @@ class Grammar(Protocol):
         """The whole grammar as Lark text for llguidance; None if there is no such text.
 
         An engine that masks by this text and the tokenizer's end token allows all tokens that
-        `Masker.fill` allows, and perhaps more. If that engine has llguidance before 1.9, white
-        space may match `whitespace_pattern` several times in succession.
+        `Masker.fill` allows, and perhaps more. With llguidance older than 1.9, white space may
+        match `whitespace_pattern` several times in succession.
         """
 
     @property
     def masker(self) -> Masker:
-        """The masker that computes the masks. All grammars of a model share it."""
+        """Computes the masks. All grammars of a model have the same masker."""
 
     def allows(self, token_id: int) -> bool:
         """Whether `Masker.fill` would now set the bit of this token."""
@@ -56,7 +56,7 @@ class Masker(Protocol):
     def fill(self, grammars: Sequence[Grammar], masks: npt.NDArray[np.int32]) -> dict[int, str]:
         """Write one row of `masks` [len(grammars), num_words] for each grammar.
 
-        Bit i % 32 of word i / 32 is set if token i may come next. A token of text may come next if
-        the grammar allows it, and an end token of the request if the output may end here. Returns
-        the error of each row that failed, by row. Releases the interpreter lock while it computes.
+        Bit i % 32 of word i / 32 is set if token i may come next: a token of text if the grammar
+        allows it, an end token of the request if the output may end here. Returns the errors of
+        failed rows, by row number. Releases the interpreter lock during the computation.
         """

@@ -37,7 +37,7 @@ class EngineRequest:
     """The random numbers of the sequence depend only on this seed and the token's position."""
 
     max_tokens: int
-    """The most output tokens of all attempts together, so that prompt and output fit the model."""
+    """The most output tokens of all attempts together. With them, the sequence fits the model."""
 
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence: the model's (unless ignore_eos) and the request's."""
@@ -71,13 +71,13 @@ class EngineRequest:
     """How to pool the prompt's hidden states into a vector. If set, nothing is generated."""
 
     pair: tuple[str, str] | None = None
-    """A query, and a document whose score for this query is the vector."""
+    """A query and a document. The vector is the document's score for the query."""
 
     pictures: tuple[str, ...] = ()
-    """Data URLs of the pictures, for each of which the prompt has one token as its place."""
+    """Data URLs of the pictures. The prompt has one placeholder token for each picture."""
 
     picture_tokens: int = 0
-    """Number of further tokens that the pictures become; an estimate before the first attempt."""
+    """Tokens that the pictures add to `prompt_token_ids`; an estimate before they are counted."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -124,25 +124,25 @@ class PromptLogprobs:
 class SequenceOutput:
     """The output of one step for one sequence.
 
-    The last output of a sequence has a `finish_reason`. If that is FinishReason.ERROR, the output
-    has an `error`, too. The engine frees the slot and the blocks before it returns the last output.
+    The last output of a sequence has a `finish_reason`; if this is FinishReason.ERROR, it also has
+    an `error`. The engine frees the slot and the blocks before returning the last output.
     """
 
     sequence_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Log-probabilities of the prompt's tokens from the second one on, in parts that follow each
-    other. Set only with the request's first token, and only if the request wants them."""
+    """Log-probabilities of all prompt tokens except the first, in successive parts. Set only with
+    the request's first output token, and only if `wants_prompt_logprobs`."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_refused: bool = False
-    """Whether there is an `error` because of the request: it forbids every token, or the engine
-    cannot read its pictures."""
+    """Whether the request caused the `error`: the request forbids every token, or the engine cannot
+    read its pictures."""
     timing: SequenceTiming | None = None
-    """Set with the first token of an attempt, the first after a preemption, and the last output."""
+    """Set with the attempt's first token, the first token after a preemption, the last output."""
     embedding: npt.NDArray[np.float32] | None = None
-    """[embedding_size]: pooled hidden states, not normalised, on the last output for `pooling`."""
+    """Pooled hidden states [embedding_size], not normalised. In the last output for `pooling`."""
     given_back: GivenBack | None = None
     """Set if the engine stops the sequence before its end, to return its request to the queue."""
 
@@ -165,7 +165,7 @@ class SequenceTiming:
     scheduled_at: float | None = None
     first_token_at: float | None = None
     prompt_tokens: int | None = None
-    """Number of prompt tokens, if the engine has turned pictures into tokens."""
+    """Number of prompt tokens. Set only if the engine has turned pictures into tokens."""
     cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache when the sequence was first scheduled. Only
     tokens that the same tenant had sent before count."""
@@ -210,9 +210,9 @@ class EngineStats:
     busy_seconds: float = 0.0
     """Duration of all steps together, in seconds."""
     max_running: int | None = None
-    """The most sequences that the engine runs now; None: as many as there are slots."""
+    """The most sequences that the engine runs now; None: only the slots limit them."""
     holds_back: str = ""
-    """Why there is such a limit."""
+    """Why `max_running` is set."""
 
 
 @dataclass(slots=True)
@@ -272,7 +272,7 @@ class EngineLimits:
 
 
 class WeightCounts(NamedTuple):
-    """Numbers of weights that a step multiplies by its rows, with those of the output layer."""
+    """Numbers of weights that a step multiplies by its rows, including the output layer's."""
 
     dense: float
     experts: float = 0.0
@@ -294,7 +294,7 @@ class EngineAbilities:
     logprobs: bool = True
     """Whether the engine reports log-probabilities, with ranks as in the protocol."""
     generates: bool = True
-    """Whether the engine generates tokens. Otherwise it computes vectors, by one pooling alone."""
+    """Whether the engine generates tokens. If not, it only computes vectors, with one pooling."""
     normalizes: bool = False
     """Whether all vectors have the length 1."""
     scores: bool = False
@@ -308,7 +308,7 @@ class EngineAbilities:
     preempts_inexact: bool = True
     """Whether the engine may also preempt a sequence that would not resume exactly."""
     unheeded: frozenset[str] = frozenset()
-    """Further request fields that the engine would ignore. Workers refuse requests with them."""
+    """Further request fields that the engine ignores. Workers refuse requests with these fields."""
     lowest_temperature: float = 0.0
     """The engine raises a temperature between 0 and this value to this value."""
     exact_resume: bool = True
@@ -317,21 +317,22 @@ class EngineAbilities:
     inexact_with: frozenset[str] = frozenset()
     """Fields that, if set, prevent an exact resume of a request. A `temperature` of 0 does not."""
     most_biases: int | None = None
-    """The most tokens whose logits the engine can bias. It carries the penalties of an earlier
-    output over by biases, which no `repetition_penalty` may scale. None: it needs no biases."""
+    """The most tokens whose logits the engine can bias. In a later attempt, biases replace the
+    penalties of earlier output, unless `repetition_penalty` would scale the biases. None: the
+    engine does not need such biases."""
 
     head: HeadWeights | None = None
-    """The weights of the model's drafting head, from which the engine estimates its cost. None: the
-    model has no such head."""
+    """The weights from which the engine estimates the cost of drafts by the model's head. None: the
+    model has no drafting head."""
 
     is_at_risk: bool = True
-    """Whether a request that was running may be the cause when the engine fails."""
+    """Whether a running request may be the cause of an engine failure."""
     unreported: frozenset[str] = frozenset()
     """Fields of `WorkerStats` that the engine cannot report. Workers ignore their values."""
 
     @property
     def refused(self) -> list[str]:
-        """The fields of a request that a worker refuses."""
+        """Request fields that a worker refuses."""
         logprobs = set() if self.logprobs else {"logprobs"}
         grammars = set() if self.grammars else {"response_format", "tool_choice"}
         pictures = set() if self.pictures else {"pictures"}

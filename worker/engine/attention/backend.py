@@ -20,13 +20,13 @@ class AttentionBackend(ABC):
     """The types of devices that the backend runs on, as torch names them."""
     dtypes: ClassVar[Set[torch.dtype]] = {torch.float32, torch.bfloat16, torch.float16}
     needs: ClassVar[str] = ""
-    """A package that the backend needs and that may be missing; empty if there is none."""
+    """An optional package that the backend needs; empty if it needs none."""
     takes_padding: ClassVar[bool] = False
     """Whether a step may be padded with rows to the size of a CUDA graph (see StepBuffers). A
     padding row has the write block -1 and, in DECODE_WORK, a context of 0. For such a row, the
     backend must read no K and V, and output zeros. In a padded step, only the work lists in `plans`
-    (DECODE_WORK, PREFILL_WORK) show which rows are decodes and which are chunks. `num_decodes`,
-    `query_starts` and `context_lens` of the layout mean nothing there."""
+    (DECODE_WORK, PREFILL_WORK) show which rows are decodes and which are chunks. The layout's
+    `num_decodes`, `query_starts` and `context_lens` have no meaning in a padded step."""
     refuses: ClassVar[Set[str]] = frozenset()
     """The names in LayerSpec.features that the backend does not support."""
 

@@ -1,8 +1,8 @@
 """Cuts the contexts of decodes into parts, which the parallel programs of a kernel compute.
 
-The parts of a context depend on the length of this context alone. So the bits of a row's result do
-not depend on the other rows. A kernel with a fixed number of programs takes spans from a list. A
-span is one or more successive parts of a sequence. The length of spans depends on the batch.
+The parts of a context depend only on the length of this context. So the bits of a row's result do
+not depend on other rows. A kernel with a fixed number of programs takes spans from a list. A span
+is one or more successive parts of a sequence. The length of spans depends on the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_PARTS = 64
 FIELDS = 7
 """The number of fields that describe a span (see `cut`)."""
 START_TOKENS = 64
-"""Number of tokens that a program reads in the time that starting a span takes."""
+"""The time to start a span, as the number of tokens that a program could read in this time."""
 MAX_SPAN_TOKENS = 4096
 
 _Numbers = npt.NDArray[np.int64]
@@ -63,7 +63,7 @@ def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
 
 
 def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
-    """Returns each sequence's span length, in tokens, for the shortest estimated time."""
+    """Returns the span length (in tokens) of each sequence. Minimises the estimated total time."""
     best, shortest = size, np.inf
     tokens = PART_TOKENS
     while tokens <= MAX_SPAN_TOKENS:
@@ -101,22 +101,22 @@ def most_parts(context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartResults:
-    """Memory for one layer's attention over each part of a context, before parts are combined."""
+    """Memory for one layer's results of all parts, before the parts of a context are combined."""
 
     sums: torch.Tensor
     """[parts, num_heads, value_size], float32: the mean of a part's values, weighted by softmax."""
     log_weights: torch.Tensor
     """[parts, num_heads], float32: the base-2 logarithm of the sum of a part's softmax weights."""
     num_finished: torch.Tensor
-    """[num_sequences, num_kv_heads], int32: the number of finished parts. 0 between launches."""
+    """[num_sequences, num_kv_heads], int32: number of finished parts; 0 between kernel launches."""
 
 
 class DecodeWork:
     """Work lists (see `cut`) of a step's decodes, one for each SpanList that layers request.
 
-    `contexts` are the context lengths of the sequences. `fill` may replace them by lengths that are
-    not larger. All tensors keep their addresses, as replayed CUDA graphs need. `lists` are work
-    lists that are already on the device.
+    `contexts` are the context lengths of the sequences. `fill` may replace them by equal or smaller
+    lengths. All tensors keep their addresses, as replayed CUDA graphs need. `lists` are work lists
+    that are already on the device.
     """
 
     def __init__(
@@ -140,14 +140,13 @@ class DecodeWork:
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replace the context lengths and the lists on the device. Rewrite requested lists in
-        place."""
+        """Replace context lengths and lists on the device. Rewrites requested lists in place."""
         self._contexts, self._copied = contexts, lists
         for key in self._lists:
             self._write(key)
 
     def spans(self, key: SpanList) -> torch.Tensor:
-        """Returns the list (see `cut`) for `key`. Rows after the list's last span mean nothing."""
+        """Returns the list (see `cut`) for `key`. Ignore the rows after its last span."""
         if key in self._copied and key not in self._lists:
             self._lists[key] = self._copied[key]
         if key not in self._lists:
@@ -157,7 +156,7 @@ class DecodeWork:
         return self._lists[key]
 
     def results(self, num_heads: int, num_kv_heads: int, value_size: int) -> PartResults:
-        """Returns the memory for a layer's results. All layers of these sizes share it."""
+        """Returns the memory for a layer's results. Layers of the same sizes share this memory."""
         shape = (num_heads, num_kv_heads, value_size)
         if shape not in self._results:
             places, counters = self.max_parts, (self._num_sequences, num_kv_heads)

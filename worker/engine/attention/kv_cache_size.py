@@ -16,8 +16,8 @@ MIN_BLOCKS = 2
 """The fewest blocks. With a single block, a sequence that fills it could never continue."""
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.95
-"""The KV cache's fraction of the memory that is free beside the largest step and the CUDA graphs.
-The rest is a reserve, for example for gaps between allocations."""
+"""The KV cache's fraction of the free memory, without the memory of the largest step and of CUDA
+graphs. The rest is a reserve, for example for gaps between allocations."""
 
 
 def fitting_blocks(
@@ -30,7 +30,7 @@ def fitting_blocks(
     reserved_bytes: int = 0,
     state_bytes: int = 0,
 ) -> int:
-    """Returns how many blocks fit into `memory_bytes` beside `state_bytes` of recurrent layers.
+    """Returns how many blocks fit into `memory_bytes` minus `state_bytes` (for recurrent layers).
 
     If `memory_bytes` is None, returns the number of blocks for `wanted_tokens`, but not more than
     fit into `default_memory_bytes`. Raises ConfigurationError if fewer than two blocks fit, or if

@@ -21,7 +21,7 @@ FIELDS = 4
 
 def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
     """Returns [num_tiles, FIELDS]: sequence, first row, number of rows, position of the first row.
-    The longest contexts come first, so that no long tile starts at the end."""
+    Tiles with long contexts take longest and come first, so that programs end at about one time."""
     tiles = []
     for sequence in range(layout.num_decodes, len(layout.context_lens)):
         first_row, end = layout.query_starts[sequence], layout.query_starts[sequence + 1]
@@ -45,8 +45,8 @@ class PrefillWork:
     `room` is the size of the largest step, as (rows, chunks). With `room`, `fill` may replace the
     step. Then lists keep their addresses, as CUDA graphs need, and are padded with empty tiles.
 
-    Lists of sizes that layers requested in earlier steps are copied to the device with the step's
-    inputs. With `room`, `fill` gets these copies as `lists`; without, they are in `layout.lists`.
+    If layers requested a tile size in an earlier step, the list for this size is copied to the
+    device with the step's inputs. Such copies are in `layout.lists`, or passed to `fill`.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Paged attention in plain torch, the backend for all devices.
 
-Decodes are computed in padded groups, and each chunk is computed alone. Padding points to the first
-visible token of the same sequence, so no memory of other sequences is read.
+Decodes are computed in padded groups, and chunks one by one. Padding points to the first visible
+token of the same sequence, so no memory of other sequences is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
 
 MAX_GATHERED_TOKENS = 1 << 16
-"""The most context tokens, with padding, in a group of decodes. Limits the gathered K and V."""
+"""The most context tokens, with padding, in a group of decodes. Limits the copies of K and V."""
 MAX_SCORES = 1 << 24
 """The most attention scores in memory at a time, if `_attend_explicitly` computes the softmax."""
 
@@ -60,10 +60,10 @@ class _Part:
     first: int
     last: int
     cache_rows: torch.Tensor | None
-    """[sequences, num_kv_heads, length], see `_cache_rows`. None without earlier tokens."""
+    """[sequences, num_kv_heads, length], see `_cache_rows`. None if only new tokens are visible."""
     bias: torch.Tensor | None
-    """-inf for positions that a row does not see: [sequences, 1, 1, length] for decodes, [rows,
-    length] for a chunk. None if decodes see all positions, or if a chunk is plain causal."""
+    """-inf where a row does not see a position, otherwise 0: [sequences, 1, 1, length] for decodes,
+    [rows, length] for a chunk. None if decodes see all positions, or if a chunk is plain causal."""
     is_chunk: bool = False
 
 
@@ -164,7 +164,7 @@ def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _cache_rows(
     tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor, layout: StepLayout
 ) -> torch.Tensor:
-    """Returns [sequences, num_kv_heads, length]: indices into the cache as [rows, head size]."""
+    """Returns [sequences, num_kv_heads, length]: row numbers in the cache as [rows, head size]."""
     size = layout.block_size
     blocks = tables.gather(1, positions // size)
     per_head = blocks.unsqueeze(1) * len(heads) + heads.unsqueeze(1)
@@ -186,8 +186,8 @@ def _attend(
 ) -> torch.Tensor:
     """Returns [size, num_heads, rows, value_size] for queries [size, num_heads, rows, key_size].
 
-    Without a bias there are two cases. If there are as many rows as keys, attention is causal. If
-    there is one row, it sees all keys.
+    Without a bias, a single row sees all keys. Several rows are as many as the keys, and attention
+    is causal.
     """
     if scoring.softcap is not None or scoring.sinks is not None:
         return _attend_explicitly(query, keys, values, bias, scoring)

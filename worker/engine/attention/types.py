@@ -12,11 +12,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SpanList:
-    """Key of a work list of decodes: all that the list depends on besides the contexts."""
+    """Key of a work list of decodes. The list depends only on this key and the contexts."""
 
     pattern: Pattern
     at_once: int
-    """The number of spans that the device computes in parallel, each for all KV heads."""
+    """The number of spans that the device computes in parallel. A span counts with all KV heads."""
 
 
 class RequestedLists:
@@ -36,8 +36,8 @@ class RequestedLists:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The positions that a query sees, up to and including its own position. `full`: all;
-    `sliding`: the last `size`; `chunked`: those since the last multiple of `size`."""
+    """The positions that a query sees, up to and including the query's position. `full`: all;
+    `sliding`: the last `size`; `chunked`: from the last multiple of `size` on."""
 
     kind: Literal["full", "sliding", "chunked"]
     size: int = 0
@@ -74,7 +74,7 @@ class LayerSpec:
     scoring: frozenset[str] = frozenset()
     """Further features of the scores: `softcap`, `sinks`."""
     recorded: LayerSpec | None = None
-    """The layer as recorded, if the cache has latents in place of its K and V."""
+    """The recorded layer, if the cache has latents (compressed K and V) in place of K and V."""
 
     @property
     def features(self) -> frozenset[str]:
@@ -90,11 +90,11 @@ class LayerSpec:
 
     @property
     def _scale_bytes(self) -> tuple[int, int]:
-        """The bytes of scales in int8 rows of K and V. Latents, which are V, are a part of K."""
+        """The bytes of scales in int8 rows of K and of V. With latents, both scales are in K."""
         return (SCALE_BYTES, SCALE_BYTES) if self.value_size else (2 * SCALE_BYTES, 0)
 
     def in_int8(self) -> LayerSpec:
-        """Returns this layer with K and V in int8: a row has integers, then their scale in bf16."""
+        """Returns this layer with K and V in int8: each row has integers and then a bf16 scale."""
         if self.key_dtype == torch.uint8:
             return self
         return replace(
@@ -106,7 +106,7 @@ class LayerSpec:
         )
 
     def in_float32(self) -> LayerSpec:
-        """Returns this layer with K and V in fp32, whatever their format was."""
+        """Returns this layer with K and V in fp32."""
         of_key, of_value = self._scale_bytes if self.key_dtype == torch.uint8 else (0, 0)
         return replace(
             self,
@@ -146,7 +146,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Positions of a step's T packed rows in the KV cache, which are the same for all layers.
+    """Positions of a step's T packed rows in the KV cache. All layers have the same positions.
 
     The first `num_decodes` rows belong to one sequence each, in descending order of context. The
     rows of the chunks follow. Sequence i has the rows from `query_starts[i]` to `query_starts[i +
@@ -161,7 +161,7 @@ class StepLayout:
     write_blocks: torch.Tensor
     """[T], int64: the block to which each row's K and V are written."""
     write_offsets: torch.Tensor
-    """[T], int64: the position of each row's K and V in that block."""
+    """[T], int64: the position of each row's K and V in the row's block."""
     block_size: int
     plans: dict[Hashable, Any] = field(default_factory=dict)
     """Data that a backend computes once per step and uses in every layer."""
@@ -169,10 +169,10 @@ class StepLayout:
     """Work lists that were copied to the device with the step's inputs. The key is a SpanList (for
     decodes) or a tile size (for chunks); in a padded step, (StepKind, SpanList or tile size)."""
     requested: RequestedLists = field(default_factory=RequestedLists)
-    """Keys of the work lists that the backend reads. Later steps copy them with their inputs."""
+    """Keys of the work lists that the backend requested, for copies in later steps."""
 
 
 DECODE_WORK = "decode work"
-"""Key in `plans` of a step's DecodeWork. For replayed CUDA graphs, it is set before the step."""
+"""Key in `plans` of a step's DecodeWork. For CUDA graphs, StepBuffers sets it before the step."""
 PREFILL_WORK = "prefill work"
 """Key in `plans` of the PrefillWork of a step's chunks."""

@@ -1,7 +1,7 @@
 """Reads weights that compressed-tensors packs, for example for llm-compressor.
 
-Source: https://github.com/vllm-project/compressed-tensors. Settings for rounding inputs are not
-read: promptq's matrix products choose how to round inputs.
+Source: https://github.com/vllm-project/compressed-tensors. The settings about rounded inputs are
+ignored: promptq's matrix products choose how to round inputs.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ _NAMES: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean"
 
 
 def pooling_of(folder: Path) -> Pooling | None:
-    """Returns the pooling that is set in a model's folder: `last` if the folder has no file about
-    pooling, None if the pooling is not supported. Raises ConfigurationError."""
+    """Returns the pooling that a model's folder sets: `last` if it has no file about pooling, None
+    if the pooling is not supported. Raises ConfigurationError if the file cannot be read."""
     file = folder / _FILE
     if not file.exists():
         return "last"
@@ -31,7 +31,7 @@ def pooling_of(folder: Path) -> Pooling | None:
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """Returns the poolings that are on: newer files have a name, older files have switches."""
+    """Returns the poolings that are on. Newer files name a pooling; older files have switches."""
     if isinstance(name := config.get("pooling_mode"), str):
         return [name]
     return [
@@ -42,8 +42,8 @@ def _modes(config: dict[str, Any]) -> list[str]:
 
 
 def end_token_ids(configurations: Iterable[object]) -> frozenset[int]:
-    """Returns the end tokens of the first configuration that names any. Raises
-    UnsupportedModelError if one of them is not a token id."""
+    """Returns the end tokens of the first configuration that has end tokens. Raises
+    UnsupportedModelError if an end token is not a token id."""
     for configuration in configurations:
         ids = getattr(configuration, "eos_token_id", None)
         if ids is not None:

@@ -26,10 +26,10 @@ class FP8:
 def scaled(
     weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None
 ) -> FP8Weight | torch.Tensor:
-    """Returns an FP8 weight with a scale for each output. If that format cannot represent the
-    scales, returns the weight in fp32. Both are [outputs, inputs].
+    """Returns an FP8 weight with a scale for each output, or the weight in fp32 if an FP8Weight
+    cannot represent the scales. Both are [outputs, inputs].
 
-    `scales` has one scale for the weight, for each output, or for each `block` [outputs, inputs].
+    `scales` has one scale for the weight, for each output, or for each block of the size `block`.
     """
     scales, (outputs, inputs) = scales.float(), weight.shape
     if block is not None and scales.shape == (-(-outputs // block[0]), -(-inputs // block[1])):

@@ -19,8 +19,8 @@ _FORMATS = {"gptq": 1, "gptq_v2": 0}
 
 
 def _add(words: torch.Tensor, number: int, bits: int) -> torch.Tensor:
-    """Returns the words with `number` added to each integer in them. The sum may carry from one
-    integer into the next, as in the tools that write these files."""
+    """Returns the words with `number` added to each integer in a word. A sum may carry into the
+    word's next integer, as in the tools that write these files."""
     ones = sum(1 << place for place in range(0, 32, bits))
     total = (words.long() + number * ones) & 0xFFFFFFFF
     return torch.where(total < 1 << 31, total, total - (1 << 32)).int()

@@ -22,7 +22,7 @@ LOADING_ERRORS = (
 
 
 def first_sentence(error: Exception) -> str:
-    """Returns the first sentence of transformers' message. Its further sentences are advice."""
+    """Returns the first sentence of transformers' message, without the advice that follows."""
     if isinstance(error, ZeroDivisionError | RecursionError | AssertionError | MemoryError):
         kind = type(error).__name__
         return f"its files have impossible sizes, or sizes that do not match ({kind})"

@@ -25,14 +25,14 @@ def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
     if not is_gguf(name_or_dir):
         return name_or_dir, {}
     file = Path(name_or_dir).expanduser()
-    # A name alone could be read as a file of the same name in the current folder.
+    # A name without its folder could be read as a file in the current folder.
     return str(file.parent), {"gguf_file": str(file.absolute())}
 
 
 def check_source(name_or_dir: str) -> str:
-    """Returns a directory or GGUF file that has a model, or a hub name as it is. Raises
-    ModelNotFoundError if there is no model, UnsupportedModelError if a directory has files that
-    promptq refuses, and ConfigurationError if the package that reads GGUF files is missing."""
+    """Returns the path of a model's directory or GGUF file, or a hub name unchanged. Raises
+    ModelNotFoundError if there is no model, UnsupportedModelError if promptq refuses a file of the
+    directory, and ConfigurationError if the package that reads GGUF files is missing."""
     place = Path(name_or_dir).expanduser()
     if place.is_dir():
         _check_directory(place, name_or_dir)
@@ -67,9 +67,9 @@ def _check_directory(directory: Path, name: str) -> None:
 
 
 def check_weights(source: str) -> None:
-    """Check that a directory has weights. For a hub name, transformers checks this itself. Raises
-    ModelNotFoundError if files with weights are missing, and UnsupportedModelError if the index
-    names other files than the directory's safetensors files."""
+    """Check that a directory has weights. For a hub name, transformers does so. Raises
+    ModelNotFoundError if a file with weights is missing, and UnsupportedModelError if the index
+    names a file that is not a safetensors file of the directory."""
     folder = Path(source)
     if not folder.is_dir():
         return

@@ -39,13 +39,13 @@ _PART_OF_HEAD = re.compile(r"(^|\.)(mtp|eh_proj|enorm|hnorm|shared_head)\.")
 
 
 class Format(Protocol):
-    """Reads the layers of one quantization method. The constructor takes the `quantization_config`.
-    Raises UnsupportedModelError for a variant that is not supported."""
+    """Reads the layers of one quantization method. The constructor takes the `quantization_config`,
+    and raises UnsupportedModelError for a variant that promptq does not support."""
 
     marker: str
     """The name of the tensor that only quantized layers have."""
     bits: int
-    """Bits of one element of a weight. A 32-bit word has several elements."""
+    """Bits of one element of a weight. A 32-bit word in a file has several elements."""
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor:
         """Returns a linear layer's weight from its tensors. Raises KeyError if one is missing."""
@@ -58,7 +58,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "fp8": FP8,
 }
 _OF_THE_CACHE = {"q_scale", "k_scale", "v_scale"}
-"""Names of a quantized KV cache's scales, which promptq does not read: it computes its own."""
+"""Names of scales for a quantized KV cache. promptq ignores them, and computes other scales."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEADER = 100_000_000
 """The most bytes of a safetensors file's header. The safetensors library has the same limit."""
@@ -101,8 +101,8 @@ class ModelFolder:
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The folder's generation config if its weights are quantized. Otherwise None, because
-        transformers then reads the config itself."""
+        """The folder's generation config if the weights are quantized; None if they are not: then
+        transformers reads the config."""
         if self._format is None or not (self._folder() / "generation_config.json").exists():
             return None
         config: GenerationConfig = GenerationConfig.from_pretrained(self.source)
@@ -114,14 +114,14 @@ class ModelFolder:
 
     @property
     def num_saved_bytes(self) -> int:
-        """Bytes of the weights' files; 0 for a hub name, whose files may not be downloaded yet."""
+        """Bytes of all files with weights; 0 for a hub name: its files may not be here yet."""
         if not Path(self.source).is_dir():
             return 0
         return sum(file.stat().st_size for file in self._files())
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
-        """Returns the bytes of all parameters once converted to `dtype` (None: as transformers
-        loads them). Returns 0 for a hub name, whose files may not be downloaded yet."""
+        """Returns the bytes of all parameters in `dtype` (None: the dtype that transformers loads).
+        Returns 0 for a hub name: its files may not be here yet."""
         if not Path(self.source).is_dir():
             return 0
         if self._format is None and dtype is None:
@@ -174,8 +174,8 @@ class ModelFolder:
         return ""
 
     def head_files(self) -> dict[str, Path]:
-        """Returns the tensors of the head that predicts further tokens: each tensor's name, with
-        the file that it is in. Empty if the model has no head.
+        """Returns the files of the head that predicts further tokens, by the names of its tensors.
+        Empty if the model has no head.
 
         The head may be in the folder `mtp`, which programs without support for heads do not read.
         """
@@ -199,9 +199,9 @@ class ModelFolder:
         return weights
 
     def _of_head(self, names: Iterable[str]) -> list[str]:
-        """Returns those of `names` that are tensors of the head. These are in the module `mtp`
-        (Qwen3-Next), or in a layer after the model's last layer (DeepSeek-V3, GLM-4.5). Such a
-        layer counts only if it has a part that no other layer has."""
+        """Returns the `names` of the head's tensors. They are in the module `mtp` (Qwen3-Next), or
+        in a layer after the model's last layer (DeepSeek-V3, GLM-4.5). This layer counts as a head
+        only if it has a part that no other layer has."""
         first = self.config.get_text_config(decoder=True).num_hidden_layers
         of_head = re.compile(rf"(model\.)?(language_model\.)?(layers\.{first}|mtp)\..+")
         found = [name for name in names if of_head.fullmatch(name)]
@@ -221,7 +221,7 @@ class ModelFolder:
             raise UnsupportedModelError(f"{layer} has parts of wrong sizes: {error}") from error
 
     def _files(self) -> list[Path]:
-        """Returns the files with weights, without copies of the weights in another format."""
+        """Returns the safetensors files with weights, except copies that the index leaves out."""
         return self._files_in(self._folder())
 
     def _files_in(self, folder: Path) -> list[Path]:
@@ -231,8 +231,8 @@ class ModelFolder:
         return [folder / name for name in names]
 
     def _folder(self, *, is_loaded: bool = False) -> Path:
-        """Returns the folder of the files. `is_loaded`: transformers has already downloaded all
-        files that it needs, so nothing is downloaded."""
+        """Returns the folder of the files. Downloads them from a hub, unless `is_loaded`: then
+        transformers has downloaded all files that it needs."""
         here = Path(self.source)
         if here.is_dir():
             return here
@@ -243,7 +243,7 @@ class ModelFolder:
 
 
 def _check_index_of_hub(name: str) -> None:
-    """Raise UnsupportedModelError, before a download, if the index names files of other formats."""
+    """Raise UnsupportedModelError if a hub's index names other formats. Downloads no weights."""
     if Path(name).is_dir():
         return
     with suppress(OSError):  # no index, or transformers reports the error
@@ -290,8 +290,8 @@ def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _num_numbers(file: Path, packed: int) -> int:
-    """Returns the number of elements in a safetensors file, if each 32-bit word has `packed` of
-    them. Returns 0 for a damaged file. Loading the file reports the damage."""
+    """Returns the number of elements in a safetensors file. A 32-bit word counts as `packed`
+    elements. Returns 0 for a damaged file: the error appears when the file is loaded."""
     try:
         return sum(
             prod(tensor["shape"]) * (packed if tensor["dtype"] == "I32" else 1)

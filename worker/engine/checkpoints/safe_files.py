@@ -20,7 +20,7 @@ from promptq.shared.errors import ModelNotFoundError, UnsupportedModelError
 _READ = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".spm", ".tiktoken", ".txt"})
 """Endings of the files that promptq or transformers may read."""
 MAX_BYTES = 128 * 2**20
-"""The most bytes of a file other than weights. Gemma's tokenizer, one of the largest, has 33 MB."""
+"""The most bytes of a file without weights. Gemma's tokenizer, one of the largest, has 33 MB."""
 HEAD_FOLDER = "mtp"
 _FOLDERS = ("", "additional_chat_templates", "1_Pooling", HEAD_FOLDER)
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks?|labels)|block_count")
@@ -30,7 +30,7 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"),
     *("head_dim", "num_attention_heads", "num_key_value_heads"),
 )
-"""Sizes of a model's matrices. `check_sizes` multiplies all but the first by the hidden size."""
+"""Sizes of a model's matrices. `check_sizes` multiplies the others by `hidden_size`."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _CONTENTS = ("vocab", "merges")
@@ -40,8 +40,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 def check_files(folder: Path) -> None:
-    """Raise UnsupportedModelError if a file is outside the folder, too large, or not regular. Files
-    in the hub's cache are links to the folder `blobs`, beside `snapshots`. These are allowed."""
+    """Raise UnsupportedModelError if a file is outside the folder, too large, or not regular. Links
+    to the folder `blobs` beside `snapshots` are allowed: the hub's cache consists of such links."""
     for name in _FOLDERS:
         place = folder / name
         for file in sorted(place.iterdir()) if place.is_dir() else ():
@@ -66,8 +66,8 @@ def check_files(folder: Path) -> None:
 
 
 def check_tokenizer_config(source: str, config: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError if `tokenizer_config.json` names a file outside of the model.
-    transformers would read some of these files, and turn their content into tokens."""
+    """Raise UnsupportedModelError if `tokenizer_config.json` names a file outside the model's
+    folder. transformers would read some such files, and turn the content into tokens."""
     for name, value in config.items():
         if not isinstance(value, str) or not (name in _CONTENTS or name.endswith("_file")):
             continue
@@ -104,9 +104,9 @@ def check_config(source: str, config: Any) -> None:
 
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
-    """Raise UnsupportedModelError if one matrix would have more elements than `num_numbers`, the
-    number in all files with weights. transformers would fill the memory with it."""
-    # Plain values: an attribute that differs between layers raises an error.
+    """Raise UnsupportedModelError if one matrix would have more elements than `num_numbers`, which
+    all files have together. transformers would fill the memory with such a matrix."""
+    # `vars` reads plain values: an attribute that differs between layers raises an error.
     sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
     hidden_size = sizes["hidden_size"]
     for name, size in sizes.items():
@@ -121,11 +121,11 @@ def check_sizes(source: str, config: Any, num_numbers: int) -> None:
 
 
 def check_experts(source: str, config: Any, *, has_weights: Callable[[], bool]) -> None:
-    """Raise UnsupportedModelError if no experts or groups of experts are active, or more than the
-    model has.
+    """Raise UnsupportedModelError if a token would use no expert, or more experts than there are.
+    The same check holds for groups of experts.
 
-    With 0 experts, models of some families are dense. `has_weights` returns whether the files have
-    weights of experts nevertheless.
+    With 0 experts, models of some families are dense. `has_weights` returns whether the files
+    contain experts even so.
     """
 
     def count(names: tuple[str, ...]) -> tuple[str, int] | None:

@@ -19,9 +19,9 @@ class SavedWeights:
     dtype: torch.dtype
     """The dtype in which the model computes."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """All parameters by name, in `dtype`. Quantized ones take no memory until `widen` is called."""
+    """All parameters by name, in `dtype`. A quantized one takes no memory until `widen`."""
     quantized: dict[str, SavedWeight] = field(default_factory=dict)
-    """The quantized weights, by the name of their module."""
+    """The quantized weights, by the names of modules."""
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Add a parameter that is not quantized."""

@@ -28,8 +28,8 @@ def weight_of(
     """Returns the weight `scale * (n - zero)` for unsigned `numbers` [outputs, `inputs`].
 
     `scales` (fp32) and `zeros` are [outputs, groups]. Without `zeros`, each zero is the middle of
-    the range. `groups` [inputs] has the group of each input. If the inputs of a group are not
-    adjacent, the result is an fp32 tensor.
+    the range of numbers. `groups` [inputs] has the group of each input. If the inputs of a group
+    are not adjacent, returns an fp32 tensor.
     """
     middle, group = 1 << (bits - 1), -(-inputs // scales.shape[1])
     offsets = None

@@ -23,7 +23,7 @@ class BlockManager:
     Every block is in one of three states. A *free* block holds nothing. An *owned* block is in as
     many block tables as it has references. A *cached* block has no owner, but can be found by its
     hash until it is evicted. The hash of a block covers its tokens, all tokens before them, the
-    tenant and the cache salt. A block can be found when all its tokens are computed, owned or not.
+    tenant and the cache salt. An owned block can be found, too, once all its tokens are computed.
 
     Eviction is LRU (least recently used): when no block is free, the manager allocates the block
     that has been cached longest. A sequence's last blocks are evicted before its first ones.
@@ -33,9 +33,9 @@ class BlockManager:
     count only the blocks that this tenant sent.
 
     The states of recurrent layers are not in the blocks. If the model has such layers, a sequence
-    can share a prefix only if `kept_states` has the state after it. If a sequence finds the blocks
-    of a longer prefix, but no state, then two sequences begin with this longer prefix, and a third
-    may follow. So the engine keeps the state of the second sequence after this prefix.
+    can share a prefix only if `kept_states` has the state after this prefix. If the blocks of a
+    longer prefix can be found, but no state, then two sequences begin with the longer prefix, and
+    a third may follow. So the engine keeps the second sequence's state after the longer prefix.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class BlockManager:
         return [block for block in sequence.block_table if self._references[block] > 1]
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the blocks that already have K and V of the sequence's first tokens. The last
-        token, and tokens whose logits are needed, must be computed."""
+        """Returns the blocks that already have K and V of the sequence's first tokens. Never covers
+        the last token, or tokens whose logits are needed: a step must compute these."""
         prefix = self._findable_blocks(sequence)
         if self.kept_states is None:
             return prefix
@@ -110,16 +110,16 @@ class BlockManager:
         return num_known
 
     def num_needed(self, sequence: Sequence, prefix: list[int]) -> int:
-        """Returns the number of free blocks that a sequence without blocks needs for its known
-        tokens. Blocks of its cached `prefix` that have an owner need no free block."""
+        """Returns how many of the `num_free` blocks a sequence without blocks would take for its
+        known tokens. Blocks of `prefix` that other sequences already own do not count."""
         owned = sum(1 for block in prefix if self._references[block])
         return num_blocks_for(sequence.num_tokens, self.block_size) - owned
 
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Yields each sequence of `leaving`, with the number of blocks that are free once this
-        sequence and all before it are gone. Blocks of `prefix` stay owned."""
+        """Yields each sequence of `leaving`, with the value of `num_free` after this sequence and
+        the earlier ones have left. Blocks of `prefix` do not become free."""
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
         for sequence in leaving:
@@ -166,8 +166,8 @@ class BlockManager:
         return True
 
     def mark_computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """Record that the tokens from `start` up to, but without, `end` are computed. Blocks that
-        are full now can be found by their hash."""
+        """Record that the tokens `start` to `end - 1` are computed. Blocks that became full can now
+        be found by their hash."""
         first, last = start // self.block_size, end // self.block_size
         if sequence.state_source is not None and self.kept_states is not None:
             self.kept_states.unpin(sequence.state_source)
@@ -190,7 +190,7 @@ class BlockManager:
             self.num_gained += last  # a waiting sequence may need fewer blocks now
 
     def free(self, sequence: Sequence) -> None:
-        """Take back a sequence's blocks. Findable ones stay cached, the last ones evicted first."""
+        """Take back a sequence's blocks. Findable blocks become cached unless others own them."""
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -209,8 +209,8 @@ class BlockManager:
             sequence.state_source = sequence.state_target = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare all blocks with the block tables of `sequences`, which must be all sequences with
-        blocks. Raises RuntimeError, which names the inconsistency."""
+        """Compare all blocks with the block tables of `sequences`: all sequences that have blocks.
+        Raises RuntimeError, which names the inconsistency."""
         sequences = [*sequences]
         if self.kept_states is not None:
             self.kept_states.check_integrity(sequences)
@@ -262,8 +262,8 @@ class BlockManager:
         return block
 
     def _hash_blocks(self, sequence: Sequence) -> None:
-        """Compute the hashes of the sequence's full blocks. The hash is cryptographic, because no
-        sequence may find a block whose prefix differs from its own."""
+        """Compute the hashes of the sequence's full blocks. The hash is cryptographic, so that no
+        other prefix has the same hash."""
         hashes, size = sequence.block_hashes, self.block_size
         for index in range(len(hashes), sequence.num_tokens // size):
             parent = hashes[-1] if hashes else self._salt_hash(sequence)
@@ -271,7 +271,7 @@ class BlockManager:
             hashes.append(_hash(parent + token_ids.tobytes()))
 
     def _salt_hash(self, sequence: Sequence) -> bytes:
-        """Returns the hash before that of a first block, made of the tenant and the cache salt."""
+        """Returns a hash of tenant and cache salt, which the hash of the first block includes."""
         # `person` makes these hashes differ from those of blocks. The hash of the tenant has a
         # fixed length, so no salt can imitate another tenant and salt.
         tenant = "" if self._senders is not None else sequence.request.tenant

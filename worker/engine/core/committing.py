@@ -15,7 +15,7 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 
 
 class Committer:
-    """Stores results in sequences, and counts tokens in `totals`."""
+    """Stores the results of each share (a sequence's part of a step), and counts tokens."""
 
     def __init__(
         self, block_manager: BlockManager, totals: EngineStats, *, has_states: bool
@@ -28,7 +28,7 @@ class Committer:
         self, batch: Batch, collected: Collected
     ) -> Iterator[tuple[Sequence, SequenceOutput]]:
         """Store the results of a batch, and yield each sequence with its output. If an output has a
-        `finish_reason`, the caller must end the sequence before it takes the next output."""
+        `finish_reason`, the caller must end this sequence before taking the next output."""
         for share, reported in zip(batch.reporting, collected.prompt_logprobs, strict=True):
             share.sequence.num_reported_rows = share.reported_rows.stop
             share.sequence.prompt_logprobs.append(reported)
@@ -115,7 +115,7 @@ class Committer:
         )
 
     def _pool(self, share: ScheduledSequence) -> Iterator[tuple[Sequence, SequenceOutput]]:
-        """Add a share's hidden states to the sequence's vector, which the last token completes."""
+        """Add a share's hidden states to the sequence's vector. If complete, yield the vector."""
         sequence = share.sequence
         if share.start == 0:
             sequence.pool.clear()  # preempted, so it starts again
@@ -144,9 +144,9 @@ def _finish_reason(sequence: Sequence) -> FinishReason | None:
 
 
 def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
-    """Returns the tokens that would have been sampled without a draft: the first one, and each
-    later one if all drafted tokens before it were right. Ends before a token whose sampling failed.
-    The next step samples that token first, so a persistent error ends the request."""
+    """Returns the sampled tokens that the sequence keeps: the first, and each later one if all
+    drafted tokens before it were right. Leaves out a later token whose sampling failed: the next
+    step samples it first, so a persistent error ends the request."""
     num_accepted = 1
     for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):
         if token.token_id != drafted or following.error is not None:

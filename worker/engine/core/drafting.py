@@ -20,52 +20,51 @@ MAX_ROWS = 16
 
 _DRAFT_COST = 1 / 4
 _ROW_COST = 1 / 32
-"""The cost of a drafted row, as a fraction of a step. The first drafted row costs more, because
-some libraries multiply a single row differently. Most machines and dtypes have lower costs."""
+"""The cost of having drafts and the cost of each drafted row, as fractions of a step. Some
+libraries multiply a single row differently. Most machines and dtypes have lower costs."""
 
 _ALLOWANCE = 0.01
-"""The cost that failing drafts may have, as a fraction of all steps."""
+"""The most that failing drafts may cost, as a fraction of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
 """The most credit, in tokens. More would waste drafts after a text stops repeating itself."""
 _LARGEST_DEBT = 4.0
 _FIRST_LENGTH = 3
 _LONGEST = 4
-"""The most tokens that have to match, and the least are 2. A match of one token means too little.
-"""
+"""Prompt lookup compares the last 2 to 4 tokens. A match of one token means too little."""
 
 UNKNOWN = -1
 """Stands for a drafted token that the model's head has not chosen yet."""
 _PRODUCT = 1 / 4
-"""The work of multiplying a weight by a row. The work of reading a weight is 1."""
+"""The work of multiplying a weight by a row, if the work of reading a weight is 1."""
 _STEP, _ROW = 5.5e6, 0.5e6
-"""The work of a step, and of each of its rows, beside the products: scheduling, sampling, etc."""
+"""The work of a step, and of each row in it, without the products: scheduling, sampling, etc."""
 _DRAFT, _DRAFT_OF_SEQUENCE, _DRAFTED_ROW = 2.5e6, 0.7e6, 0.1e6
-"""The work beside the products of a step with drafts, per sequence, and per drafted token."""
+"""Further work if the head drafts, without products: per step, drafting sequence, drafted token."""
 _MOST_BY_HEAD = 8
 """The most tokens that the head drafts in a step, one after the other."""
 _LEAST_GAIN = 1.05
-"""The head drafts if this is the least expected speed, as a multiple of the speed without."""
+"""The head drafts only if the expected speed is above this multiple of the speed without drafts."""
 _FIRST_RATE = 0.8
-"""The expected rate at which a token of the head is accepted if all tokens before it are right."""
+"""First estimate of how often a token of the head is accepted if all tokens before it are right."""
 _FIRST_FOUND = 3.0
-"""The expected number of accepted tokens of a prompt lookup, if the model also has a head."""
+"""First estimate of the accepted tokens of a prompt lookup. Used if the model also has a head."""
 _WEIGHT = 1 / 64
 _WEIGHT_OF_LOOKUP = 1 / 4
-"""The weights of a new draft in two running means, which begin with the two expectations above: the
-acceptance rates of the head, and the number of accepted tokens of a lookup."""
+"""Weights of a new draft in running means that begin with the two estimates above: in the head's
+acceptance rates, and in the number of accepted tokens of a lookup."""
 _FIRST_COUNT = 16
-"""At first, the expected rates of the head weigh as much as this many drafts."""
+"""The first estimates of the head's rates weigh as much as this many drafts."""
 _RESTS = 32
-"""After this many decodes without a draft by the head, rates below the first one rise, by half of
-what a failed draft takes at most. So the head is tried again, after at least 64 decodes."""
+"""After this many decodes without a draft by the head, its rates rise towards `_FIRST_RATE`, by at
+most half of what a failed draft subtracts. So the head is tried again, after 64 decodes or more."""
 _FORGETTING = 1 / 256
-"""Weight by which each step without a lookup moves the expectation of lookups back to its first
-value. So a text that begins to repeat itself is noticed."""
+"""Weight with which each step without a lookup moves the estimate for lookups back to its first
+value. So lookups are tried again, in case the text now repeats itself."""
 
 
 class PromptLookup:
-    """Finds tokens that followed earlier occurrences of a text's last tokens, in constant time."""
+    """Finds the tokens that followed an earlier occurrence of a text's end. Takes constant time."""
 
     def __init__(self) -> None:
         self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: place after its last occurrence
@@ -107,8 +106,8 @@ class Head:
 
     def best_length(self, num_drafting: int, num_others: int = 0) -> tuple[int, float]:
         """Returns the best number of tokens to draft for each of `num_drafting` sequences, and the
-        expected number of accepted ones. Both are 0 if drafts do not pay. `num_others` further
-        sequences of the step get no drafts."""
+        expected number of accepted tokens per sequence. Both are 0 if drafts would save no time.
+        The step also has `num_others` sequences without drafts."""
         kind = num_drafting, num_others
         if kind not in self._costs:
             self._costs[kind] = self._costs_of(num_drafting, num_others)
@@ -124,8 +123,8 @@ class Head:
         return best
 
     def _costs_of(self, num_drafting: int, num_others: int) -> list[float]:
-        """Returns for 1, 2, ... drafted tokens the work of a step with drafts, as a multiple of the
-        work without. The list ends where a step would have too many rows."""
+        """Returns the work of steps with 1, 2, ... drafted tokens per sequence, as multiples of the
+        work of a step without drafts. The list ends before a step would exceed `MAX_ROWS`."""
         plain, model, costs = num_drafting + num_others, self.weights.model, list[float]()
         without = _STEP + _ROW * plain + _products(model, plain)
         of_token = _DRAFTED_ROW * num_drafting + _products(self.weights.head, num_drafting)
@@ -162,11 +161,11 @@ def _products(weights: WeightCounts, num_rows: int) -> float:
 
 @dataclass(slots=True)
 class Drafter:
-    """Drafts tokens for one sequence, as many as pay off.
+    """Drafts as many tokens for one sequence as are likely to save time.
 
     Prompt lookups are paid from a credit, in tokens: a longer step delays all of its sequences.
     Each accepted token adds to the credit, and each step adds a little. So failing drafts cost at
-    most the small addition, and right drafts become longer. `Head` decides about its drafts.
+    most the small addition, and right drafts become longer. `Head` decides about the head's drafts.
     """
 
     max_drafted: int
@@ -188,7 +187,7 @@ class Drafter:
         by_head: tuple[int, float] = (0, 0.0),
     ) -> list[int]:
         """Returns at most `num_rows` drafted tokens, for a step of `num_sequences` sequences. All
-        of them are UNKNOWN if the model's head will draft. See `Head.best_length` for `by_head`."""
+        are UNKNOWN if the model's head will draft. `by_head` comes from `Head.best_length`."""
         affordable = int((self._credit - _DRAFT_COST) / (_ROW_COST * num_sequences))
         useful = self.end - len(token_ids) - 1  # the last token is sampled, not drafted
         most = min(self.max_drafted, num_rows, useful)

@@ -74,11 +74,11 @@ class StepRecovery:
         self._set_back = set_back
 
     def compute(self, shares: list[ScheduledSequence]) -> list[SequenceOutput]:
-        """Compute and commit shares, in parts if that fails. Returns the outputs.
+        """Compute and commit shares, in smaller parts after a failure. Returns the outputs.
 
-        A sequence that fails even when it is computed without others ends with an error, if the
-        runner can still compute anything else. Otherwise raises the exception. If memory was short,
-        the sequence waits or is given back instead, because memory may become free later.
+        A sequence that fails even when no other is computed with it ends with an error. After a
+        lack of memory it does not end: it waits, or is given back, because memory may become free.
+        Raises the exception if the runner can no longer compute even a harmless batch.
         """
         batch = Batch(shares)
         try:

@@ -9,7 +9,7 @@ from promptq.worker.engine.core.sequence import Sequence
 
 
 class KeptStates:
-    """Hands out the places of kept states, and finds a state by the hash of the block before it.
+    """Hands out places for states, and finds a state by the hash of the last block that it covers.
 
     A place is an index into the runner's pool of states. A place is either free, or reserved for a
     sequence that will write its state there, or has a state that can be found. A sequence that
@@ -24,7 +24,7 @@ class KeptStates:
         self._pins: Counter[int] = Counter()
 
     def longest(self, block_hashes: list[bytes], most: int) -> int:
-        """Returns the largest n, up to `most`, with a state after the first n blocks, or 0."""
+        """Returns the largest n, up to `most`, with a kept state after n blocks; 0 without one."""
         counts = (
             count for count in range(most, 0, -1) if block_hashes[count - 1] in self._findable
         )
@@ -51,7 +51,7 @@ class KeptStates:
         return None
 
     def publish(self, block_hash: bytes, place: int) -> None:
-        """Make the state in a reserved place findable, by the hash of the last block before."""
+        """Make the state in a reserved place findable by the hash of the last block it covers."""
         if block_hash in self._findable:
             self.release(place)
         else:
@@ -62,8 +62,8 @@ class KeptStates:
         self._free.append(place)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare all places with `sequences`, which must be all sequences with blocks. Raises
-        RuntimeError, which names the inconsistency."""
+        """Compare all places with `sequences`: all sequences that have blocks. Raises RuntimeError,
+        which names the inconsistency."""
         pins: Counter[int] = Counter()
         reserved = []
         for sequence in sequences:

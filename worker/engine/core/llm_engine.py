@@ -41,9 +41,9 @@ _AUDIT_INTERVAL_SECONDS = 1.0
 _SMALL_STEPS = 256
 """Number of steps with fewer sequences after a step that ran out of memory."""
 _MOST_SHORTAGES = 6
-"""Number of memory shortages of a sequence alone, after which the engine gives it back."""
+"""The engine gives a sequence back after this many memory shortages with no other in the batch."""
 _PAUSE_SECONDS = 0.05
-"""Seconds before the next try if there was no memory for any sequence. Doubles each time."""
+"""Seconds before the next try if no sequence had enough memory. Doubles with each shortage."""
 _STEPS_SHOWN = 32
 """The reported step time is the median of this many steps."""
 _NO_MEMORY = GivenBack("there is too little memory even for a single request")
@@ -103,7 +103,7 @@ class LLMEngine:
             )
         self.abilities = runner.abilities
         self._runner = runner
-        # No state can be restored after a rejected draft, or after a step behind a failed step.
+        # No state can be restored after a rejected draft, or behind a step that failed.
         self._speculative_tokens = speculative_tokens
         self._may_draft = not has_states or layout.states_skip_drafts
         weights = self.abilities.head
@@ -253,7 +253,7 @@ class LLMEngine:
         return _Step(batch, self._runner.launch(batch))
 
     def _launch_after(self, step: _Step) -> _Step | None:
-        """Launch the next step while `step` still runs. Returns None if planning must wait."""
+        """Launch the next step while `step` runs. Returns None if it cannot be planned yet."""
         pacing = self._pacing
         batch = self._scheduler.follow(step.batch, pacing.chunk, pacing.prompt_tokens)
         if batch is None:
@@ -268,7 +268,7 @@ class LLMEngine:
         return True
 
     def _run_fewer(self, set_back: list[Sequence]) -> None:
-        """For the next steps, limit the running sequences to the number that had enough memory."""
+        """Limit the running sequences in the next steps to the number that had enough memory."""
         num_running = len(self._scheduler.running)
         self._scheduler.max_running = max(1, num_running)
         self._full_steps_from = self._totals.num_steps + _SMALL_STEPS

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Computes the mean of rows, with the same bits however steps divide the rows."""
+    """Computes the mean of rows. Its bits do not depend on how steps divide the rows."""
 
     def __init__(self) -> None:
         self._sum: npt.NDArray[np.float64] | None = None

@@ -33,7 +33,7 @@ _BOLDNESS."""
 
 @dataclass(frozen=True, slots=True)
 class _PromptStep:
-    """A step with prompt tokens. `beyond` is its seconds minus the time of the decodes in it."""
+    """A step with prompt tokens. `beyond` is `seconds` minus the time of the step's decodes."""
 
     num_tokens: int
     seconds: float
@@ -46,7 +46,7 @@ class Pacing:
     A step with prompt tokens takes the time of its decodes, a fixed time, and a time for each
     prompt token. The fixed time is long if steps with decodes only are replayed as a CUDA graph and
     other steps are not. Then small chunks save nothing: a prompt would pay the fixed time again and
-    again. So the tokens of a chunk may always take as long as the fixed time does.
+    again. So the tokens of a chunk may always take as long as the fixed time.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,12 @@ class Pacing:
             return MIN_CHUNK
         chunk = max(MIN_CHUNK, self._tokens_within(STRETCH))
         if chunk == MIN_CHUNK and len(sizes) == 1:
-            return 2 * sizes.pop()  # another size separates the fixed time from that of tokens
+            return 2 * sizes.pop()  # another size separates the fixed time from the time of tokens
         return min(chunk, _GROWTH * max(sizes))
 
     @property
     def prompt_tokens(self) -> int:
-        """The most prompt tokens in a step with decodes; 0 in the first, which measures decodes."""
+        """The most prompt tokens in a step with decodes. First 0, to measure decodes alone."""
         if self._prompts and not self._decode_seconds:
             return 0
         return max(MIN_PROMPT_TOKENS, self._tokens_within(PROMPTS_STRETCH))

@@ -64,11 +64,11 @@ class Runner(Protocol):
         """
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
-        """Returns, for each share of `batch.sampling`, its sampled tokens: one after the last known
-        token, and one after each drafted token. Sets pooled shares' `states`."""
+        """Returns the sampled tokens of each share of `batch.sampling`: one after the last known
+        token, and one after each drafted token. Sets `states` in shares that are pooled."""
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:
-        """Returns, for each share of `batch.reporting`, the log-probabilities of the prompt tokens
-        after its `reported_rows`."""
+        """Returns log-probabilities for each share of `batch.reporting`: for each position in its
+        `reported_rows`, those of the next prompt token."""
 
     def peak_memory_bytes(self) -> int: ...

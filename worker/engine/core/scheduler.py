@@ -32,7 +32,7 @@ class _Room(NamedTuple):
 _order, _urgency = attrgetter("order"), attrgetter("urgency")
 
 _Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
-"""Returns running sequences to preempt, in order, for a waiting one and its number of blocks."""
+"""Returns running sequences to preempt, in order, for a waiting one that needs n blocks."""
 
 
 class Scheduler:
@@ -40,7 +40,7 @@ class Scheduler:
 
     In each step at least one sequence makes progress, for three reasons. The most urgent running
     sequence is never preempted. If no sequence runs, the first waiting one is admitted. And the
-    engine accepts only sequences that fit into its memory when each is alone.
+    engine accepts no sequence that needs more than its whole memory.
     """
 
     def __init__(
@@ -211,9 +211,9 @@ class Scheduler:
         return last_of_most(self.running, self._shares())
 
     def _ahead_of_order(self, plan: StepPlan) -> Iterator[tuple[Sequence, _Room]]:
-        """Yields waiting sequences that can join this plan ahead of the queue's order, with the
-        sequences that they preempt: first those more urgent than a running one, then those of
-        tenants that run nothing. The caller must admit each one before it takes the next."""
+        """Yields waiting sequences that can join this plan ahead of the queue's order: first
+        sequences that are more urgent than a running one, then sequences of tenants that run
+        nothing. The caller must admit each sequence before taking the next."""
         while (sequence := self._next_urgent()) is not None:
             if (room := self._find_room(sequence, plan, self._less_urgent)) is None:
                 break
@@ -224,7 +224,7 @@ class Scheduler:
 
     def _in_order(self, plan: StepPlan) -> Iterator[tuple[Sequence, _Room]]:
         """Yields waiting sequences that can join this plan, in the queue's order. The caller must
-        admit each one before it takes the next."""
+        admit each sequence before taking the next."""
         position = 0  # also the number of places kept for sequences that wait for a prefix
         while position < min(len(self.waiting), self._num_places):
             sequence = self.waiting[position]
@@ -247,8 +247,8 @@ class Scheduler:
         return None
 
     def _newcomers(self) -> list[Sequence]:
-        """Returns, for each tenant that runs nothing, the first of its waiting sequences with the
-        most urgent priority of all. Empty if nothing runs."""
+        """Returns the first waiting sequence of each tenant that runs nothing. Only sequences with
+        the most urgent waiting priority count. Returns [] if no sequence runs."""
         tenants = self._tenants_waiting.keys() - self._tenants_running.keys()
         if not tenants or not self.running:
             return []
@@ -334,7 +334,7 @@ class Scheduler:
         return num_missing <= 0
 
     def _still_lacks_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Whether a sequence certainly still lacks room, found without a search for its prefix."""
+        """Whether a sequence certainly still lacks room. Does not search for its prefix."""
         known, num_gained = self._without_room
         return (
             known == sequence.sequence_id

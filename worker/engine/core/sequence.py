@@ -36,7 +36,7 @@ class Sequence:
     timing: SequenceTiming
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  # engine, after each step
-    num_reached_tokens: int = 0  # the most ever computed; tokens below that are recomputed
+    num_reached_tokens: int = 0  # the most ever computed; a preemption does not lower it
     slot: int | None = None  # scheduler, from admission to exit
     block_table: list[int] = field(default_factory=list)  # block manager
     block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
@@ -48,7 +48,7 @@ class Sequence:
     num_rows_to_report: int = 0  # all of the prompt but the last; 0 if the request wants none
     drafter: Drafter | None = None  # engine, if tokens may be drafted
     pool: Pool = field(default_factory=Pool)  # engine, if the request is for a vector
-    num_shortages: int = 0  # engine; how often it lacked memory alone, since its last token
+    num_shortages: int = 0  # engine; failures for lack of memory since the last token
     num_reported_preemptions: int = 0  # engine; preemptions that an output has reported
     order: tuple[Any, ...] = ()  # sort key: the queue's order
     urgency: tuple[Any, ...] = ()  # sort key: most urgent first; the last is preempted first
@@ -118,20 +118,20 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """A sequence's share of one step: its tokens from `start` on, and drafted ones after them."""
+    """A sequence's share (part) of one step: `num_tokens` tokens from `start` on, then `draft`."""
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
-    """Whether the tokens include the last known one, so that the step samples the next one."""
+    """Whether the step computes the last known token and samples the next one."""
     draft: tuple[int, ...] = ()
     """Drafted tokens after the known ones. The step also samples after each of them. At launch, the
     model's head chooses the tokens that are UNKNOWN."""
     drafts_by_head: bool = False
-    """Whether the model's head drafts these tokens, or has drafted them."""
+    """Whether the tokens of `draft` come from the model's head."""
     feeds_head: bool = False
-    """Whether the head may draft in the next steps, and so needs the hidden states of this one."""
+    """Whether the head needs this step's hidden states, because it may draft in the next steps."""
     states: npt.NDArray[np.float32] | None = None
     """Hidden states [num_pooled, hidden size]. The runner sets this when it collects the step."""
 
@@ -161,7 +161,7 @@ class ScheduledSequence:
 
     @property
     def num_pooled(self) -> int:
-        """Number of the share's last rows whose hidden states become part of a vector."""
+        """Number of rows, at the end of the share, whose hidden states are pooled into a vector."""
         match self.sequence.request.pooling:
             case "mean":
                 return self.num_tokens
@@ -171,7 +171,7 @@ class ScheduledSequence:
 
     @property
     def num_samples(self) -> int:
-        """Number of the share's last rows that sample. Each samples one token."""
+        """Number of rows, at the end of the share, that sample one token each."""
         return 1 + len(self.draft) if self.samples else 0
 
 

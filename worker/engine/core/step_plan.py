@@ -19,7 +19,7 @@ def most_reported_rows(vocab_size: int) -> int:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The step that is being planned: the shares so far, and the tokens that are left to share."""
+    """A step that is being planned. A share is a sequence's part of the step's tokens."""
 
     num_tokens_left: int
     prefill_chunk: int
@@ -27,7 +27,7 @@ class StepPlan:
     block_size: int
     num_reported_rows_left: int
     keeps_states: bool
-    """Whether prefixes are shared only where states of recurrent layers are kept."""
+    """Whether the model has recurrent layers, so that shared prefixes need kept states."""
     shares: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     prefilling: set[Sequence] = field(default_factory=set)
     """The sequences in the plan that do not decode."""
@@ -38,10 +38,10 @@ class StepPlan:
             self.num_tokens_left = min(self.num_tokens_left, num_tokens)
 
     def give(self, sequence: Sequence, start: int | None = None) -> None:
-        """Give a sequence a share of the step's tokens that are left, if any are left.
+        """Give a sequence a share of the remaining tokens. Does nothing if too few remain.
 
-        `start` is the number of the sequence's tokens that will be computed when the running step
-        ends. If these are all known tokens, the share is for the next, unknown one.
+        `start` is how many of the sequence's tokens will be computed when the running step ends. If
+        these are all known tokens, the share has the next token, which is not known yet.
         """
         start = sequence.num_computed_tokens if start is None else start
         uncomputed = max(1, sequence.num_tokens - start)
@@ -93,9 +93,9 @@ class StepPlan:
         )
 
     def _keeps_for(self, other: Sequence, sequence: Sequence, num_shared: int) -> bool:
-        """Make `other`, which this plan computes, keep its state after the tokens with which both
-        sequences begin, so that `sequence` can start from that state. Returns False, and changes
-        nothing, if these tokens are not more than `num_shared` blocks, or are already computed."""
+        """Make `other`, which this plan computes, keep its state after the prefix that both
+        sequences have. Later, `sequence` can start from this state. Returns False, and changes
+        nothing, if the prefix is already computed, or no longer than `num_shared` blocks."""
         hashes = other.block_hashes, sequence.block_hashes
         most = min(sequence.num_cacheable_tokens // self.block_size, *map(len, hashes))
         # A hash covers all tokens up to its block, so bisection finds the first difference.
@@ -111,7 +111,7 @@ class StepPlan:
 
 
 def can_plan_next(share: ScheduledSequence) -> bool:
-    """Whether the sequence's next share can be planned before `share`'s token is known."""
+    """Whether the sequence's next share can be planned before `share` has sampled its token."""
     sequence = share.sequence
     return not share.samples or (
         not share.draft

@@ -37,7 +37,7 @@ class TenantCounts(dict[str, int]):
 
 
 class TenantShares:
-    """The share of each tenant: its part of the slots or of the KV cache, whichever is larger,
+    """Each tenant's share: its fraction of the slots or of the KV blocks, whichever is larger,
     divided by the tenant's weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
 
     `running` yields the running requests, each with its number of blocks.
@@ -64,7 +64,7 @@ class TenantShares:
         the victim's tenant must still have at least as large a share as the newcomer's tenant has
         with the newcomer and its `needed` blocks.
 
-        So no tenant falls below its share, and a tenant that made room cannot take the room back.
+        So each tenant keeps its fair share, and a tenant that made room cannot take it back.
         """
         return self._share(victim, -1, -blocks) >= self._share(newcomer, 1, needed)
 
@@ -79,9 +79,9 @@ class TenantShares:
 
 
 def last_of_most(running: list[Sequence], shares: TenantShares) -> Sequence:
-    """Returns the sequence to preempt from `running`, which is sorted by urgency. Never returns the
-    first one. Of the others with the least urgent priority, returns the last one of the tenant with
-    the largest share."""
+    """Returns the sequence to preempt from `running`, which is sorted by urgency. Candidates have
+    the least urgent priority; the first of `running` is none. Returns the last candidate of the
+    tenant with the largest share."""
     priority = running[-1].request.priority
     lesser = takewhile(lambda each: each.request.priority == priority, reversed(running[1:]))
     return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))
@@ -91,7 +91,7 @@ def beyond_their_share(
     running: list[Sequence], shares: TenantShares, newcomer: EngineRequest, num_needed: int
 ) -> Iterator[Sequence]:
     """Yields the running sequences to preempt for `newcomer`, which needs `num_needed` blocks. Each
-    is the last of the tenant with the largest share then. No tenant falls below its share."""
+    is the last one of the tenant with the largest remaining share. Tenants keep a fair share."""
     by_tenant: dict[str, list[Sequence]] = {}
     for sequence in running:
         if sequence.request.priority >= newcomer.priority:

@@ -18,7 +18,7 @@ _KEYS_ARE_VALUES = ("q_proj", "k_proj")
 _SHARES_KV = ("q_proj",)
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), _KEYS_ARE_VALUES, _SHARES_KV)
 _NORMS_OF_HEADS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
-"""Names of query and key norms: those before the rotation, then those after it."""
+"""Names of query and key norms: first norms before the rotation, then norms after the rotation."""
 _PARTS = {"o_proj", "sinks", "v_norm"}.union(*_PROJECTIONS, *_NORMS_OF_HEADS)
 
 
@@ -28,7 +28,7 @@ class Attention:
     rotates heads, and writes K and V to the cache."""
 
     qkv: tuple[nn.Linear, ...]
-    """Linear layers for queries, keys and values, in this order. Keys and values may share one."""
+    """Linear layers for queries, keys and values, in this order; the last two may be the same."""
     output: nn.Linear
     num_heads: int
     num_kv_heads: int
@@ -36,7 +36,7 @@ class Attention:
     shares_kv: bool
     """Whether the layer computes only queries, and reads an earlier layer's keys and values."""
     is_gated: bool
-    """Whether the sigmoid of a gate multiplies a head's output. A head's gate follows its query."""
+    """Whether the sigmoid of a gate multiplies a head's output. The gate follows the query."""
     scale: float
     """The factor of the product of query and key."""
     softcap: float | None

@@ -38,8 +38,8 @@ class Decoder(ABC):
     """Computes packed steps like PackedModel, but without transformers' modules."""
 
     unpacked: ClassVar[type[Decoder] | None] = None
-    """The decoder class that is tested in place of this one when a model is loaded. It computes the
-    same formula in fp32, without copies of weights. None if there is no such decoder."""
+    """The decoder class that the check at load tests in place of this class: the same formula in
+    fp32, without copies of weights. None if there is no such class."""
     states: StatePool | None = None
     """The states of recurrent layers; None if the model has no recurrent layers."""
 

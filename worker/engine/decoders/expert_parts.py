@@ -35,17 +35,17 @@ _NUM_PROBES = 32
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router's logits choose a row's experts and the factors of their results."""
+    """How a router's logits determine a row's experts and their shares (factors of results)."""
 
     num_experts: int
     top_k: int
     scores: str = "softmax"
     choice_bias: torch.Tensor | None = None
-    """fp32 [num_experts], added to the scores when experts are chosen, but not in their shares."""
+    """fp32 [num_experts], added to the scores for the choice of experts, but not for the shares."""
     num_groups: int = 1
     top_groups: int = 1
-    """The number of groups from which experts are chosen: the groups whose two best scores have the
-    largest sums."""
+    """The number of groups from which experts are chosen. A group is better if its two best scores
+    have a larger sum."""
     normalizes: bool = False
     """Whether a row's shares are divided by their sum, or by `least_sum` if that is larger."""
     least_sum: float = 1e-20
@@ -111,8 +111,8 @@ class Expert(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
-    """The parts of a mixture of experts. The result is the sum of the results of the row's experts,
-    each times its share, plus the result of the shared experts."""
+    """The parts of a mixture of experts. A row's result is the sum of `share * result` over its
+    experts, plus the result of the shared experts."""
 
     routing: Routing
     router: torch.Tensor
@@ -152,7 +152,7 @@ class ExpertParts:
 
     @classmethod
     def routed(cls, fused: Any, routing: Routing, router: torch.Tensor) -> ExpertParts:
-        """Returns the parts of `fused`. Raises NotOfThisKindError if it has an unknown type."""
+        """Returns the parts of `fused`. Raises NotOfThisKindError for an unknown type of module."""
         plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
         require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
         activation, limits = _activation(plain)
@@ -247,8 +247,8 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
     }
     weight, logit_bias = given["weight"], given.get("bias")
     probes = 3.0 * drawn(_NUM_PROBES, weight.shape[1]) / weight.shape[1] ** 0.5
-    # The logits of a row are shifted together, because a softcap shows only in large ones. Sigmoids
-    # of large positive ones are all 1, so the choice among them is arbitrary.
+    # All logits of a row are shifted alike, because a softcap shows only in large logits. Sigmoids
+    # of large positive logits are all 1, so a choice among these would be arbitrary.
     weight[:, 0], probes[:, 0] = 1.0, torch.linspace(-30.0, 5.0, _NUM_PROBES, device="cpu")
     biases = [each for name, each in given.items() if name.endswith("e_score_correction_bias")]
     arguments = []

@@ -1,8 +1,8 @@
 """The parts of a drafting head, and the inputs of its step.
 
 The head predicts one token further than the model (multi-token prediction, DeepSeek-V3,
-https://arxiv.org/abs/2412.19437, section 2.2). For each position it has two inputs: the model's
-final hidden state there, and the token of the next position. The head computes
+https://arxiv.org/abs/2412.19437, section 2.2). The head has two inputs for each position: the
+model's final hidden state, and the token of the next position. The head computes
 
     hidden = projection(norm(embedding of the token), norm(hidden state))
     hidden = norm(layer(hidden))
@@ -62,10 +62,10 @@ class HeadParts:
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """The input of a drafting head: T rows of S sequences, those with the most drafts first.
+    """The input of a drafting head: T rows of S sequences, the sequences with most drafts first.
 
     The last row of a sequence drafts the first token. Each further drafted token takes one more
-    row, not among the T. The block table has room for the K and V of these further rows.
+    row, in addition to T. The block table has room for K and V of these rows.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -76,7 +76,7 @@ class DraftStep:
     counts: list[int]
     """Number of tokens to draft for each sequence, at least 1, in descending order."""
     sampler: Sampler
-    """Draws each token with the random number that the model will use for the same position."""
+    """Draws each token with the random number that the model will use at this position."""
 
     @property
     def last_rows(self) -> list[int]:

@@ -6,7 +6,7 @@ The keys and values of all heads are products of one small vector for each token
     query = query_up(query_norm(query(x)))        latent, key = split(down(x))
     scores of a head = query . (key_up(norm(latent)), key)        value = value_up(norm(latent))
 
-Heads share the key, and only the key and the last numbers of each query are rotated.
+All heads share `key`. Only `key` and the last numbers of each query are rotated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LatentAttention:
     output: nn.Linear
     num_heads: int
     key_size: int
-    """The numbers of a head's key that come from the latent."""
+    """How many numbers of a head's key come from the latent."""
     rotated_size: int
     scale: float
     rotation: Rotation | None
@@ -61,8 +61,8 @@ class LatentAttention:
 
     @classmethod
     def of(cls, attention: Any, rotary: nn.Module | None, found: Found) -> LatentAttention:
-        """Returns the parts of a module that `knows` accepts. Raises NotOfThisKindError if a part
-        is unknown."""
+        """Returns the parts of a module for which `knows` is true. Raises NotOfThisKindError if a
+        part is unknown."""
         parts = parts_of(attention)
         has_norm = "q_a_proj" in parts
         inputs = linears_of(parts, ("q_a_proj" if has_norm else "q_proj", _DOWN))
@@ -92,7 +92,7 @@ class LatentAttention:
 
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the weights of `up` for keys [heads, key size, rank] and for values [heads, value
-        size, rank]. They are views, except if the weight is quantized."""
+        size, rank]. Both are views, unless the weight is quantized."""
         weight = self.up.weight
         if isinstance(self.up, QuantizedLinear):
             weight = self.up.quantized.dequantized().to(self.norm.weight.dtype)
@@ -101,7 +101,7 @@ class LatentAttention:
 
     @property
     def cache_shape(self) -> tuple[int, int]:
-        """The number of KV heads and the size of a row, of a cache with one row for each token."""
+        """The number of KV heads and the row size of a cache with one row for each token."""
         return 1, self.up.in_features + self.rotated_size
 
     def joined_spec(self, recorded: LayerSpec) -> LayerSpec:

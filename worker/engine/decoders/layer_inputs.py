@@ -28,7 +28,7 @@ PARTS_OF_LAYER = frozenset({_GATE, _OUTPUT, _AFTER, "act_fn"})
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """Computes the additional inputs of all layers, from each row's token and its embedding."""
+    """Computes the additional inputs of all layers, from the token ids and their embeddings."""
 
     table: nn.Embedding
     """Its weight is [tokens, layers * size]."""
@@ -36,7 +36,7 @@ class LayerInputs:
     projection: nn.Linear
     projection_scale: float
     norm: Norm
-    """The norm of a layer's inputs [size]."""
+    """The norm over one layer's inputs [size]."""
     scale: float
 
     @classmethod
@@ -69,7 +69,7 @@ class LayerInput:
 
     @classmethod
     def of(cls, parts: dict[str, Any], found: Found) -> LayerInput:
-        """Builds this part from `parts`. Raises NotOfThisKindError if one of them is unknown."""
+        """Builds this part from the layer's `parts`. Raises NotOfThisKindError."""
         gate, output = linears_of(parts, (_GATE, _OUTPUT))
         has_bias = gate.bias is not None or output.bias is not None
         require(not has_bias, "a layer that reads its inputs with a bias")

@@ -2,8 +2,8 @@
 
 The names, shapes and types of modules show which parts a layer has. To find the formula of a norm,
 an activation or a rotation, promptq runs the module on a few numbers. A family may have known names
-but an unknown formula. When a model is loaded, a decoder's results are therefore compared with
-those of the transformers model. If they differ, transformers' modules serve the family.
+but an unknown formula. So the check at load compares a decoder's results with the results of the
+transformers model. If they differ, transformers' modules serve the model.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _NORM_PLACES: dict[frozenset[str], tuple[str, str, str, str]] = {
         ("input_layernorm", "", "", ""),  # the MLP has the input of the attention
     )
 }
-"""Maps the set of norm names to the norms before the mixer, after it, before the MLP, after it."""
+"""Maps a set of norm names to the norms before and after the mixer, before and after the MLP."""
 
 _MIXERS = ("self_attn", "linear_attn", "mamba", "conv")
 """Names of modules that mix positions. A layer may have both attention and Mamba 2."""
@@ -85,10 +85,10 @@ class Recurrent:
     """A recurrent layer."""
 
     mixer: Mixer
-    """The mixer for the transformers module. It knows the shapes of the states."""
+    """The mixer of the transformers module, which knows the shapes of the states."""
     parts: RecurrentParts
     norm: Norm | None
-    """The norm over all values, if the layer is a gated linear recurrence with such a norm."""
+    """The norm over all values of a gated linear recurrence; None if there is no norm."""
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -97,8 +97,8 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP. Any
-    norm may be missing, and so may the mixer or the MLP. At the end, `hidden *= output_scale`."""
+    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP. A
+    layer may lack norms, the mixer or the MLP. At the end, `hidden *= output_scale`."""
 
     mixer: Attending | Recurrent | None = None
     """The part that mixes positions; None if the layer has none."""
@@ -106,7 +106,7 @@ class Layer:
     """A recurrent part with the same input as the attention. The results of both are added."""
     mlp: MLP | None = None
     experts_beside: ExpertsBeside | None = None
-    """Experts whose results are added to those of the MLP."""
+    """Experts whose results are added to the MLP's results."""
     input: LayerInput | None = None
     """The part that reads additional inputs, after the MLP (see LayerInputs)."""
     before_mixer: Norm | None = None
@@ -213,7 +213,7 @@ def specs_of_latents(
 
 
 def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
-    """Returns the parts of a decoder layer. Raises NotOfThisKindError if one of them is unknown."""
+    """Returns the parts of a decoder layer. Raises NotOfThisKindError if a part is unknown."""
     parts = parts_of(layer)
     if parts.keys() == _LONE:
         return _lone_part(parts["mixer"], Norm.of(parts["norm"], found), rotary, found)
@@ -264,7 +264,7 @@ def _lone_part(part: Any, norm: Norm, rotary: nn.Module | None, found: Found) ->
 def _mixer(
     mixer: Any, rotary: nn.Module | None, found: Found, input_scale: float = 1.0
 ) -> Attending | Recurrent:
-    """Returns the parts of a mixer whose inputs are multiplied by `input_scale`.
+    """Returns the parts of a mixer. The model multiplies the mixer's inputs by `input_scale`.
 
     For attention, the scale of scores includes `input_scale` twice: for queries and for keys.
     Values are not scaled, so the caller must multiply the output by `input_scale`.
@@ -299,7 +299,7 @@ def _recurrent(mixer: Mixer) -> Recurrent:
 
 
 def _mlp(mlp: Any, shared: Any, found: Found) -> MLP:
-    """Returns the parts of an MLP. `shared` is the dense MLP beside experts, or the only MLP."""
+    """Returns the parts of an MLP. `shared` is a dense MLP beside experts, or the only MLP."""
     if not hasattr(mlp, "experts"):
         return DenseMLP.of(shared if mlp is None else mlp)
     experts = ExpertParts.of(mlp, found)

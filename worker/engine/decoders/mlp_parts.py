@@ -47,7 +47,7 @@ class XIELU(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DenseMLP:
-    """A dense MLP: `down(activation(scale * gate(x)) * up(x))`, or without a gate
+    """A dense MLP: `down(activation(scale * gate(x)) * up(x))`. An MLP without a gate computes
     `down(activation(scale * up(x)))`."""
 
     inputs: tuple[nn.Linear, ...]

@@ -36,7 +36,7 @@ _SYNONYMS = {
     "output_linear": "down_proj",
     "activation": "act_fn",
 }
-"""Maps other names that some families use for a part to the usual name."""
+"""Maps a family's unusual name of a part to the usual name."""
 
 
 def parts_of(module: nn.Module) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def parts_of(module: nn.Module) -> dict[str, Any]:
 
 
 def linears_of(parts: dict[str, Any], names: tuple[str, ...]) -> tuple[nn.Linear, ...]:
-    """Returns the linear layers of these names. Raises NotOfThisKindError for other kinds."""
+    """Returns the linear layers of these names. Raises NotOfThisKindError for other modules."""
     linears = tuple(parts[name] for name in names)
     require_linears(linears)
     return linears
@@ -66,8 +66,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def scale_of_embedding(embedding: nn.Module, dtype: torch.dtype) -> float | None:
-    """Returns the factor by which the module multiplies its rows, rounded to `dtype`; None if there
-    is none. Raises NotOfThisKindError for an embedding of an unknown type."""
+    """Returns the factor, rounded to `dtype`, by which an embedding multiplies its rows; None if it
+    has no factor. Raises NotOfThisKindError for an embedding of an unknown type."""
     scale = embedding_scale(embedding)
     is_known = type(embedding) in (nn.Embedding, QuantizedEmbedding) or scale is not None
     require(is_known, f"an embedding of type {type(embedding).__name__}")

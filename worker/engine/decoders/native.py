@@ -179,8 +179,8 @@ class NativeDecoder(NativeWeights, Decoder):
 
 
 class UnpackedDecoder(NativeDecoder):
-    """Computes in fp32, slowly, and reads the weights in place, without a copy. The weights may
-    also be in bf16, or quantized. Norms and biases are in fp32."""
+    """Computes in fp32, slowly, and reads the weights in place, without a copy. Weights may be in
+    fp32, in bf16, or quantized. Norms and biases are in fp32."""
 
     _is_packed = False
     _dtypes = frozenset({torch.bfloat16})

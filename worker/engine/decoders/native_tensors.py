@@ -17,7 +17,7 @@ from promptq.worker.engine.recurrent.parts import RowsOfLinear
 
 
 class NativeTensors:
-    """Describes tensors to the native code, and keeps references to those that it reads."""
+    """Describes tensors to the native code, and keeps the tensors that this code reads alive."""
 
     _is_packed = True
     """Whether native code makes packed copies of weights, ordered for its products."""
@@ -31,7 +31,7 @@ class NativeTensors:
         self._copied: list[Any] = []  # for packing, until the layer is added
 
     def _read(self, weights: object) -> None:
-        """Keep the weights alive: until the layer is added if they are packed, else for good."""
+        """Keep weights alive: if they are packed, until the layer is added; if not, for good."""
         (self._copied if self._is_packed else self._kept).append(weights)
 
     def _weights(self, linears: Sequence[nn.Linear], count: int) -> list[library.Weight]:
@@ -40,7 +40,7 @@ class NativeTensors:
         return weights + [library.Weight() for _ in range(count - len(weights))]
 
     def _bias(self, linears: Sequence[nn.Linear]) -> int | None:
-        """Returns the address of the joined biases, valid until the layer is added, or None."""
+        """Returns the joined biases' address, valid until the layer is added; None without bias."""
         return self._bias_of([RowsOfLinear.all_of(linear) for linear in linears])
 
     def _bias_of(self, parts: Sequence[RowsOfLinear]) -> int | None:
@@ -66,7 +66,7 @@ class NativeTensors:
         return self._weight_at(weight)
 
     def _weight_at(self, weight: torch.Tensor | QuantizedWeight) -> library.Weight:
-        """Returns the description of a weight, or of a contiguous copy that will be packed."""
+        """Returns a weight's description. If it will be packed, describes a contiguous copy."""
         if isinstance(weight, QuantizedWeight):
             return native_weight(weight)
         if self._is_packed:
@@ -89,7 +89,7 @@ class NativeTensors:
         return bias.data_ptr()
 
     def _in_float32(self, numbers: torch.Tensor | None) -> int | None:
-        """Returns the address of a copy in fp32, which is kept alive."""
+        """Returns the address of an fp32 copy, and keeps this copy alive. None stays None."""
         if numbers is None:
             return None
         self._kept.append(numbers := numbers.to(torch.float32, copy=True).contiguous())
@@ -97,7 +97,7 @@ class NativeTensors:
 
 
 def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeight:
-    """Returns the weight: [outputs, inputs], or of an embedding [tokens, hidden size]."""
+    """Returns the weight: [outputs, inputs]; for an embedding [tokens, hidden size]."""
     if isinstance(module, QuantizedLinear | QuantizedEmbedding):
         assert isinstance(module.quantized, QuantizedWeight), "the decoder takes no others"
         return module.quantized

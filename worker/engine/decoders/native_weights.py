@@ -40,7 +40,7 @@ class NativeWeights(NativeTensors):
     """Describes the parts of layers to the native code."""
 
     def __init__(self, dtype: torch.dtype, max_length: int) -> None:
-        """`dtype` is the dtype of all numbers except weights. Positions are below `max_length`."""
+        """`dtype` is the decoder's dtype (see NativeTensors). Positions are below `max_length`."""
         super().__init__(dtype)
         self._max_length = max_length
         self._tables: dict[Rotation, RotationTables] = {}
@@ -51,7 +51,8 @@ class NativeWeights(NativeTensors):
         attended: Iterator[tuple[LayerCache, Pattern]],
         states: Iterator[Sequence[torch.Tensor]],
     ) -> library.LayerWeights:
-        """Returns the description of a layer. Takes the next item of `attended` or of `states`."""
+        """Returns a layer's description. Attention takes the next item of `attended`, a recurrent
+        part the next item of `states`."""
         weights = library.LayerWeights(
             before_mixer=self._norm(layer.before_mixer),
             after_mixer=self._norm(layer.after_mixer),
@@ -345,8 +346,8 @@ def _gates_last(attention: Attention) -> list[RowsOfLinear]:
 def latent_cache(
     cache: LayerCache, pattern: Pattern, num_heads: int, rank: int
 ) -> library.LayerCache:
-    """Returns the description of K whose rows are latents of `rank` numbers, then rotated keys.
-    Groups of heads count as KV heads with the same rows, because threads divide KV heads."""
+    """Returns the description of a cache whose K rows are a latent (`rank` numbers) and a rotated
+    key. Threads divide KV heads, so each group of heads counts as a KV head with the same rows."""
     group = max(size for size in range(1, _MOST_SHARING + 1) if num_heads % size == 0)
     described = native_cache(LayerCache(cache.key, cache.key), pattern)
     described.num_kv_heads, described.head_stride = num_heads // group, 0
@@ -357,7 +358,7 @@ def latent_cache(
 
 
 def native_cache(cache: LayerCache, pattern: Pattern) -> library.LayerCache:
-    """Returns the description of a layer's K and V. Native code keeps using their memory."""
+    """Returns the description of a layer's K and V. The caller must keep their memory alive."""
     key, value = cache.key, cache.value
     assert key.stride() == value.stride(), "K and V are laid out alike"
     assert key.stride()[2:] == (key.shape[3], 1), "the rows of a head follow each other"

@@ -32,7 +32,7 @@ class NormFormula:
     adds_one: bool
     """Whether the factor is `1 + weight`."""
     rounds_twice: bool
-    """Whether the row is rounded before it is multiplied by the weight, and again after that."""
+    """Whether the row is rounded both before and after the multiplication by the weight."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
@@ -73,7 +73,7 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, found: Found | None = None, size: int | None = None) -> Norm:
-        """Returns a module's norm. `size` is the size of a norm without a weight. Raises
+        """Returns the norm that a module computes. A norm without a weight needs `size`. Raises
         NotOfThisKindError if the module does not compute a norm."""
         found = {} if found is None else found
         name = type(module).__name__

@@ -22,10 +22,10 @@ class RotationTables:
     cosine: torch.Tensor
     sine: torch.Tensor
     is_interleaved: bool
-    """Whether pairs are neighbours, such as numbers 0 and 1 of a head; otherwise 0 and size / 2."""
+    """Whether a pair is two neighbours in a head: 0 and 1, not 0 and size / 2."""
 
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:
-        """Returns heads [positions, 2 * pairs], rotated."""
+        """Returns the rotated `heads` [positions, 2 * pairs]."""
         if self.is_interleaved:
             first, second = heads[..., ::2], heads[..., 1::2]
         else:
@@ -37,7 +37,7 @@ class RotationTables:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How some layers rotate their heads. The tables may cover only the first numbers of a head."""
+    """How some layers rotate heads. Tables may cover only the first numbers of a head."""
 
     module: nn.Module
     """The transformers module that computes cosines and sines."""

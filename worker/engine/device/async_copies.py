@@ -1,7 +1,7 @@
 """Copies small tensors to a device and back without waiting for the device's other work.
 
-Copies from or to memory that is not pinned would wait for all queued work. Then a step could not be
-launched before the previous one has ended.
+Copies from or to memory that is not pinned would wait for all queued work. Then a step could be
+launched only after the end of the previous step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 
 def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns a tensor on the device. An array keeps its dtype, other values become int64. On a CPU
-    the tensor shares the array's memory, so the array must not change afterwards."""
+    """Returns a tensor on the device. An array keeps its dtype; a sequence becomes int64. On a CPU,
+    the tensor shares the array's memory, so the caller must not change the array afterwards."""
     tensor = torch.from_numpy(np.asarray(values, dtype=getattr(values, "dtype", np.int64)))
     if device.type != "cuda":
         return tensor
@@ -59,7 +59,7 @@ class HostCopies:
             self._copied.record()
 
     def arrays(self) -> list[npt.NDArray[Any]]:
-        """Wait for the copies, and return them as arrays. Does not wait for later work."""
+        """Wait for the copies, but not for later work, and return them as arrays."""
         if self._copied is not None:
             self._copied.synchronize()
         return [each.numpy() for each in self._tensors]

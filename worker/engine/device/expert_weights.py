@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 _TOLERANCE = 0.1
-"""The largest relative difference between two results that 16-bit rounding can explain."""
+"""The largest relative difference between two results that rounding to 16 bits may cause."""
 
 
 class ExpertWeights(NamedTuple):
@@ -50,7 +50,7 @@ def take_any_sizes(model: Any) -> None:
 
 
 def expert_weights(module: Any, index: int) -> ExpertWeights:
-    """Returns views of the weights of one expert. The views may be not contiguous."""
+    """Returns views of the weights of one expert, which need not be contiguous."""
     inputs, down = input_weights(module)[index], module.down_proj[index]
     if module.is_transposed:
         inputs, down = inputs.T, down.T
@@ -59,7 +59,7 @@ def expert_weights(module: Any, index: int) -> ExpertWeights:
 
 
 def split_gates(module: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits rows of gate and up weights into the gate's rows and the up rows."""
+    """Splits the rows of a joined weight into the rows of the gate and those of the up weight."""
     if module.is_concatenated:
         gate, up = gate_up.chunk(2)
         return gate, up
@@ -74,14 +74,14 @@ def join_gates(module: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tenso
 
 
 def misread_experts(model: nn.Module) -> set[type[nn.Module]]:
-    """Returns the classes of experts whose result differs from that of `sum_of_experts`."""
+    """Returns the classes of experts that compute other results than `sum_of_experts`."""
     of_class = {type(module): module for module in model.modules() if has_experts(module)}
     return {kind for kind, module in of_class.items() if not _is_read(module)}
 
 
 def _is_read(module: Any) -> bool:
     """Whether `sum_of_experts` computes the same as the module for a few rows of large numbers.
-    Near 0 the activation is nearly linear, so an exchange of gate and up would remain unnoticed."""
+    Near 0 the activation is nearly linear: there, an exchange of gate and up changes little."""
     num_experts = len(module.down_proj)
     weights = partial(expert_weights, module)
     generator = torch.Generator("cpu").manual_seed(0)
@@ -103,8 +103,8 @@ def sum_of_experts(
     shares: torch.Tensor,
     weights_of: Callable[[int], ExpertWeights],
 ) -> torch.Tensor:
-    """Returns the output of the experts' module, computed in fp32. `chosen` and `shares` have the
-    experts of each row of `hidden` and the weights of their outputs. `weights_of` returns the
+    """Returns the output of the experts' module, computed in fp32. For each row of `hidden`,
+    `chosen` has the experts, and `shares` the factors of their outputs. `weights_of` returns the
     weights of one expert, because the fp32 weights of all experts may need too much memory."""
     experts: Any = module
     hidden = hidden.float()

@@ -49,7 +49,7 @@ class MemoryPeak:
 
 
 def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
-    """Returns the bytes that the result of `make` takes on the device, the driver's included."""
+    """Returns the bytes that the result of `make` takes on the device, including the driver's."""
     give_back(device)
     before = free_bytes(device)
     result = make()
@@ -61,11 +61,11 @@ def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
 
 
 def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the free bytes of the device. On a CPU, these are the free bytes of the machine, or
-    of the container if that has fewer.
+    """Returns the free bytes of the device. For a CPU, returns the free bytes of the machine or of
+    the container, whichever is less.
 
-    A container counts its page cache as used, for example weights that were just read. The part
-    `inactive_file` of the cache, which the kernel reclaims first, counts as free here.
+    A container's memory in use includes the page cache, for example weights that were just read.
+    Here the part `inactive_file` of the cache, which the kernel reclaims first, counts as free.
     """
     if counts_memory(device):
         free: int = torch.cuda.mem_get_info(device)[0]

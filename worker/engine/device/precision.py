@@ -28,7 +28,7 @@ _PART = 2**22
 
 
 def has_fast_bf16_products() -> bool:
-    """Whether torch multiplies bf16 in vectors on this processor, not one number at a time."""
+    """Whether this processor multiplies vectors of bf16 numbers in torch, not single numbers."""
     ops: Any = torch.ops
     return bool(ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -71,8 +71,8 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
     """Make a model with 16-bit weights compute in fp32, and restore the model on exit.
 
     Without `by_parts`, all weights are converted to fp32. With `by_parts`, linear layers,
-    embeddings and experts keep their weights, and convert a part of them at a time while they run.
-    Experts are converted as a whole if `sum_of_experts` does not compute the same as their code.
+    embeddings and experts keep their weights, and convert some rows or one expert at a time while
+    they run. Experts that `sum_of_experts` does not compute correctly are converted at once.
     Yields whether the model now computes in fp32. The model does not change if there is too little
     memory, or if some weights are neither in a 16-bit type nor in fp32.
     """
@@ -127,8 +127,8 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def embedding_scale(module: nn.Module) -> float | None:
-    """Returns the factor by which the module multiplies embeddings, as Gemma's does; None if it
-    does not. The module rounds the factor to the model's dtype."""
+    """Returns the factor by which a module such as Gemma's multiplies embeddings; None if the
+    module has no factor. The module rounds the factor to the model's dtype."""
     return getattr(module, "scalar_embed_scale", None)
 
 
@@ -138,7 +138,7 @@ def product(
     bias: torch.Tensor | None,
     weight_of: Callable[[slice], torch.Tensor],
 ) -> torch.Tensor:
-    """Returns the output of a linear layer, computed in fp32. `weight_of(rows)` returns these rows
+    """Returns the output of a linear layer, computed in fp32. `weight_of(rows)` returns some rows
     of the weight in fp32, because all rows at once may need too much memory."""
     step = max(1, _PART // x.shape[-1])
     parts = [slice(first, first + step) for first in range(0, num_outputs, step)]

@@ -18,8 +18,8 @@ from promptq.worker.engine.recurrent.mixer import Mixer
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a check after which one of promptq's decoders serves the model. A later load of
-    the same files on the same device does not repeat the check."""
+    """The result of a check that a decoder of promptq has passed. A later load of the same files on
+    the same device does not repeat the check."""
 
     specs: list[LayerSpec]
     backend: str
@@ -70,10 +70,10 @@ class CheckedModel:
         num_slots: int = 0,
         releases: bool = False,
     ) -> PackedModel | Decoder:
-        """Returns the model ready to serve, with `cache` as its KV cache, for `num_slots` sequences
-        of up to `max_length` tokens.
+        """Returns the model, ready to serve `num_slots` sequences of up to `max_length` tokens with
+        the KV cache `cache`.
 
-        `releases`: nothing else needs the weights, so the decoder frees the weights that it packs.
+        With `releases`, the decoder frees the weights that it packs: nothing else may need them.
         """
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
         if self.decoder is not None:
@@ -94,5 +94,5 @@ class CheckedModel:
         )
 
     def leave(self) -> None:
-        """Remove the last PackedModel from the modules, to free its cache and states."""
+        """Disconnect the modules from the last PackedModel, to free its cache and states."""
         leave_seam(self.modules, self.mixers)

@@ -1,4 +1,4 @@
-"""Compares the logits of packed steps with those of each request alone."""
+"""Compares the logits of packed steps with the logits of each request without other requests."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ because attention may have separate code for chunks of a few rows."""
 BLOCK_SIZE = 4
 
 TOLERANCE = 1e-4
-"""The largest allowed difference between logits. Each row's difference is divided by the row's
-spread, and the median row counts. A single row may differ ten times as much, because a router may
-decide a near tie differently. In fp32, rounding causes about 1e-6."""
+"""The largest allowed difference between logits: the median of all rows' differences, each divided
+by the row's spread. A single row may differ ten times as much, because a router may decide a near
+tie differently. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
 """Tolerance for a model that is too large to be checked in fp32. bf16 rounds to 8 bits."""
 ROUNDING_TOLERANCE = 0.5
-"""Tolerance for a decoder with rounded weights, inputs, or K and V. A check without rounding comes
-first. Each layer rounds, so correct products are off by 0.05 in models of 40 layers, and by 0.2 in
-some models. Wrong products are off by 1."""
+"""Tolerance for a decoder with rounded weights, inputs, or K and V, after a check without rounding.
+Each layer rounds, so correct products are off by 0.05 in models of 40 layers, and by 0.2 in some
+models. Wrong products are off by 1."""
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 """Tolerance in fp32 if the environment forces TF32, which rounds to 11 bits."""
 
 _DECODER_POSITIONS = 1024
 """The largest position in tests of promptq's decoders. Larger positions need no test: the decoders'
-tables for rotary positions come from the model's module, and a layer that uses positions without
-these tables is refused."""
+tables for rotary positions come from the model's module, and decoders refuse a layer that uses
+positions in another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Probe:
 
 
 def probes_of(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
-    """Returns two requests. The second one is at the last of `max_length` positions (None: 1024),
-    and shows whether the model uses the positions in its input."""
+    """Returns two requests. The second request ends at the last of `max_length` positions (None:
+    1024), and so shows whether the model uses the positions in its input."""
     vocab_size = loaded.text_config.vocab_size
     last = max_length or 1024
     probes = []
@@ -76,7 +76,7 @@ def decoder_probes(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
 
 
 def _alone(loaded: LoadedModel, probe: Probe, counts_rows: bool) -> torch.Tensor:
-    """Returns logits [length, vocab_size], computed with transformers' attention and masks."""
+    """Returns a request's logits [length, vocab_size] by transformers' attention and masks."""
     device = loaded.model.device
     positions = torch.arange(len(probe.token_ids), device=device).unsqueeze(0)
     positions += probe.first_position
@@ -144,7 +144,7 @@ def run_steps(
 
 
 def is_finite_alone(loaded: LoadedModel, checked: CheckedModel, probe: Probe) -> bool:
-    """Returns whether the logits of a request alone are finite in the model's own dtype."""
+    """Returns whether transformers' logits of a single request are finite in the model's dtype."""
     set_attention(loaded.model, "eager")
     return bool(torch.isfinite(_alone(loaded, probe, checked.counts_rows)).all())
 
@@ -152,7 +152,7 @@ def is_finite_alone(loaded: LoadedModel, checked: CheckedModel, probe: Probe) ->
 def compare(
     loaded: LoadedModel, checked: CheckedModel, probes: list[Probe], tolerance: float
 ) -> Difference:
-    """Returns the difference between the logits of packed steps and those of each request alone."""
+    """Returns the difference between logits of packed steps and logits of each single request."""
     set_attention(loaded.model, "eager")
     try:
         alone = torch.cat([_alone(loaded, probe, checked.counts_rows) for probe in probes]).float()
@@ -171,7 +171,7 @@ def compare(
 
 
 def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Returns each row's distance from the expected row, divided by that row's spread: [rows]."""
+    """Returns [rows]: the distance of each row from the expected row, in spreads of the latter."""
     spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
     off: torch.Tensor = (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
     return off
@@ -191,7 +191,7 @@ class Difference:
     worst: float
     tolerance: float
     is_finite_alone: bool = True
-    """Whether the logits of each request alone are finite."""
+    """Whether the logits of each single request are finite."""
 
     @property
     def is_tolerable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checks that packed steps compute the same as the model, and chooses its attention and decoder."""
+"""Checks that packed steps compute the same as the model. Chooses attention backend and decoder."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def check_model(
 ) -> CheckedModel:
     """Record the layers' specs, and compare packed steps with transformers' attention.
 
-    The first backend that supports all specs and whose kernels compile is chosen. Positions up to
-    `max_length` are tested. The first of `decoders` that passes the same comparison serves the
-    model instead of transformers' modules. `why_no_own_code` is the reason if `decoders` is empty.
-    A verdict `known` from an earlier load is not checked again. Raises UnsupportedModelError, with
-    the family and the reason, if the model would not be served correctly. Raises ConfigurationError
-    if the kernels of no backend compile.
+    Chooses the first backend that supports all specs and whose kernels compile. Tests positions up
+    to `max_length`. The first of `decoders` that passes the same comparison serves the model in
+    place of transformers' modules. If `decoders` is empty, `why_no_own_code` is the reason. `known`
+    is a verdict of an earlier load, and is not checked again. Raises UnsupportedModelError, with
+    family and reason, if promptq would serve the model wrongly. Raises ConfigurationError if no
+    backend's kernels compile.
     """
     left = [*backends]
     if known is not None:
@@ -120,7 +120,7 @@ def _check(
                 if takes_float32
                 else nullcontext(False) as is_float32,
             ):
-                # Only a check in fp32 can show that earlier wrong logits were no fault.
+                # Only a check in fp32 can show that logits which looked wrong before are right.
                 if refused is not None and refused.__cause__ is None and not is_float32:
                     raise refused
                 is_exact = is_float32 and multiplies_exactly
@@ -181,7 +181,7 @@ def _with_decoder(
     by_parts: bool,
 ) -> CheckedModel:
     """Returns `checked` with the first decoder that passes, or with the reasons why none passes.
-    `by_parts`: weights are in fp32 only while in use, so the unpacked decoder is checked."""
+    `by_parts`: weights are in fp32 only in use, so this compares the unpacked decoder."""
     probes = decoder_probes(loaded, max_length)
     reasons = []
     for decoder in decoders:

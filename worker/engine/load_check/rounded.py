@@ -1,5 +1,5 @@
-"""Checks a decoder with rounded or packed weights. An earlier check (formula.py) has shown that it
-computes the same as the model without rounding."""
+"""Checks a decoder with rounded or packed weights. An earlier check (formula.py) has shown that,
+without rounding, the decoder computes the same as the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from promptq.worker.engine.model.model_length import model_length
 
 
 def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) -> None:
-    """Compare promptq's decoder with transformers' model if weights or the KV cache are rounded.
+    """Compare promptq's decoder, with rounded weights or KV cache, with transformers' model.
 
     transformers' model computes with the dequantized weights. Call this after `check_model` has
     shown that the decoder is right without rounding. `options` names the options that cause
@@ -53,10 +53,11 @@ class Expectation:
     def of(
         cls, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_length: int
     ) -> Expectation | None:
-        """Returns the expected logits, computed in fp32 with the unpacked weights.
+        """Returns the expected logits, computed in fp32 with the unpacked weights; None if there is
+        too little memory.
 
         `checked` is the result of `check_model`, which tested the decoder without rounding. The
-        model will serve up to `max_length` tokens on `cache`. None: memory is short.
+        model will serve up to `max_length` tokens on `cache`.
         """
         assert checked.decoder is not None, "only promptq's decoders pack weights"
         most = cache.num_blocks // len(LENGTHS) * cache.block_size
@@ -75,8 +76,8 @@ class Expectation:
 def check_packed(
     loaded: LoadedModel, decoder: Decoder, cache: KVCache, expected: Expectation, options: str
 ) -> None:
-    """Check the logits of a decoder that has packed its weights. Its cache must be unused.
-    `options` names the options that cause rounding. Raises UnsupportedModelError."""
+    """Check the logits of a decoder that has packed its weights. `cache` must be unused. `options`
+    names the options that cause rounding. Raises UnsupportedModelError."""
     is_exact = loaded.model.dtype == torch.float32 and not (options or loaded.format)
     tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE
     # Recurrent layers may have states for a single sequence.

@@ -25,17 +25,17 @@ PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
 
 MAX_KEYS_PER_TILE = 64
 MAX_LATENT_HEADS = 16
-"""The most heads of latent attention in a program: their sums are large."""
+"""The most heads of latent attention that a program computes, because the sums are large."""
 _A_CARD = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 2}
-"""The GPU's properties in the interpreter. With few processors, a program gets several parts."""
+"""GPU properties in the interpreter. With few processors, a program gets several parts."""
 
 
 @triton.jit
 def block_ids(
     table: tl.tensor, token: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Returns the block ids of the tokens below `end`. `table` is a sequence's row of the block
-    table. Loops load the next tile's ids in advance, so that loads of K and V do not wait."""
+    """Returns the block ids of the positions `token`, or 0 from `end` on. `table` is the sequence's
+    block table. Loops load the next tile's ids early, so that loads of K and V do not wait."""
     return tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0)
 
 
@@ -58,8 +58,8 @@ def queries_of(
     VALUE_SIZE: tl.constexpr,
     IS_LATENT: tl.constexpr,
 ) -> tl.tuple:
-    """Returns the numbers of queries for K and, in latent attention, for V, in the dtype of the
-    cache if that has more than 8 bits. `rows` [rows, 1] are pointers."""
+    """Loads queries from the pointers `rows` [rows, 1]. Returns the columns that multiply K, and in
+    latent attention those that multiply V. A cache with over 8 bits determines their dtype."""
     mask = is_row[:, None] & (key_column < KEY_SIZE)[None, :]
     FIRST: tl.constexpr = VALUE_SIZE if IS_LATENT else 0
     queries = tl.load(rows + FIRST + key_column[None, :], mask=mask, other=0.0)
@@ -94,7 +94,7 @@ def dot(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def widened(tile: tl.tensor, queries: tl.tensor) -> tl.tensor:
-    """Returns a tile of K or V. 8-bit numbers are converted to the dtype of the queries."""
+    """Returns a tile of K or V, with 8-bit numbers converted to the dtype of the queries."""
     if tile.dtype.primitive_bitwidth == 8:
         tile = tile.to(queries.dtype)
     return tile
@@ -113,7 +113,7 @@ def in_fp8(numbers: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def as_kept(tile: tl.tensor, cache: tl.tensor) -> tl.tensor:
-    """Returns a tile of K or V in the dtype of `cache`. Only FP8 is converted."""
+    """Returns a tile of K or V as `cache` keeps it: rounded to FP8 if the cache has 8 bits."""
     if cache.dtype.element_ty.primitive_bitwidth == 8:
         tile = in_fp8(tile)
     return tile
@@ -131,7 +131,7 @@ def scores_of(
     IS_LATENT: tl.constexpr,
 ) -> tl.tensor:
     """Returns [queries, keys]: attention scores times log2(e), for a softmax with exp2. In latent
-    attention, values are the first part of keys, and `for_values` that of queries."""
+    attention, a key begins with `value`, and the query for it with `for_values`."""
     scores = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
     if IS_LATENT:
         scores = dot(for_values, tl.trans(widened(value, query)), scores)
@@ -147,7 +147,7 @@ def attend_tile(
 ) -> tl.tuple:
     """Adds one tile of keys to a softmax that is computed tile by tile.
 
-    `scores` [queries, keys] are -inf where not visible, and `value` is [keys, value size].
+    `scores` [queries, keys] are -inf for keys that a query does not see. `value` is [keys, size].
     `highest`, `weight` and `total` are each query's highest score, sum of weights, and weighted sum
     of values so far. Returns these three, updated (Milakov and Gimelshein, "Online normalizer
     calculation for softmax").
@@ -163,13 +163,14 @@ def attend_tile(
 
 
 def padded(size: int) -> int:
-    """Returns the tile size for `size`: a power of two, at least 16 as matrix products require."""
+    """Returns `size` rounded up to a power of two, at least 16, as matrix products require."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def head_groups(num_heads: int, query_size: int, cache: LayerCache) -> tuple[int, bool]:
-    """Returns the number of query heads that a program computes together, and whether the cache
-    has latents: then queries have numbers for both K and V, and all heads read one KV head."""
+    """Returns how many query heads a program computes together, and whether the cache has latents
+    (compressed K and V). A query for latents has numbers for K and V. All heads read one KV head.
+    """
     _, num_kv_heads, _, key_size = cache.key.shape
     is_latent = query_size > key_size
     group = num_heads // num_kv_heads
@@ -184,7 +185,7 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
 
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
-    """Returns the most keys per tile, up to `most`, so that `num_tiles` fit `shared_memory`."""
+    """Returns the most keys per tile, up to `most`, with which `num_tiles` fit `shared_memory`."""
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.

@@ -1,9 +1,9 @@
 """Paged attention for decodes: sequences that have one query each.
 
-The query heads that share a KV head are the rows of one tile, so K and V are read once for all.
+The query heads that share a KV head are the rows of one tile, so K and V are read only once.
 Contexts are cut into parts (see decode_work.py). A Triton program computes some successive parts.
-The last one to finish combines a sequence's parts (Dao and others, "Flash-Decoding for long-context
-inference").
+The program that finishes last combines a sequence's parts (Dao and others, "Flash-Decoding for
+long-context inference").
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROGRAMS_PER_PROCESSOR = 4
 """Programs on a multiprocessor. While one begins or ends a span, the others use the memory."""
 NUM_WARPS = 2
 _MAX_REGISTERS = 255
-"""The most registers of a thread. Without it, the compiler may plan for fewer, and spill them."""
+"""The most registers of a thread. Without this limit, the compiler may plan for fewer and spill."""
 NUM_STAGES = 2
 """Pipeline depth: one tile of K and V is loaded while the previous one is computed. The compiler
 does this only if a tile's block ids are loaded an iteration earlier (see `block_ids`). More stages,
@@ -48,7 +48,7 @@ with fewer programs on a multiprocessor, were slower."""
 _BESIDE_TILES = 12 * 1024
 """Bytes of shared memory that a program needs in addition to its tiles of K and V."""
 MAX_COMBINED = 2048
-"""The most numbers that `_combine` adds at a time: 16 for each thread, to spill no register."""
+"""The most numbers that `_combine` adds at a time: 16 per thread. More would spill registers."""
 
 _FIELDS = tl.constexpr(FIELDS)
 _MAX_PARTS = tl.constexpr(MAX_PARTS)
@@ -127,8 +127,8 @@ def decode(
 
 
 def programs_per_processor(is_latent: bool) -> int:
-    """Returns the number of programs on a multiprocessor. Latents are larger than other values, so
-    half as many programs have twice the threads."""
+    """Returns the number of programs on a multiprocessor. Latents are larger than other K and V, so
+    there are half as many programs, with twice the threads."""
     return PROGRAMS_PER_PROCESSOR // 2 if is_latent else PROGRAMS_PER_PROCESSOR
 
 
@@ -174,7 +174,7 @@ def _decode_kernel(
     COMBINED_PARTS: tl.constexpr,
 ) -> None:
     """Computes pairs of a span and a KV head. Each of n programs takes every n-th pair. The number
-    of spans is read from the device, so a captured launch can compute any list."""
+    of spans is in the list on the device, so a captured launch can compute any list."""
     in_group = tl.arange(0, HEAD_TILE)
     is_head = in_group < GROUP
     key_column = tl.arange(0, KEY_TILE)
@@ -281,7 +281,7 @@ def _combine(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Writes the output of one sequence and KV head, combined from its parts in order. Loads bypass
+    """Combines the parts of one sequence and KV head, in order, and writes the output. Loads bypass
     the first-level cache, because other multiprocessors may have written the parts."""
     in_group = tl.arange(0, HEADS)
     is_head = in_group[None, :] < GROUP

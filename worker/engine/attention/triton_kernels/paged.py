@@ -62,7 +62,7 @@ class TritonPaged(AttentionBackend):
 
 
 def _with_whole_heads(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the rows, copied if the numbers of a head are not contiguous."""
+    """Returns the rows. Copies them if the numbers of a head are not contiguous."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

@@ -1,7 +1,7 @@
 """Paged attention for chunks of prompts.
 
 A tile has some successive queries of one chunk, with all query heads that share a KV head.
-Positions that all of its queries see are computed without masks, and the others with masks.
+Positions that all queries of the tile see are computed without masks, other positions with masks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Scoring
 
 MAX_QUERY_TILE = 128
-"""The most rows of a tile that fit registers; half if heads are over 128, a quarter in fp32."""
+"""The most rows of a tile that fit registers: half for head sizes over 128, a quarter in fp32."""
 
 NUM_STAGES = 3
-"""Pipeline depth: two tiles of K and V are loaded while a third is computed. This needs a tile's
-block ids an iteration earlier (see `block_ids`)."""
+"""Pipeline depth: two tiles of K and V are loaded while a third is computed. So a tile's block ids
+must be loaded an iteration earlier (see `block_ids`)."""
 
 _FIELDS = tl.constexpr(FIELDS)
 

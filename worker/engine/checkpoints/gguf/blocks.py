@@ -20,21 +20,21 @@ def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q4_0: a scale in fp16, then 16 bytes: inputs 0-15 in lower halves, 16-31 in upper."""
+    """Q4_0: a scale in fp16, then 16 bytes: inputs 0-15 in lower halves, 16-31 in upper halves."""
     scales, numbers = _halves(blocks[..., :2]), _nibbles(blocks[..., 2:])
     return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 4, 32)
 
 
 def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q5_0: a scale in fp16, the fifth bits of all inputs in 4 bytes, then the rest as in Q4_0."""
+    """Q5_0: a scale in fp16, 4 bytes of the inputs' fifth bits, then the lower bits as in Q4_0."""
     scales, upper = _halves(blocks[..., :2]), _bits(blocks[..., 2:6]).flatten(-2)
     numbers = (_nibbles(blocks[..., 6:]) | upper << 4) + (128 - 16)
     return QuantizedWeight.pack(numbers.flatten(1), scales.flatten(1), 8, 32)
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q4_K: scales and minima, then four times 32 bytes. Each 32 bytes have 32 inputs in their
-    lower 4 bits and the next 32 in their upper 4 bits."""
+    """Q4_K: scales and minima, then four times 32 bytes. Such 32 bytes have 32 inputs in the lower
+    4 bits, and the next 32 inputs in the upper 4 bits."""
     scales, offsets = _scales_and_offsets(blocks)
     numbers = _nibbles(_split(blocks[..., 16:], 4, 32))
     return QuantizedWeight.pack(numbers.flatten(1), scales, 4, 32, offsets)
@@ -60,8 +60,8 @@ def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q6_K: the lower 4 bits of all integers, their upper 2 bits, 16 signed scales, and the scales'
-    factor in fp16. Each 128 inputs have 64 bytes of lower and 32 of upper bits."""
+    """Q6_K: the lower 4 bits of all integers, then the upper 2 bits, 16 signed scales, and a factor
+    of the scales in fp16. Of 128 inputs, 64 bytes have the lower bits and 32 the upper bits."""
     low = _split(blocks[..., :128], 2, 2, 32)
     low = torch.stack((low & 15, low >> 4), -3).flatten(-3, -2)
     high = _split(blocks[..., 128:192], 2, 1, 32)
@@ -83,7 +83,7 @@ READERS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
 
 
 def read_blocks(rows: torch.Tensor, kind: str) -> QuantizedWeight:
-    """Returns the weight in `rows` [outputs, bytes of a row], which have the GGUF type `kind`."""
+    """Returns the weight in `rows` [outputs, bytes of a row]. `kind` is the rows' GGUF type."""
     size, read = READERS[kind]
     return read(_split(rows, -1, size))
 

@@ -16,7 +16,7 @@ _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GGUFHeader:
-    """The header of a GGUF file. The file is mapped into memory. Tensors are read when used."""
+    """The header of a GGUF file. The file is mapped into memory, and read where it is used."""
 
     def __init__(self, source: str) -> None:
         """Read the header. Raises ModelNotFoundError if the file cannot be read."""
@@ -59,8 +59,8 @@ class GGUFHeader:
         return self.field(f"{self.architecture}.{name}")
 
     def _vocab_size(self) -> int:
-        """Returns the number of rows of the embedding. If there is no embedding, as in the first
-        part of a split file, returns the number of tokens."""
+        """Returns the number of rows of the embedding, or the number of tokens if the file has no
+        embedding, as the first part of a split file."""
         embedding = self.tensors.get("token_embd.weight")
         if embedding is not None:
             return int(embedding.shape[-1])
@@ -71,8 +71,8 @@ class GGUFHeader:
 
 
 class _Reader(GGUFReader):
-    """Reads all fields, but only the length of arrays. The gguf package and transformers make a
-    numpy array of each array element, which takes seconds for a vocabulary of 150,000 tokens."""
+    """Reads the values of fields, but of an array only the length. The gguf package makes a numpy
+    array for each array element, which takes seconds for a vocabulary of 150,000 tokens."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:
         if raw_type != GGUFValueType.ARRAY:

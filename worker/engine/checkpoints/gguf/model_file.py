@@ -31,9 +31,9 @@ _FIELDS: dict[str, dict[str, str | None]] = {
     },
     "qwen3_moe": {**_NAMES["qwen3_moe"], "expert_feed_forward_length": "moe_intermediate_size"},
 }
-"""For each family: transformers' name of a setting, by its name in GGUF files."""
+"""For each family: transformers' names of settings, by the names in GGUF files."""
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""For each parameter of a layer's experts: the GGUF tensors that are joined to make it."""
+"""For each parameter of a layer's experts: the GGUF tensors that are joined to it."""
 _ROUTER = "ffn_gate_inp.weight"
 _ROTATED = ("attn_q", "attn_k")
 """Weights of the architecture `llama` whose rows llama.cpp's converter rearranges in pairs."""
@@ -45,7 +45,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFFile:
-    """A model in a GGUF file. The file is mapped into memory. Weights are read when used."""
+    """A model in a GGUF file. The file is mapped into memory, and read where it is used."""
 
     generation_config: GenerationConfig | None = None
 
@@ -76,7 +76,7 @@ class GGUFFile:
 
     @property
     def _kinds(self) -> set[str]:
-        """The GGUF types of the matrices, such as Q4_0, except routers, which are in fp32."""
+        """The GGUF types of matrices, such as Q4_0. Routers, which are in fp32, do not count."""
         return {
             each.tensor_type.name
             for name, each in self._tensors.items()
@@ -85,7 +85,7 @@ class GGUFFile:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the file's matrices; bf16 if they are quantized."""
+        """The dtype of the file's matrices; bf16 if they are quantized or in several dtypes."""
         kinds = self._kinds
         return _DTYPES[kinds.pop()] if len(kinds) == 1 and kinds <= set(_DTYPES) else torch.bfloat16
 
@@ -166,7 +166,7 @@ class GGUFFile:
         config.dtype = self.dtype
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights:
-        """Returns the weights, to compute in `dtype`. Raises UnsupportedModelError."""
+        """Returns the weights for computation in `dtype`. Raises UnsupportedModelError."""
         blocks = sorted(self._kinds - _DTYPES.keys())
         saved = SavedWeights(f"GGUF {'/'.join(blocks)}" if blocks else "", dtype)
         places = self._places()
@@ -207,7 +207,7 @@ class GGUFFile:
         saved.add_tensor(f"{module}.down_proj", down.clone())
 
     def _places(self) -> dict[str, list[str]]:
-        """Returns, for each parameter of the model, the names of the tensors that it is made of."""
+        """Returns the names of the file's tensors for each parameter of the model."""
         numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
         names = get_tensor_name_map(numbers[self._architecture], self.config.num_hidden_layers)
         library: Any = AutoModelForCausalLM  # only partly typed
@@ -245,7 +245,7 @@ class GGUFFile:
         return places
 
     def _rows(self, place: str) -> torch.Tensor | None:
-        """Returns the file's row for each row in transformers; None if both have the same order."""
+        """Returns the file's row for each row in transformers; None if the orders are equal."""
         part = place.split(".")[-2]
         if self._architecture != "llama" or part not in _ROTATED:
             return None

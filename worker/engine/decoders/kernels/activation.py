@@ -21,19 +21,19 @@ _SLOPE = tl.constexpr((8 / math.pi) ** 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Computes `activation(gate) * up`, or without a gate `activation(up)`. Like transformers'
-    modules, it rounds both the activation and the product."""
+    """Computes `activation(gate) * up`, or `activation(up)` if there is no gate. Rounds both the
+    activation and the product, like transformers' modules."""
 
     name: str
     """The activation's name in ACTIVATIONS."""
     is_gated: bool = True
     is_interleaved: bool = False
-    """Whether numbers of the gate and of `up` alternate. Otherwise the whole gate comes first."""
+    """Whether numbers of the gate and of `up` alternate. If not, the whole gate comes first."""
     limits: Limits = _UNLIMITED
     """The limits of the activation `limited`, whose result is rounded only once."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns [T, size] for `inputs` [T, 2 * size], or without a gate for [T, size]."""
+        """Returns [T, size]. `inputs` are [T, 2 * size], or [T, size] if there is no gate."""
         num_rows, size = inputs.shape
         size = size // 2 if self.is_gated else size
         output = inputs.new_empty(num_rows, size)

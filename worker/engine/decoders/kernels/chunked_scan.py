@@ -28,12 +28,12 @@ def solved(system: tl.tensor, wanted: tl.tensor, num_rows: tl.tensor) -> tl.tens
 
 @triton.jit
 def decayed_products(q: tl.tensor, k: tl.tensor, decay: tl.tensor) -> tl.tuple:
-    """Returns the products of keys, and of queries with keys, if each number of the keys has a
-    decay: the logarithms [rows, keys].
+    """Returns products of keys with keys, and of queries with keys, if each number of a key decays
+    from row to row. `decay` [rows, keys] has the logarithms of the decays.
 
-    All four results: for each row j, the products with the keys of rows i; for each row i, the
-    products of its query with the keys of rows j; the decays up to each row, and after each row
-    [rows, keys]. Between rows j and i, each number decays. Only pairs with j <= i are not 0.
+    The key of row j decays until row i. There are four results: [j, i], the products of the keys of
+    rows j and i; [i, j], the products of row i's query and row j's key; the decays up to each row,
+    and after each row, both [rows, keys]. Products are 0 unless j <= i.
     """
     SIZE: tl.constexpr = q.shape[0]
     row = tl.arange(0, SIZE)
@@ -41,8 +41,8 @@ def decayed_products(q: tl.tensor, k: tl.tensor, decay: tl.tensor) -> tl.tuple:
     system, scores = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
     between, to_end = tl.zeros(decay.shape, tl.float32), tl.zeros(decay.shape, tl.float32)
     for index in range(SIZE):
-        # Sums of decays after the row up to each later one. They grow from one row to the one
-        # before, because differences would lose too many bits.
+        # Sums of decays after the row up to each later row. The loop goes backwards and adds to
+        # the sums, because differences would lose too many bits.
         is_its = row == SIZE - 1 - index
         is_later = (row >= SIZE - 1 - index)[:, None]
         its_key = tl.sum(tl.where(is_its[:, None], k, 0.0), 0)
@@ -89,8 +89,8 @@ def chunked_scan_kernel(
 ) -> None:
     """Each Triton program computes one chunk, for one value head and one tile of state columns.
 
-    In a piece (some successive rows), the state changes of all rows solve a triangular system.
-    Drafted rows have separate pieces at the end, after which the state is not stored.
+    A piece is some successive rows. Their state changes are the solution of a triangular system.
+    Drafted rows are in separate pieces at the end, and do not change the stored state.
     """
     NUM_TILES: tl.constexpr = (VALUE_SIZE + VALUE_TILE - 1) // VALUE_TILE
     index = num_sequences - 1 - tl.program_id(0)  # the last chunks are the longest

@@ -26,8 +26,8 @@ def convolve(
 
     `inputs` [T, channels] may be some columns of a larger tensor. SiLU follows the convolution. If
     `is_gated`, the inputs are b, c and x [T, 3 * channels] of a short convolution, and the result
-    is `c * convolution(b * x)` without SiLU. `windows` [entries, size - 1, channels] are the
-    layer's last inputs. Like transformers' modules, the kernel rounds after each operation.
+    is `c * convolution(b * x)` without SiLU. `windows` [entries, size - 1, channels] are the last
+    inputs before the step. The kernel rounds after each operation, like transformers' modules.
     """
     num_channels, _, size = convolution.weight.shape
     num_rows = len(inputs)
@@ -70,10 +70,10 @@ def _inputs_at(
     NUM_CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the inputs [positions, channels] at each `position`, counted from a sequence's first
-    row in the step. Negative positions are before the step, and are read from the window.
+    """Returns the inputs [positions, channels] at each `position`, counted from the first row of a
+    sequence in the step. Negative positions are before the step, and are read from the window.
 
-    `entry` and `first` [positions]: the window's entry and each position's sequence's first row.
+    `entry` and `first` [positions] are the entry of the sequence's window and its first row.
     """
     is_new = (position >= 0)[:, None]
     mask = is_read[:, None] & (channel < NUM_CHANNELS)[None, :]
@@ -107,8 +107,8 @@ def _convolution_kernel(
     ROW_TILE: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ) -> None:
-    """The first programs each compute a tile of rows and channels. Each further program writes a
-    sequence's window for a tile of channels. No entry of `windows` is both read and written."""
+    """Each of the first programs computes a tile of rows and channels. Each further program writes
+    a sequence's window for a tile of channels. No entry of `windows` is both read and written."""
     num_tiles = (num_rows + ROW_TILE - 1) // ROW_TILE
     program = tl.program_id(0)
     channel = tl.program_id(1) * CHANNEL_TILE + tl.arange(0, CHANNEL_TILE)

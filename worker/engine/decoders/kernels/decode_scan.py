@@ -41,7 +41,7 @@ def decode_scan_kernel(
     IS_DECODE: tl.constexpr,
 ) -> None:
     """Each Triton program computes one sequence, for one value head and a tile of state columns.
-    IS_DECODE: only sequences with one row are computed."""
+    With IS_DECODE, the programs compute only sequences with one row."""
     NUM_TILES: tl.constexpr = (VALUE_SIZE + VALUE_TILE - 1) // VALUE_TILE
     read, written, first, count, known = sequence_at(table, tl.program_id(0), num_sequences)
     if (count != 1) if IS_DECODE else (count == 0):  # in a padded step

@@ -25,7 +25,7 @@ class Experts:
     """A mixture-of-experts layer: [T, hidden size] in and out. Never waits for the device."""
 
     def __init__(self, parts: ExpertParts, shared: Product | None) -> None:
-        """`shared` computes the shared experts; None if there are none."""
+        """`shared` computes the shared experts; None if the layer has no shared experts."""
         self._routing, self._shared = parts.routing, shared
         self._router, self._router_bias = parts.router, parts.router_bias
         self._has_shared_gate = parts.has_shared_gate
@@ -64,7 +64,7 @@ class Experts:
 
 def joined_experts(fused: QuantizedExperts) -> tuple[QuantizedWeight, QuantizedWeight]:
     """Returns two joined weights: the gate and up weights of all experts, expert by expert, and the
-    down weights. The experts' weights become views of them."""
+    down weights. The experts' weights become views of the joined weights."""
     inputs = [each for *both, _ in fused.quantized for each in both if each is not None]
     downs = [down for _, _, down in fused.quantized]
     for weights in (inputs, downs):
@@ -73,8 +73,8 @@ def joined_experts(fused: QuantizedExperts) -> tuple[QuantizedWeight, QuantizedW
 
 
 def choose_experts(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the experts of each row, int32 [T, top_k], and their shares in fp32. `logits` [T,
-    outputs] are in fp32, with those of the experts first."""
+    """Returns each row's experts, int32 [T, top_k], and their shares (factors of results) in fp32.
+    `logits` [T, outputs] are in fp32, and begin with the logits of the experts."""
     num_rows = len(logits)
     experts = logits.new_empty(num_rows, routing.top_k, dtype=torch.int32)
     shares = logits.new_empty(num_rows, routing.top_k)
@@ -108,10 +108,11 @@ def add_experts(
     shared: torch.Tensor | None,
     logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns the sums of `results` [T * top_k, size], each times its share [T, top_k].
+    """Returns the sum [T, size] of each row's `top_k` experts: `results` [T * top_k, size] times
+    `shares` [T, top_k].
 
-    `shared` [T, size] is added to the sums. If there are `logits` [T, outputs], `shared` is
-    multiplied by the sigmoid of the last of them.
+    Adds `shared` [T, size], the result of shared experts. With `logits` [T, outputs], first
+    multiplies `shared` by the sigmoid of each row's last logit.
     """
     (num_rows, top_k), size = shares.shape, results.shape[1]
     output = results.new_empty(num_rows, size)
@@ -200,7 +201,7 @@ def _of_best_groups(
     TOP_GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the ranks; -inf outside of the TOP_GROUPS groups with the best sums of two ranks."""
+    """Returns the ranks, or -inf outside the TOP_GROUPS groups with the best sums of two ranks."""
     group = expert // SIZE
     sums = tl.full((ranks.shape[0],), float("-inf"), tl.float32)
     for index in range(NUM_GROUPS):

@@ -15,7 +15,7 @@ _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 class FP8Product:
     """A linear layer, [T, inputs] to [T, outputs], with weights and inputs in FP8 and a scale for
-    each input row. Inputs in fp32 are not rounded, which is slow."""
+    each input row. Inputs in fp32 stay in fp32; then products are slow."""
 
     def __init__(self, weight: FP8Weight, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -47,8 +47,8 @@ class FP8Product:
 
 
 def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rows [T, inputs] in FP8, and a scale for each row, fp32 [T, 1]. The scale maps
-    the row's largest number to FP8's largest number."""
+    """Returns the rows [T, inputs] in FP8, and each row's scale, fp32 [T, 1]. In FP8, the largest
+    number of a row becomes the largest FP8 number."""
     num_rows, num_inputs = rows.shape
     numbers = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
     scales = rows.new_empty(num_rows, 1, dtype=torch.float32)

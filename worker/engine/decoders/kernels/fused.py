@@ -5,9 +5,9 @@
                 hidden += scale * after(mlp(before(hidden)))
     logits = head(norm(hidden of the sampling rows))
 
-Any norm may be missing, and so may the attention or the MLP. A recurrent layer may replace the
-attention, or have the same input and add its result. The kernel of the next norm also computes each
-sum, because this kernel reads the hidden state anyway.
+Norms, the attention or the MLP may be missing. A recurrent layer may replace the attention, or have
+the same input and add its result. The kernel of the next norm also computes the sum before it,
+because this kernel reads the hidden state anyway.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Attention:
         self._is_gated = parts.is_gated
         self._scoring = Scoring(parts.scale, pattern, parts.softcap, parts.sinks)
         self._row_norms: list[tuple[slice, Norm]] = []
-        """Ranges of columns of Q, K and V, each with the norm over the whole range."""
+        """Ranges of columns of Q, K and V, and for each range the norm over the whole range."""
         self._head_norms: HeadNorms | None = None
         query, key = parts.query_norm, parts.key_norm
         if query is not None and key is not None:
@@ -216,12 +216,12 @@ class FusedDecoder(Decoder):
         return logits
 
     def _states(self, last: _Sum, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the final hidden states of `rows`, which are the norm of the sum `last`."""
+        """Returns the final hidden states of `rows`: the norm of the sum `last`."""
         hidden, update = last.hidden.index_select(0, rows), last.update.index_select(0, rows)
         return add_norm(hidden, update, self._parts.norm, last.after, last.scale)
 
     def _last_sum(self, step: PackedStep) -> _Sum:
-        """Returns the sum after the last layer, whose two terms are not added yet."""
+        """Returns the sum after the last layer. Its two terms are not added yet."""
         rows = _Rows(step, self._sequences(step))
         hidden = self._parts.embedding(step.input_ids[0])
         if self._embedding_scale != 1.0:
@@ -276,7 +276,7 @@ class FusedDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The sum `hidden + scale * after(update)` [T, hidden size], not computed yet."""
+    """The sum `hidden + scale * after(update)` [T, hidden size], to be computed (`after`: norm)."""
 
     hidden: torch.Tensor
     update: torch.Tensor

@@ -70,7 +70,7 @@ class GroupedProduct:
             self._strides = weight.stride()
 
     def __call__(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Returns [pairs, outputs]. `rows` are [T, inputs], or [pairs, inputs] (one row a pair)."""
+        """Returns [pairs, outputs]. `rows` are [T, inputs], or [pairs, inputs]: one per pair."""
         num_pairs = len(groups.order)
         output = rows.new_empty(num_pairs, self._outputs)
         mean = num_pairs // self._num_experts
@@ -160,8 +160,8 @@ def _grouped_kernel(
     OUTPUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
 ) -> None:
-    """Each Triton program computes one tile of an expert's rows and one tile of its outputs. A row
-    has SLOTS pairs. BITS is 0 if weights are not quantized."""
+    """Each Triton program computes a tile of rows and outputs of one expert. A row has SLOTS pairs.
+    BITS is 0 if weights are not quantized."""
     ITERATIONS: tl.constexpr = (NUM_INPUTS + STEP - 1) // STEP
     IS_EVEN: tl.constexpr = NUM_INPUTS % STEP == 0
     index = tl.arange(0, EXPERT_TILE)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The norms of queries and of keys, which have the same formula and epsilon."""
+    """The norms of queries and of keys. Both have the same formula and epsilon."""
 
     weights: torch.Tensor  # [2, head size]
     biases: torch.Tensor | None
@@ -93,7 +93,7 @@ def place_heads(
 
 @triton.jit
 def partner_of(column: tl.tensor, PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr) -> tl.tuple:
-    """Returns whether a rotated column is the first of its pair, the pair, and the other column."""
+    """Returns, for a rotated column: whether it is its pair's first, the pair, the other column."""
     if IS_INTERLEAVED:
         is_first, pair = column % 2 == 0, column // 2
         partner = tl.where(is_first, column + 1, column - 1)
@@ -114,8 +114,8 @@ def turned(
     turns: tl.tensor,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the columns `own` in fp32, rotated where `turns`. `other` are their partners, and
-    `cosines` and `sines` are pointers."""
+    """Returns the columns `own` in fp32, rotated where `turns` is true. `other` has the partner of
+    each column. `cosines` and `sines` are pointers."""
     cosine = tl.load(cosines, mask=turns, other=1.0).to(tl.float32)
     sine = tl.load(sines, mask=turns, other=0.0).to(tl.float32)
     straight = (own * cosine).to(DTYPE).to(tl.float32)

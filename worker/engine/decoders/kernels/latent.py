@@ -1,8 +1,7 @@
 """Latent attention in fused kernels, in the absorbed form (DeepSeek-V2, appendix C).
 
-The cache has one latent and one rotated key for each token. The weights that compute keys and
-values from latents are multiplied into queries and outputs instead. So all heads read the same
-latents.
+The cache has one latent and one rotated key for each token. Queries and outputs are multiplied by
+the weights that would compute keys and values from latents. So all heads read the same latents.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class FusedLatentAttention:
         return self._output(output.flatten(1))
 
     def place(self, heads: torch.Tensor, latent: torch.Tensor, step: PackedStep) -> torch.Tensor:
-        """Returns queries [T, num_heads, rank + rotated size] of which only the rotated numbers are
-        set. Writes the normalised latents and the rotated keys to the cache.
+        """Returns queries [T, num_heads, rank + rotated size]. Sets only the rotated numbers.
+        Writes the normalised latents and the rotated keys to the cache.
 
         `heads` is [T, num_heads, key size + rotated size], `latent` [T, rank + rotated size].
         """
@@ -130,7 +129,7 @@ def _place_latent_kernel(
     TILE: tl.constexpr,
     RANK_TILE: tl.constexpr,
 ) -> None:
-    """The first program of a row writes the cache. Each further program rotates some queries."""
+    """The first program of a row writes the cache. Each of the others rotates some queries."""
     dtype = heads.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     is_query = tl.program_id(1) > 0

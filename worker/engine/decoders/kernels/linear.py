@@ -22,8 +22,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 def fused(*linears: nn.Linear) -> Product:
     """Returns one linear layer with the outputs of all `linears`, one after the other.
 
-    All of them must have a bias, or none. Their weights become views of one weight. If their
-    weights are of several kinds, they are not joined, and each takes a kernel launch.
+    Either all `linears` must have a bias, or none. The weights become views of one joined weight.
+    Weights of several kinds cannot be joined: then each takes a kernel launch.
     """
     quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
     kinds = {linear.quantized.kind for linear in quantized}
@@ -42,8 +42,8 @@ def fused(*linears: nn.Linear) -> Product:
 
 
 def joined_weights(weights: Sequence[Weight]) -> Weight:
-    """Returns one weight with the outputs of all `weights`, one after the other. They must be of
-    one kind, and become views of the result."""
+    """Returns one weight with the outputs of all `weights`, one after the other. `weights` must be
+    of one kind, and become views of the result."""
     first: Any = weights[0]
     joined = {
         field.name: _joined([getattr(each, field.name) for each in weights])

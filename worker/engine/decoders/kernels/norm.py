@@ -1,7 +1,7 @@
 """Computes a residual sum and its norm in one kernel.
 
 The kernel rounds where transformers' modules round: after each operation, with the exceptions that
-NormFormula describes. All else is in fp32.
+NormFormula describes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def add_norm(
     scale: float = 1.0,
 ) -> torch.Tensor:
     """Compute `hidden += scale * after(update)` in place, for tensors [T, hidden size]. Returns
-    `before(hidden)`. If `before` is None, returns `hidden` itself. Without an update, `hidden` may
-    be some columns of a larger tensor."""
+    `before(hidden)`, or `hidden` if `before` is None. `after` and `before` are norms. Without an
+    `update`, `hidden` may be some columns of a larger tensor."""
     if update is None and before is None:
         return hidden
     output = hidden if before is None else torch.empty_like(hidden)
@@ -46,7 +46,7 @@ def add_norm(
 
 
 def norm_columns(rows: torch.Tensor, norm: Norm) -> None:
-    """Normalise `rows` [T, size] in place. They may be some columns of a larger tensor."""
+    """Normalise `rows` [T, size], which may be some columns of a larger tensor, in place."""
     _add_norm(rows, None, norm, None, 1.0, rows)
 
 
@@ -91,7 +91,7 @@ def moments(
     rows: tl.tensor, within: tl.tensor, epsilon: tl.tensor, NORM: tl.constexpr, SIZE: tl.constexpr
 ) -> tl.tuple:
     """Returns the mean that a norm subtracts from `rows` [rows, columns], and the factor for the
-    difference. Both are [rows, 1]. `within` is false for columns that only pad the SIZE columns."""
+    difference, both [rows, 1]. `within` is false for padding columns beyond SIZE."""
     mean = tl.zeros((rows.shape[0], 1), tl.float32)
     if _IS_CENTERED & NORM:
         mean = tl.sum(tl.where(within, rows, 0.0), 1, keep_dims=True) / SIZE
@@ -110,8 +110,8 @@ def normed(
     NORM: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the norm of `rows` as fp32 numbers, rounded as if they had the dtype DTYPE. `weights`
-    and `biases` are pointers to each number's weight and bias."""
+    """Returns the norm of `rows` in fp32, but rounded to numbers of the dtype DTYPE. `weights` and
+    `biases` are pointers to each number's weight and bias."""
     rows = (rows - mean) * rate
     if _ROUNDS_TWICE & NORM:
         rows = rows.to(DTYPE).to(tl.float32)

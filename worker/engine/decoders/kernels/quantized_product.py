@@ -2,8 +2,8 @@
 
 For few rows, kernels dequantize weights in registers. For many rows, a kernel dequantizes some
 outputs at a time, and torch multiplies. Both round weights to the dtype of the rows, with one
-exception: if there are few rows, and each output has one scale and no offset, kernels multiply the
-integers, which are exact, and scale the sum.
+exception. If there are few rows, and each output has one scale and no offset, kernels multiply the
+exact integers, and scale the sum.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 FEW_ROWS = 256
 """Up to this number of rows, kernels dequantize weights in registers."""
 _OUTPUT_TILE = 128
-"""Number of outputs in a tile. Tiles are large, because each tile reads the rows' inputs again."""
+"""Number of outputs in a tile. Tiles are large, because every tile reads all inputs again."""
 _ROW_TILE = 64
 _LEAST_ITERATIONS = 12
-"""The fewest iterations of a program. With fewer, it would take too long to store partial sums."""
+"""The fewest iterations of a program. In shorter programs, storing partial sums takes too long."""
 _NUM_WARPS = 4
 _WIDENED_AT_ONCE = 8 << 20
-"""The approximate number of weights that are dequantized at a time, for many rows. In 16 bits they
+"""For many rows: the approximate number of weights that are dequantized at a time. In 16 bits, they
 stay in the GPU's cache until they are multiplied."""
 _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
 """Number of outputs and inputs in a tile of `_widen_kernel`."""

@@ -34,7 +34,7 @@ class ShortConvolution:
 
 
 class Recurrence:
-    """A layer with a gated linear recurrence, with inputs and outputs [T, hidden size]."""
+    """A gated linear recurrence, from rows [T, hidden size] to rows of the same shape."""
 
     def __init__(self, parts: RecurrenceParts, windows: torch.Tensor, states: torch.Tensor) -> None:
         self._inputs, self._output = fused(*parts.projections), fused(parts.output)
@@ -51,8 +51,8 @@ class Recurrence:
             num_gates = parts.gates_up.in_features
         sizes = [num_channels, num_gates, len(places) - num_channels - num_gates]
         self._order: torch.Tensor | None = None
-        """Indices that bring the projections' columns into the parts' order; None: they have that
-        order."""
+        """Indices that put the projections' columns into the order of `parts`; None if the columns
+        already have this order."""
         if any((part.diff() != 1).any() for part in torch.split(places, sizes)):
             self._order, places = places.to(device), torch.arange(len(places), device="cpu")
         self._columns = [

@@ -24,9 +24,9 @@ from promptq.worker.engine.recurrent.parts import RecurrenceParts
 _VALUE_TILE = 32
 """The most columns of a state in one Triton program. Columns are independent."""
 DTYPES_IN_PIECES = {torch.bfloat16, torch.float16}
-"""The dtypes in which chunks are computed in pieces. In fp32, products would spill registers."""
+"""The dtypes in which chunks are computed piece by piece. fp32 products would spill registers."""
 _PIECE = 16
-"""The rows of a chunk that are computed at a time. More rows would spill registers."""
+"""The most rows of a piece, a part of a chunk. More rows would spill registers."""
 
 
 class Scan:
@@ -64,9 +64,9 @@ class Scan:
         """Returns the recurrence's outputs: fp32 [T, value heads * value size].
 
         `convolved` [T, channels] are queries, keys and values. `rates` are columns of a larger
-        tensor: in the delta rule, an update rate for each value head; then always a time step for
-        each value head or for each number of its keys. `states` [entries, value heads, key size,
-        value size] are in fp32.
+        tensor: first, only in the delta rule, an update rate for each value head; then a time step
+        for each value head, or for each number of each head's keys. `states` [entries, value heads,
+        key size, value size] are in fp32.
         """
         parts = self._parts
         output = torch.empty(

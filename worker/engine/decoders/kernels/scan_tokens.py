@@ -32,8 +32,8 @@ def rates_of(
     Both are zero where `is_row` is false.
 
     `rates` [rows] points to the model's numbers of each row. In the delta rule these are an update
-    rate for each head, then a time step for each head. Otherwise there are only time steps, and a
-    head's time step is also its update rate.
+    rate for each head, then a time step for each head. Without the delta rule there are only time
+    steps, and a head's time step is also the update rate.
     """
     column = head + NUM_HEADS if IS_DELTA else head
     time = times_of(rates + column, biases + head, is_row, least_time, most_time)
@@ -52,7 +52,7 @@ def times_of(
     least_time: tl.tensor,
     most_time: tl.tensor,
 ) -> tl.tensor:
-    """Returns the time steps for pointers to the model's numbers; 0 outside of `mask`."""
+    """Returns the time steps, and 0 outside of `mask`. `numbers` and `biases` are pointers."""
     time = softplus(tl.load(numbers, mask=mask, other=0.0).to(tl.float32) + tl.load(biases))
     return tl.where(mask, tl.minimum(tl.maximum(time, least_time), most_time), 0.0)
 
@@ -70,8 +70,8 @@ def key_decays(
     NUM_HEADS: tl.constexpr,
     KEY_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the logarithms of the decays of each number of a head's keys: [rows, keys], 0 outside
-    of `mask`. `rates` [rows, 1] points to each row's update rates, which the time steps follow."""
+    """Returns [rows, keys]: logarithms of the decays of each number of a head's keys, 0 outside of
+    `mask`. `rates` [rows, 1] points to each row's update rates, after which come time steps."""
     column = head * KEY_SIZE + tl.where(key < KEY_SIZE, key, 0)[None, :]
     times = times_of(rates + NUM_HEADS + column, biases + column, mask, least_time, most_time)
     return times * tl.load(decays + head)
@@ -79,7 +79,7 @@ def key_decays(
 
 @triton.jit
 def softplus(x: tl.tensor) -> tl.tensor:
-    """Returns `log(1 + exp(x))`, which is also exact for small results (Kahan's log1p)."""
+    """Returns `log(1 + exp(x))`. Small results are exact, too (Kahan's log1p)."""
     small = tl.exp(-tl.abs(x))
     rounded = 1.0 + small
     step = tl.where(rounded == 1.0, 1.0, rounded - 1.0)

@@ -18,11 +18,11 @@ class StepSequences:
     table: torch.Tensor
     """See `RecurrentRows.table`. Columns without rows pad the step."""
     owner: torch.Tensor
-    """[T], int64: the sequence of each row; any sequence for a row that pads the step."""
+    """[T], int64: the sequence of each row; an arbitrary sequence for a padding row."""
     most_decodes: int
-    """An upper bound of the number of sequences with one row. They come first in the table."""
+    """The most sequences that may have one row. They come first in the table."""
     most_chunks: int
-    """An upper bound of the number of other sequences. They come last."""
+    """The most sequences that may have several rows. They come last."""
 
     @classmethod
     def of(cls, rows: RecurrentRows) -> StepSequences:
@@ -31,7 +31,7 @@ class StepSequences:
 
     @classmethod
     def padded(cls, table: torch.Tensor, num_rows: int, *, has_chunks: bool) -> StepSequences:
-        """Returns the sequences of a padded step. Any of them may be a decode, or a chunk."""
+        """Returns the sequences of a padded step: decodes, and chunks only if `has_chunks`."""
         most = table.shape[1]
         return cls(table, _owners(table, num_rows), most, most if has_chunks else 0)
 

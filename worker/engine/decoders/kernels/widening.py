@@ -11,7 +11,7 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 STEP = 64
 """The number of inputs that an iteration of `multiplied` reads."""
 _STAGES = tl.constexpr(4)
-"""Pipeline depth: three iterations' data are loaded while a fourth is computed."""
+"""Pipeline depth: data of three iterations are loaded while a fourth iteration computes."""
 
 
 def part_of(weight: QuantizedWeight) -> int:
@@ -36,7 +36,7 @@ def multiplied(
     STEP: tl.constexpr,
     PART: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the product [outputs, rows] in fp32, over iterations `start` to `end`, exclusive.
+    """Returns the product [outputs, rows] in fp32, summed over iterations `start` to `end - 1`.
 
     `read` [outputs] are indices of outputs, and `inputs_of` [1, rows] points to the rows' inputs.
     An iteration has STEP inputs. PART successive inputs always share a group.
@@ -69,7 +69,7 @@ def multiplied(
         weights = integers(packed, BITS, MIDDLE)
         if not IS_SCALED_LAST:
             weights = scaled(weights, scale, offset, HAS_OFFSETS, PART)
-            # Read for the next iteration, because copies in the background take at least 4 bytes.
+            # Read one iteration early, because background copies need at least 4 bytes.
             group = groups_of(read, first + STEP, STEP // PART, PART, GROUP, NUM_GROUPS)
             scale = tl.load(scales + group)
             if HAS_OFFSETS:
@@ -89,8 +89,8 @@ def groups_of(
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """Returns [outputs, COUNT]: indices of the scales of COUNT parts, of PART inputs each, from
-    input `first` on. Parts after the last input get the index of the last group."""
+    """Returns [outputs, COUNT]: indices of the scales of COUNT parts. A part has PART inputs, and
+    the first begins at input `first`. Parts after the last input get the last group's index."""
     part = first + PART * tl.arange(0, COUNT)
     return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
 
@@ -103,8 +103,8 @@ def scaled(
     HAS_OFFSETS: tl.constexpr,
     PART: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the fp32 weights of the integers `numbers` [outputs, inputs]. PART successive inputs
-    of an output share a scale and an offset."""
+    """Returns the fp32 weights that the integers `numbers` [outputs, inputs] stand for. PART
+    successive inputs of an output share a scale and an offset."""
     weights = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // PART, PART))
     weights *= scale.to(tl.float32)[:, :, None]
     if HAS_OFFSETS:
