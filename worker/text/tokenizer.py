@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
         """Returns the text without special tokens. Incomplete characters become U+FFFD."""
 
     def decoder(self, marks: Sequence[str]) -> Decode:
-        """Returns a function like `decode` that keeps special tokens in the `marks`."""
+        """Returns a function like `decode` that does not leave out special tokens in `marks`."""
 
     def added_token(self, text: str) -> int | None:
         """Returns the id of the token that was added for exactly this text, or None."""
@@ -161,8 +161,8 @@ class HuggingFaceTokenizer:
         return token_ids
 
     def _check_places(self, request: Request, prompt: Sequence[int]) -> None:
-        """Raise InvalidRequestError unless the prompt has exactly one place for each picture. A
-        text could name such a place, too, and the server would put pictures into wrong ones."""
+        """Raise InvalidRequestError unless the prompt has exactly one place for each picture. If a
+        message's text contained a place, the server would put a picture there."""
         mark = self.encode_text(self.chats.mark_of_picture(request))
         special = {*mark} & {*self.added_tokens.values()}
         if not special:
@@ -267,7 +267,7 @@ class HuggingFaceTokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens with added ones. A model's vocabulary may be larger, rarely smaller."""
+        """Number of tokens, with added tokens. Vocabularies may be larger, but rarely smaller."""
         return len(self._tokenizer)
 
     def as_json(self) -> str | None:
