@@ -23,13 +23,13 @@ class Tokenizer(Protocol):
     """Converts between text and token ids. Thread-safe, for the worker's threads."""
 
     def encode_prompt(self, request: Request) -> list[int]:
-        """Returns the prompt's or rendered messages' token ids. Raises InvalidRequestError."""
+        """Returns token ids of the prompt or the rendered messages. Raises InvalidRequestError."""
 
     def encode_output(self, text: str) -> list[int]:
         """Returns a text's token ids, without adding special tokens. Raises InvalidRequestError."""
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Returns the token sequences that write one of these words, alone or after a space."""
+        """Returns the token sequences of each word, at the start of a text and after a space."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text without special tokens. Incomplete characters become U+FFFD."""
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
         """Returns the special tokens in `text`, such as `<eos>`. `decode` leaves them out."""
 
     def token_text(self, token_id: int) -> str:
-        """Returns a token's text with its leading space, if any, or the name of a special token."""
+        """Returns a token's text with its leading space. For a special token, returns its name."""
 
 
 class ByteTokenizer:

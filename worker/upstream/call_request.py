@@ -22,10 +22,11 @@ _SEED_STEPS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0xD1342543DE82EF95)
 
 
 class CallRequest:
-    """Makes the requests that the calls for one request send.
+    """Turns a request into the requests of its calls to a server.
 
     Penalties: a server counts only the tokens of one call. So biases contain the penalties of
-    earlier tokens, and `presence_penalty` is 0. A token without such a bias then ends the call.
+    earlier tokens, and `presence_penalty` is 0. A token without such a bias then ends the call,
+    so that the next call counts this token too.
 
     Low temperatures: the server draws at its lowest temperature. Each drawn token is kept with the
     odds that give the right distribution (rejection sampling). Otherwise a call draws again.

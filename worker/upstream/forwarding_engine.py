@@ -389,7 +389,7 @@ class ForwardingEngine:
         """Return a request to the queue.
 
         A request that servers have broken off several times is blamed, so that a request that kills
-        servers becomes a dead letter. No worker claims an unblamed request for `seconds`.
+        servers becomes a dead letter. Other requests are not claimed again for `seconds`.
         """
         if self._sequences.pop(sequence.sequence_id, None) is None:
             return  # aborted meanwhile

@@ -37,7 +37,7 @@ class Gate:
     def __init__(self, num_slots: int) -> None:
         """Begins with a limit of `num_slots`, the largest number of streams."""
         self.is_load_reported = True
-        """False once the server has refused to report its load. Set it to True after a restart."""
+        """False once the server has refused to report its load. Set it to True after a recovery."""
         self._num_slots = num_slots
         self._most = float(num_slots)
         self._room = math.inf  # for streams of all clients

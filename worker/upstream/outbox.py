@@ -10,8 +10,8 @@ _MAX_TOKENS = 4096
 
 
 class Outbox:
-    """Outputs that wait for `fetch`. Joins those of one sequence. While they have too many tokens,
-    streams must wait."""
+    """Outputs that wait for `fetch`. Joins the outputs of each sequence, and makes streams wait
+    while the outputs have too many tokens."""
 
     def __init__(self) -> None:
         self._outputs: list[SequenceOutput] = []

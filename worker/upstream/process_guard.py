@@ -1,10 +1,10 @@
 """Runs an inference server for a worker, and ends all processes of the server with the worker.
 
 `python process_guard.py COMMAND ...` starts the command in a new process group. However the worker
-dies, standard input ends, and then the guard ends the whole group: other processes of the server
-than the main one could otherwise keep the device. The worker writes a line to standard input when
-the server has answered. If the command ends before this line, the guard ends with the same exit
-code. If the command ends later, the guard starts it again.
+dies, standard input ends, and then the guard ends the whole group. If only the server's main
+process ended, its other processes could keep the device. The worker writes a line to standard input
+when the server has answered. If the command ends before this line, the guard ends with the same
+exit code. If the command ends later, the guard starts it again.
 """
 
 import os

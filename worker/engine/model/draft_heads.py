@@ -92,7 +92,7 @@ def head_spec(specs: list[LayerSpec]) -> LayerSpec:
 
 
 def rotary_of(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the module that computes the model's rotary embedding; None if there is none."""
+    """Returns the module that computes the model's rotary embedding; None without such a module."""
     whole: Any = model  # its class is only partly typed
     return getattr(whole.get_decoder(), "rotary_emb", None)
 
@@ -184,8 +184,8 @@ class HeadOfModules:
 
 
 def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
-    """Returns the layout of one row of each of the first `count` sequences of a step, `depth`
-    positions after the sequence's last row in the step."""
+    """Returns the layout of one row for each of a step's first `count` sequences: the row that is
+    `depth` positions after the sequence's last row in the step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
     device = layout.block_tables.device
     return layout_of_rows(

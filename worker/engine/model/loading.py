@@ -71,8 +71,8 @@ class LoadOptions:
     max_model_len: int | None = None
     block_size: int = 16
     attention: str = "auto"
-    """The name of the attention backend; `auto` selects the fastest one that serves the model. Any
-    other name rules out native code, which has its own attention."""
+    """The name of the attention backend; `auto` selects the fastest backend that serves the model.
+    Any other name rules out native code, which has its own attention."""
     native: bool = True
     """Whether to use promptq's code: native code on a CPU, fused kernels on CUDA. If false,
     transformers' modules compute the model, and torch samples. transformers' modules also compute
@@ -147,7 +147,7 @@ def load_model(
             warnings.simplefilter("ignore")  # transformers' advice is for programmers
             saved = files.quantized_weights(_computing(files, dtype, device))
             kept = _widen_others(saved, files, decoder) if saved is not None else {}
-            if kept:  # load on the host, with wide tensors without memory in place of `kept`
+            if kept:  # load on the host: tensors without memory stand in for `kept`
                 placed = {}
             if saved is not None and device.type != "cpu":
                 is_widened = len(kept) < len(saved.quantized)

@@ -1,4 +1,4 @@
-"""Loads the native code and declares its functions. src/interface.h documents each of them."""
+"""Loads the native code and declares its functions. src/interface.h documents the functions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Modules with quantized weights, which replace those of a transformers model.
+"""Modules with quantized weights, which replace modules of a transformers model.
 
-The modules compute with the dequantized weights, in fp32 and without rounding inputs, so that
-promptq's decoders can be compared with them. They are too slow for serving.
+Modules with quantized weights compute with the dequantized weights, in fp32 and without rounding
+inputs. So promptq's decoders can be compared with them. They are too slow for serving.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from promptq.worker.engine.quantization.int4_packing import pack_int4, unpack_in
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs]: `scale * n + offset`, both the same for `group` inputs."""
+    """A weight [outputs, inputs]: `scale * n + offset`. `group` inputs share scale and offset."""
 
     numbers: torch.Tensor
     """uint8 [outputs, inputs], or with 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""

@@ -103,7 +103,7 @@ class Pieces:
         self.size = max(_SHORTEST_PIECE, self.size)
         counts = [-(-length // self.size) for length in lengths]
         self.rounds: list[tuple[slice, slice]] = []
-        """(pieces, chunks) for each round: ranges of the pieces computed at once, and of chunks."""
+        """(pieces, chunks) of each round: ranges of pieces computed at once, and of chunks."""
         begins = [sum(lengths[:index]) for index in range(len(lengths))]
         rows: list[int] = []  # by place in the pieces; for padding, the number after the last row
         places = [0] * self._num_rows  # by row
@@ -136,9 +136,9 @@ class Pieces:
         return rows.view(-1, self.size, *rows.shape[1:]).transpose(1, 2)
 
     def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three tensors of products of the decays `exp(decay)` [pieces, ..., size]. At row
-        i: of the rows up to i. At rows i and j [pieces, ..., size, size]: of the rows j + 1 to i,
-        or 0 if j comes after i. At row i: of the rows after i."""
+        """Returns three products of the decays `exp(decay)` [pieces, ..., size]: for each row i,
+        over the rows up to i; for rows i and j [pieces, ..., size, size], over the rows j + 1 to i
+        (0 if j comes after i); for each row i, over the rows after i."""
         # Differences of long sums would lose too many bits in fp32.
         sums = decay.double().cumsum(dim=-1)
         between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).float()

@@ -69,7 +69,7 @@ class StatePool:
             slot = slot_of(item.sequence)
             held, kept = self._num_tokens[slot], item.sequence.state_source
             if item.start == 0 or kept is not None:
-                held[:] = [_NONE] * ENTRIES_PER_SLOT  # from the slot's last sequence
+                held[:] = [_NONE] * ENTRIES_PER_SLOT  # of the slot's previous sequence
                 source = _NONE
             elif item.start in held:
                 source = held.index(item.start)

@@ -143,7 +143,7 @@ class GraphedModel:
         return logits[: len(rows)], chosen
 
     def lists(self, layout: StepLayout, num_sampled: int) -> Lists | None:
-        """Returns the PaddedLists' work lists of a step; None if the step will not be padded."""
+        """A PaddedLists. Returns a step's work lists; None if the step will not be padded."""
         kind = self._kind(layout, num_sampled)
         return None if kind is None else self._buffers.lists(layout, kind)
 
@@ -228,6 +228,6 @@ def _no_waiting() -> Iterator[None]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context in which `device`, if it is a CUDA device, is this thread's current one:
-    Triton's kernels, streams, graphs and events ignore the device of their tensors."""
+    """Returns a context in which `device`, if it is a CUDA device, is the thread's current device.
+    Triton's kernels, streams, graphs and events use this one, not the device of their tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -169,7 +169,7 @@ class HeadDrafts:
             start = 0  # in the blocks after the first one
 
     def _rows(self, share: ScheduledSequence) -> _Rows | None:
-        """Returns the rows that the head must compute before a draft; None without their states."""
+        """Returns the rows that the head must compute before a draft; None if states are lost."""
         held = self._held.get(share.sequence.sequence_id)
         if held is None:
             return None

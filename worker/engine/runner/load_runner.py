@@ -1,4 +1,4 @@
-"""Loads a model into a runner: checks and quantizes it, allocates its cache, and warms it up."""
+"""Loads a model into a runner: checks and quantizes the model, allocates a cache, and warms up."""
 
 from __future__ import annotations
 

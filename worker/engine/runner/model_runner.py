@@ -149,9 +149,9 @@ class ModelRunner:
         self._masks = Masks(self.device)
         self.embedding_size = 0  # known once the model has run
         self.is_row_invariant = False
-        """Whether a row's logits have the same bits whatever rows are beside it. See `warm_up`."""
+        """Whether the bits of a row's logits do not depend on other rows. Set by `warm_up`."""
         self.why_no_head = loaded.why_no_head
-        """Why the head in the files does not draft; empty if it drafts, or if there is none."""
+        """Why the head in the files does not draft; empty if it drafts, or if there is no head."""
         self._head_weights: HeadWeights | None = None
         self._drafts: HeadDrafts | None = None
         if loaded.head is not None and head_cache is not None:

@@ -74,7 +74,7 @@ class Constraints:
         return [(row, end) for row, _, ends in self._early for end in ends]
 
     def _bad_endings(self) -> list[tuple[int, int]]:
-        """Returns (row, last token of a bad word) where the output ends with the other tokens."""
+        """Returns (row, last token of a bad word) where the word's other tokens end the output."""
         return [
             (row, bad[-1])
             for row, sequence, words in self._words

@@ -230,8 +230,8 @@ class CallGrammar:
         return " | ".join([*as_text, *as_json])
 
     def _split(self, schema: Any, depth: int = 0) -> tuple[dict[str, bool], list[dict[str, Any]]]:
-        """Returns grammar terms for the strings that `schema` allows, and schemas of other values
-        that it allows. A term includes the mark that ends the string, such as `</parameter>`. The
+        """Returns grammar terms for the strings that `schema` allows, and schemas of other allowed
+        values. A term includes the mark that ends the string, such as `</parameter>`. The
         dictionary maps a term to True if no string of the term can be parsed as JSON. `depth` is
         the number of `anyOf` around `schema`."""
         self._num_branches += 1

@@ -133,7 +133,7 @@ class _Writer:
             raise ValueError("unknown form")
 
     def _times(self, token: str, *, is_group: bool = False) -> str:
-        """Returns GBNF of a repetition such as `{2,3}`; `*` in place of the numbers for a group."""
+        """Returns a repetition such as `{2,3}` in GBNF. For a group, numbers become `*`."""
         times = token
         if token.startswith("{"):
             least, comma, most = token[1:-1].partition(",")

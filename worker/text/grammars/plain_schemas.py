@@ -185,7 +185,7 @@ _IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": _accepts_all,
     "uniqueItems": lambda value: value is False,
 }
-"""For each keyword: tests whether a value adds no constraint, beside any other keywords."""
+"""For each keyword: tests whether a value adds no constraint, whatever other keywords there are."""
 _OF_KIND = {
     "array": ("contains", "maxContains", "minContains", "unevaluatedItems", "uniqueItems"),
     "object": (

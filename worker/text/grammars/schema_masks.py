@@ -97,8 +97,8 @@ class Grammars:
     def start(
         self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
     ) -> LLGrammar:
-        """Returns a grammar, before the first token of an output. The output may end with
-        `end_token_ids`.
+        """Returns the grammar for an output, in the state before the first token. The output may
+        end with `end_token_ids`.
 
         Raises InvalidRequestError, with the reason, if llguidance refuses the schema or if the
         schema exceeds a limit. With `only_known`, raises TakesLongError for a new grammar.
@@ -257,7 +257,7 @@ class LLMasker:
 
 
 class LLGrammar:
-    """Implements `Grammar` with llguidance. `source` returns `text` in Lark's form; None if no
+    """Implements `Grammar` with llguidance. `source` is `text` in Lark's form. Both are None if no
     inference server may use the grammar."""
 
     __slots__ = ("_all_ends", "_ends_to_allow", "_ends_to_ban", "_text", "masker", "matcher")

@@ -19,7 +19,7 @@ from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.transport import RefusedError, Server
 
 MOST_LISTED = 1024
-"""The most entries of `allowed_token_ids` or `logit_bias`: more end vLLM's server on a GPU."""
+"""The most entries of `allowed_token_ids` or `logit_bias`. More end vLLM's server on a GPU."""
 BANNED = -1e4
 """The bias of a token that a server may not choose."""
 _LONGEST_NAME = 4096

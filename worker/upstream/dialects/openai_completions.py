@@ -37,7 +37,7 @@ _MOST_BIASES = 300
 _MOST_BIAS = 100.0
 _LEAST_LIFT = 50.0
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-"""Finish reasons. Any other one, such as vLLM's `abort`, means that the server broke off."""
+"""Finish reasons. Any other reason, such as vLLM's `abort`, means that the server broke off."""
 
 
 class OpenAIDialect(Dialect):

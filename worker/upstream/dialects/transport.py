@@ -17,7 +17,7 @@ from promptq.shared.errors import ConfigurationError
 _CALL_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 _LONGEST_RETRY_AFTER = 60.0
-"""The most seconds for which a `Retry-After` counts. A server may be well long before its end."""
+"""The most seconds for which a `Retry-After` counts. A server may be well again much earlier."""
 _LONGEST_LINE = 2**20
 _MOST_BYTES = 2**24
 """The most bytes of an answer that is no stream. Usual answers have less than a megabyte."""

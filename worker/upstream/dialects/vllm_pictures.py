@@ -1,4 +1,4 @@
-"""Pictures for vLLM's server. A prompt has one token a picture; the server adds further tokens."""
+"""Pictures for vLLM's server. A prompt has one token per picture. The server adds the others."""
 
 from __future__ import annotations
 
