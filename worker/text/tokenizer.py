@@ -261,7 +261,7 @@ class HuggingFaceTokenizer:
 
     @property
     def end_token_id(self) -> int | None:
-        """The end token's id; None if there is none, or if the vocabulary lacks it."""
+        """The end token's id; None if the vocabulary has no end token."""
         name = self._tokenizer.eos_token
         return None if name is None else self._tokenizer.get_vocab().get(str(name))
 

@@ -80,7 +80,7 @@ class CallRequest:
 
     def cut_rejected(self, chunk: Chunk) -> bool:
         """Drop the first token that another call must draw again, and all later tokens. Returns
-        whether a token was dropped. Removes log-probabilities that only this choice needs.
+        whether a token was dropped. Removes log-probabilities that were not requested.
 
         Raises UnusableAnswerError.
         """

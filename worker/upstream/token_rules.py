@@ -12,7 +12,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 
 
 class NoTokenError(Exception):
-    """A request's own limits leave no token."""
+    """Raised if the limits of a request forbid all tokens."""
 
 
 class TokenRules:

@@ -121,7 +121,7 @@ def name_for(kind: str) -> str:
 
 
 def _digest_with(processor: str) -> str:
-    """Returns a hash of the sources, the flags and the processor, without the compiler."""
+    """Returns a hash of the sources, the flags and the processor, but not of the compiler."""
     sources = sorted(path for path in _SOURCES.rglob("*.*") if path.suffix in (".cpp", ".h"))
     if not sources:
         raise NativeCodeError(f"its sources are missing in {_SOURCES}; install promptq anew")

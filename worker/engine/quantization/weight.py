@@ -126,7 +126,7 @@ class QuantizedWeight:
         return [self.rows(slice(size * part, size * (part + 1))) for part in range(count)]
 
     def released(self) -> QuantizedWeight:
-        """Returns a copy with empty tensors, so that their memory can be freed."""
+        """Returns a copy without the tensors' content, so that its memory can be freed."""
         nothing = self.scales.new_empty(0)
         return replace(self, numbers=self.numbers.new_empty(0), scales=nothing, offsets=None)
 
