@@ -89,7 +89,6 @@ class RecurrenceParts:
     input_scale: torch.Tensor | None = None  # of these outputs
     convolution: nn.Conv1d
     activation: Any
-    """The activation after the convolution."""
     is_delta: bool
     num_key_heads: int
     num_value_heads: int

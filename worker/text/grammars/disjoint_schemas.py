@@ -52,9 +52,8 @@ class Disjointness:
         return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
 
     def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether two schemas exclude each other because of one property. One schema requires the
-        property and the other forbids it, or both require it, with schemas that exclude each other.
-        """
+        """Whether two schemas exclude each other by one property: one requires the property and the
+        other forbids it, or both require the property with schemas that exclude each other."""
         for first, second in ((one, other), (other, one)):
             required = [name for name in _list(first, "required") if isinstance(name, str)]
             named, others = first.get("properties"), second.get("properties", {})
