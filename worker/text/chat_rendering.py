@@ -30,7 +30,7 @@ MAX_REASON = 300
 
 @contextmanager
 def _limits() -> Iterator[None]:
-    """Limits the template's time and memory. Raises InvalidRequestError if it fails."""
+    """Limits a template's time and memory. Raises InvalidRequestError if the template fails."""
     try:
         from promptq.worker.text import template_size_limit  # and jinja2 with it
 
@@ -73,7 +73,7 @@ class ChatRenderer:
 
     @property
     def response_template(self) -> Any:
-        """The model's template for parsing outputs, as transformers reads it, or None."""
+        """The model's template for parsing outputs, in transformers' form; None without one."""
         return getattr(self._tokenizer, "response_template", None)
 
     def render(self, request: Request) -> str:
@@ -105,8 +105,7 @@ class ChatRenderer:
             return write(messages, tools, **arguments)
 
     def mark_of_picture(self, request: Request) -> str:
-        """Returns the text that the template of a chat writes for each picture; empty if it writes
-        none."""
+        """Returns the text that a chat's template writes for each picture, or an empty text."""
         template = self.template(with_tools=bool(request.tools) and request.tool_choice != "none")
         if template not in self._marks:
             with _limits():

@@ -1,5 +1,5 @@
-"""Finds the form in which a chat template reads a message's content: a text or a list of parts, and
-how it writes a picture."""
+"""Finds out whether a chat template reads content as a text or as a list of parts, and what the
+template writes for a picture."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reads_parts(
 
 
 def mark_of_picture(write: Callable[[list[Message]], str]) -> str:
-    """Returns the text that a template writes for a picture; empty if it writes none."""
+    """Returns the text that a template writes for a picture, or an empty text."""
     chat = [{"role": "user", "content": [_text(_PROBE), _PICTURE, _text(_PROBE)]}]
     try:
         return "".join(write(chat).split(_PROBE)[1:2])
@@ -55,8 +55,8 @@ def mark_of_picture(write: Callable[[list[Message]], str]) -> str:
 
 
 def in_form(messages: Sequence[Message], reads_parts: dict[str, bool]) -> list[Message]:
-    """Returns `messages` with a list of parts as content for each role that `reads_parts` maps to
-    True, and where there are pictures, which become parts of the type `image`."""
+    """Returns `messages` with content as a list of parts for each role that `reads_parts` maps to
+    True. Content that is a list stays a list. Its pictures become parts of the type `image`."""
     return [
         message | {"content": [_PICTURE if is_picture(part) else part for part in content]}
         if isinstance(content := message["content"], list)

@@ -20,20 +20,20 @@ Decode = Callable[[Sequence[int]], str]
 class IncrementalDecoder:
     """Decodes token by token. Holds back tokens that may be the first bytes of a character.
 
-    A tokenizer decodes such bytes as U+FFFD. Tokens are decoded together with a few tokens before
-    them, because many tokenizers drop a space in front of the first token.
+    A tokenizer decodes such bytes as U+FFFD. Tokens are decoded together with a few earlier tokens,
+    because many tokenizers drop a space in front of the first token.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens, self._done = _whole(decode, context)
-        """The last tokens, and the returned text of the first `_num_done` of them."""
+        """The last tokens, and the text that was returned for the first `_num_done` of them."""
         self._num_done = len(self._tokens)
         self._lacks_context = not self._done and bool(decode(context[-_CONTEXT_TOKENS:]))
         """Whether the context has text, but no whole character at its end."""
 
     def push(self, token_id: int) -> str:
-        """Add a token. Returns the text that cannot change; empty inside of a character."""
+        """Add a token. Returns new text that cannot change; empty inside of a character."""
         if self._lacks_context:
             self._lacks_context = False
             alone = self._decode([token_id])
@@ -59,10 +59,9 @@ class IncrementalDecoder:
         return text
 
     def _may_be_complete(self) -> bool:
-        """Whether the held tokens may end with a whole character. Decodes only some of them."""
-        # Some tokenizers decode a whole run of bytes as U+FFFD if one byte is wrong. The first
-        # tokens have a wrong byte if there is one, because whole characters before it were returned
-        # already.
+        """Whether the held tokens may end with a whole character. Decodes only some held tokens."""
+        # Some tokenizers decode a whole run of bytes as U+FFFD if one byte is wrong. If there is a
+        # wrong byte, the first held tokens have it: whole characters before it were returned.
         first = self._tokens[self._num_done : self._num_done + _MOST_BYTES]
         text = self._decode([*first, *self._tokens[_MOST_BYTES - _MOST_TOKENS :]])
         return bool(text) and not text.endswith(REPLACEMENT)
@@ -78,8 +77,8 @@ class IncrementalDecoder:
 
 
 def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
-    """Returns the last few tokens of the context that end with a whole character, and their text. A
-    text decoded after an incomplete character would begin with a wrong character."""
+    """Returns a few tokens up to the last whole character of the context, and the tokens' text.
+    After an incomplete character, decoding would begin with a wrong character."""
     end = len(context)
     while end > max(0, len(context) - _MOST_BROKEN_TOKENS):
         tokens = list(context[max(0, end - _CONTEXT_TOKENS) : end])
@@ -93,9 +92,9 @@ def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
 class TextStream:
     """A request's output text, cut at its stop strings.
 
-    A stop string has an effect only if its last character comes from output token number
-    `min_tokens`, counted from 1, or a later one. `prefix`, such as the mark `<think>`, is put
-    before the output's text, and is not searched for stop strings.
+    A stop string is ignored if its last character comes before output token number `min_tokens`,
+    counted from 1. `prefix`, such as the mark `<think>`, is put before the output's text, and is
+    not searched for stop strings.
     """
 
     def __init__(
@@ -128,8 +127,8 @@ class TextStream:
         return bool(self._stop)
 
     def begin(self, token_ids: Sequence[int]) -> str:
-        """Begin the output with the tokens of the request's output prefix. Returns their text,
-        without an incomplete character at the end. Stop strings may only begin in it."""
+        """Begin the output with the tokens of the request's output prefix. Returns their text up to
+        the last whole character. A stop string may begin in this text, but not end in it."""
         self._num_tokens += len(token_ids)
         text = "".join(map(self._decoder.push, token_ids))
         self._stop.begin_after(text)
@@ -147,7 +146,7 @@ class TextStream:
         return self._release(self._decoder.flush()) + self._stop.flush()
 
     def replay(self, token_ids: Iterable[int]) -> str:
-        """Add tokens of earlier attempts, one by one. Returns the text that `push` returned."""
+        """Add tokens of earlier attempts one by one. Returns the joined results of `push`."""
         return "".join(map(self.push, token_ids))
 
     def _release(self, text: str) -> str:

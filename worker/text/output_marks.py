@@ -14,14 +14,14 @@ from promptq.worker.text.tokenizer import Tokenizer
 
 _SHOWN_CHARS = 80
 _TAIL_TOKENS = 16
-"""Number of tokens at the end of the prompt in which a mark is searched."""
+"""Number of tokens at the end of the prompt that are searched for a mark."""
 
 
 class OutputMarks:
     """The marks around calls and reasoning, such as `<think>`, in a chat's output. The output's
-    text keeps marks that are special tokens.
+    text contains these marks, even marks that are special tokens.
 
-    If the prompt ends with the mark before the reasoning, the output's text begins with this mark
+    If the prompt ends with the opening mark of reasoning, the output's text begins with this mark
     too. Otherwise clients could not see that the text begins with reasoning.
     """
 
@@ -63,13 +63,13 @@ class OutputMarks:
         self, prefix_tokens: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
     ) -> tuple[TextStream, str]:
         """Returns the output's text stream and the text of `prefix_tokens`, the output prefix. The
-        stream has read these tokens and the `events` of earlier attempts. A stop string has an
-        effect if it ends in output token number `min_tokens`, counted from 1, or a later one."""
+        stream has read these tokens and the `events` of earlier attempts. A stop string is ignored
+        if its last character comes before output token number `min_tokens`, counted from 1."""
         emitted = [token_id for event in events for token_id in event.token_ids]
         text = "".join(event.text for event in events)
         stream: TextStream
         begun = ""
-        # An attempt of an earlier release left the marks out. Then continue without them.
+        # Earlier releases left the marks out. Outputs that they began continue without marks.
         for decode, prefix in ((self._decode, self._prefix), (self._tokenizer.decode, "")):
             stop = self._request.stop_strings
             stream = TextStream(decode, self._prompt, stop, min_tokens, prefix)
@@ -96,7 +96,7 @@ class ReasoningTokens:
     end_token_ids: frozenset[int]
 
     def count(self, token_ids: Sequence[int], text: str) -> int | None:
-        """Returns an output's number of reasoning tokens; None if the tokens do not show it."""
+        """Returns an output's number of reasoning tokens; None if the number cannot be found."""
         before, after = self.style.reasoning_marks
         first, last = map(self._tokens_of, (before, after))
         begin = 0
@@ -119,7 +119,7 @@ class ReasoningTokens:
         return end - begin
 
     def _tokens_of(self, mark: str) -> list[int]:
-        """Returns the tokens of a mark; an empty list if various tokens may write it."""
+        """Returns the tokens of a mark; an empty list if different tokens can write the mark."""
         single = self.tokenizer.added_token(mark.strip())
         if single is not None:
             return [single]

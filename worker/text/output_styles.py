@@ -227,7 +227,7 @@ def output_style(
     """Returns the form in which a model with this chat template writes tool calls and reasoning. If
     no known family has this template, calls are bare JSON.
 
-    Literal marks of `response_template` (of transformers) precede those of the chat template.
+    If transformers' `response_template` has literal marks, these replace the family's marks.
     """
     shown = chat_template.replace('\\"', '"').replace("\\n", "\n")  # escaped in template strings
     style = _named(name) or next(
@@ -273,7 +273,7 @@ def _with_response_template(style: OutputStyle, response_template: Any) -> Outpu
 
 
 def _words(field: Any, name: str) -> str | None:
-    """Returns the mark that opens or closes a field; None if that is a pattern of several texts."""
+    """Returns a field's mark `open` or `close`; None if the mark is a pattern of several texts."""
     if not isinstance(field, Mapping):
         return None
     if isinstance(words := field.get(name), str):

@@ -1,4 +1,4 @@
-"""Cuts a text at its stop strings, and holds back its end if that may begin one."""
+"""Cuts a text at a stop string, and holds back the text's end if a stop string may begin there."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class StopStrings:
         return bool(self._strings)
 
     def begin_after(self, text: str) -> None:
-        """Set the sent text before the first part. A stop string may begin in it, but not end."""
+        """Set the text before the first part. A stop string may begin in this text, but not end."""
         for each in self._strings:
             each.find(text[max(0, len(text) - len(each.string) + 1) :])
 
     def release(self, text: str, *, look: bool) -> str:
-        """Add the next part. Returns text, also text held back before, that can no longer be part
-        of a stop string. `look` is False if no stop string may end in this part."""
+        """Add the next part. Returns text that can no longer be part of a stop string, including
+        text that was held back. If `look` is False, no stop string may end in this part."""
         if not self._strings:
             return text
         if self.found is not None:
@@ -53,13 +53,13 @@ class StopStrings:
 
 class _StopString:
     """Searches a text that comes in parts for one stop string, by the algorithm of Knuth, Morris
-    and Pratt (1977). Its cost for a character does not depend on the length of the string."""
+    and Pratt (1977). The cost for a character does not depend on the length of the stop string."""
 
     def __init__(self, string: str) -> None:
         self.string = string
         self.num_matched = 0
-        """Number of first characters of the stop string that the text so far ends with."""
-        self._borders = [0]  # of each prefix: the longest shorter prefix that it also ends with
+        """The text so far ends with this number of first characters of the stop string."""
+        self._borders = [0]  # by prefix: length of the longest shorter prefix that is its end too
         matched = 0
         for length in range(1, len(string)):
             while matched and string[length] != string[matched]:
@@ -68,8 +68,8 @@ class _StopString:
             self._borders.append(matched)
 
     def find(self, text: str) -> int | None:
-        """Add the next part. If the string ends in this part, returns the index in the part at
-        which the string begins, otherwise None. It is negative in an earlier part."""
+        """Add the next part. Returns the index in this part at which the stop string begins, or a
+        negative index in earlier parts; None if the stop string does not end in this part."""
         string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:

@@ -30,7 +30,7 @@ def with_fields_of(template: str, messages: Sequence[Message]) -> list[Message]:
 def _renamed(
     messages: Sequence[Message], new_id: Callable[[dict[str, Any], int], str]
 ) -> list[Message]:
-    """Returns the messages with new call ids, in the calls and in the results that name them."""
+    """Returns the messages with new call ids, both in calls and in results of calls."""
     ids: dict[Any, str] = {}
     renamed = []
     num_calls = 0
@@ -62,8 +62,8 @@ def _nine_letters(call: dict[str, Any], number: int) -> str:
 
 
 def _with_thinking(message: Message) -> Message:
-    """Returns the message with its reasoning in the field that gpt-oss' template reads. This
-    template refuses the field beside calls and content, so such a message does not change."""
+    """Returns the message with its reasoning in the field that gpt-oss' template reads. A message
+    with both calls and content does not change, because the template would refuse the field."""
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     has_both = message.get("tool_calls") and message.get("content")
     if not reasoning or has_both or "thinking" in message:

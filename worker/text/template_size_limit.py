@@ -29,7 +29,7 @@ MOST_BYTES_IN_ALL = 2**29
 """The most bytes of all values together that a template may make in one rendering."""
 
 _SMALL = 256
-"""Shorter texts do not count: the time limit ends a template before they fill the memory."""
+"""Shorter texts do not count: the time limit ends a template before such texts fill the memory."""
 _MOST_BITS = 2**16
 _MOST_DECIMALS = 1000
 _LONGEST_SEPARATOR = 64
@@ -48,7 +48,7 @@ _GROWTH = {
     **dict.fromkeys(("urlencode", "encode"), 12),
     "pprint": 10,
 }
-"""For each filter or method: the most characters or bytes that it makes of one character."""
+"""For each filter or method: the most characters or bytes in its result for one character."""
 _CASES = frozenset({"capitalize", "casefold", "lower", "swapcase", "title", "upper"})
 """Filters and methods whose result needs up to 12 bytes for a character that is not ASCII."""
 _MEASURED = (str, bytes, list, tuple, dict)
@@ -81,7 +81,7 @@ _num_bytes: ContextVar[list[int] | None] = ContextVar("num_bytes", default=None)
 def size_limit() -> Iterator[None]:
     """Context in which transformers' chat templates raise TemplateSizeError for large values.
 
-    transformers creates a template's environment from a module's variable, which this replaces.
+    Replaces the class in transformers' module from which a template's environment is created.
     """
     library: Any = chat_template_utils
     library.ImmutableSandboxedEnvironment = BoundedEnvironment
@@ -126,7 +126,7 @@ def _length(value: Any) -> int:
 
 
 def _json_of(value: Any) -> str:
-    """Returns a text unchanged, and others as JSON: some templates expect arguments as text."""
+    """Returns a text unchanged, and another value as JSON: some templates expect texts only."""
     _check(_length(value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -295,7 +295,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and type(left) is type(right) is str:  # the most frequent one
+        if operator == "+" and type(left) is type(right) is str:  # the most frequent operation
             _check(len(left) + len(right))
             return _kept(left + right)
         if operator == "+" and {type(left), type(right)} == {str, dict}:

@@ -23,19 +23,19 @@ class Tokenizer(Protocol):
     """Converts between text and token ids. Thread-safe, for the worker's threads."""
 
     def encode_prompt(self, request: Request) -> list[int]:
-        """Returns the prompt's or rendered messages' token ids. Raises InvalidRequestError."""
+        """Returns token ids of the prompt or the rendered messages. Raises InvalidRequestError."""
 
     def encode_output(self, text: str) -> list[int]:
         """Returns a text's token ids, without adding special tokens. Raises InvalidRequestError."""
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Returns the token sequences that write one of these words, alone or after a space."""
+        """Returns the token sequences of each word, at the start of a text and after a space."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text without special tokens. Incomplete characters become U+FFFD."""
 
     def decoder(self, marks: Sequence[str]) -> Decode:
-        """Returns a function like `decode` that keeps special tokens in the `marks`."""
+        """Returns a function like `decode` that does not leave out special tokens in `marks`."""
 
     def added_token(self, text: str) -> int | None:
         """Returns the id of the token that was added for exactly this text, or None."""
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
         """Returns the special tokens in `text`, such as `<eos>`. `decode` leaves them out."""
 
     def token_text(self, token_id: int) -> str:
-        """Returns a token's text with its leading space, if any, or the name of a special token."""
+        """Returns a token's text with its leading space. For a special token, returns its name."""
 
 
 class ByteTokenizer:
@@ -161,8 +161,8 @@ class HuggingFaceTokenizer:
         return token_ids
 
     def _check_places(self, request: Request, prompt: Sequence[int]) -> None:
-        """Raise InvalidRequestError unless the prompt has exactly one place for each picture. A
-        text could name such a place, too, and the server would put pictures into wrong ones."""
+        """Raise InvalidRequestError unless the prompt has exactly one place for each picture. If a
+        message's text contained a place, the server would put a picture there."""
         mark = self.encode_text(self.chats.mark_of_picture(request))
         special = {*mark} & {*self.added_tokens.values()}
         if not special:
@@ -261,13 +261,13 @@ class HuggingFaceTokenizer:
 
     @property
     def end_token_id(self) -> int | None:
-        """The end token's id; None if there is none, or if the vocabulary lacks it."""
+        """The end token's id; None if the vocabulary has no end token."""
         name = self._tokenizer.eos_token
         return None if name is None else self._tokenizer.get_vocab().get(str(name))
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens with added ones. A model's vocabulary may be larger, rarely smaller."""
+        """Number of tokens, with added tokens. Vocabularies may be larger, but rarely smaller."""
         return len(self._tokenizer)
 
     def as_json(self) -> str | None:

@@ -1,6 +1,6 @@
-"""One server's call as a part of a longer output, which the server takes for a part of the prompt.
+"""Requests for calls that each continue an output. A server takes the output so far as prompt.
 
-The calls together give the output that one call of an unlimited server would give.
+The calls together return the output that one call of an unlimited server would return.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from promptq.worker.upstream.dialects.dialect import Chunk, Mask
 from promptq.worker.upstream.dialects.transport import UnusableAnswerError
 
 _MOST_REDRAWN = 1000
-"""The most redraws of one token. Near 0, the odds of one redraw are below 1/2 without a tie."""
+"""The most redraws of one token. Near temperature 0, a redraw has odds below 1/2 without a tie."""
 _SEED_STEPS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0xD1342543DE82EF95)
 
 
 class CallRequest:
-    """A request in the form that its calls send.
+    """Turns a request into the requests of its calls to a server.
 
-    Penalties: a server counts only the call's own tokens. Biases have the penalties of earlier
-    tokens. `presence_penalty` counts a token once, so a token without a bias ends the call.
+    Penalties: a server counts only the tokens of one call. So biases contain the penalties of
+    earlier tokens, and `presence_penalty` is 0. A token without such a bias then ends the call,
+    so that the next call counts this token too.
 
     Low temperatures: the server draws at its lowest temperature. Each drawn token is kept with the
-    odds that give the right distribution (rejection sampling), else a call draws another.
+    odds that give the right distribution (rejection sampling). Otherwise a call draws again.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class CallRequest:
 
     def _seed(self, num_emitted: int, mask: Mask | None) -> int:
         """Returns the seed of a call. On most servers, random numbers begin anew with each call. So
-        each attempt has another seed. A choice under a mask also has another seed, because the
-        numbers of the last call have chosen a token that the mask excludes."""
+        each call has another seed. A choice under a mask needs a new seed too: the random numbers
+        of the previous call have chosen a token outside of the mask."""
         num_choices = 0 if mask is None else 1 + len(mask.rejected)
         counts = (0, 0) if self._keeps_seeds else (num_emitted, num_choices)
         steps = zip((*counts, self._num_redraws), _SEED_STEPS, strict=True)
@@ -79,7 +80,7 @@ class CallRequest:
 
     def cut_rejected(self, chunk: Chunk) -> bool:
         """Drop the first token that another call must draw again, and all later tokens. Returns
-        whether a token was dropped. Removes log-probabilities that only this choice needs.
+        whether a token was dropped. Removes log-probabilities that were not requested.
 
         Raises UnusableAnswerError.
         """

@@ -35,25 +35,25 @@ DIALECTS: dict[str, Callable[..., Dialect]] = {
     "openai": OpenAIDialect,
     "openai-remote": OpenAIRemoteDialect,
 }
-"""Dialects by the engine's name. All take these parameters, and ignore those that they do not need:
+"""Dialects by the engine's name. All dialects take these parameters, and may ignore some of them:
 `is_exact`, whether the server computes in fp32; `shares_prefixes`, whether tenants share cached
-prefixes; the `adapter` of all calls; the server's name of the `model`; `max_model_len`."""
+prefixes; `adapter`, for all calls; `model`, the server's name for it; `max_model_len`."""
 
 _PROBE = "Grüße, 世界! 12345\n\tdef f(x): return x # 🙂"
-"""Tokenizers that differ at all are likely to differ here."""
+"""A text for which different tokenizers probably return different token ids."""
 _RETRY_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class FoundServer:
-    """A server that answers, with the probe's token ids if the server reports these."""
+    """A server that answers, and its token ids for `_PROBE` (None if it does not report them)."""
 
     url: str
     description: ServerDescription
     probe_token_ids: list[int] | None
 
     def limits(self, settings: WorkerSettings, vocab_size: int) -> EngineLimits:
-        """Returns the part of the server that this worker uses."""
+        """Returns the limits of the part of the server that this worker uses."""
         server = self.description
         longest = min(server.max_model_len, settings.max_model_len or server.max_model_len)
         slots = min(settings.max_num_seqs, server.max_num_seqs or settings.max_num_seqs)
@@ -80,7 +80,7 @@ class FoundServer:
 
 
 def key_of(settings: WorkerSettings) -> str | None:
-    """Returns the API key that the server wants, as plain text."""
+    """Returns the server's API key as plain text; None without a key."""
     key = settings.upstream_key
     return None if key is None else key.get_secret_value()
 
@@ -99,8 +99,8 @@ def start_server(dialect: Dialect, settings: WorkerSettings) -> ServerProcess:
 def find_server(
     dialect: Dialect, settings: WorkerSettings, process: ServerProcess | None
 ) -> FoundServer:
-    """Wait for the server: while `process` lives, or for --redis-wait seconds. Raises
-    ConfigurationError if no server answers, or an unusable one."""
+    """Wait for the server: with a `process`, while that lives; otherwise for --redis-wait seconds.
+    Raises ConfigurationError if no usable server answers."""
     url = process.url if process is not None else _checked(settings.upstream or "")
     return asyncio.run(_find(dialect, url, settings, process))
 

@@ -20,9 +20,9 @@ class ForwardedSequence:
     slot: int | None = None
     stream: asyncio.Task[None] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """The server's report on the prompt, until an output has taken it."""
+    """The prompt's log-probabilities, until an output reports them."""
     is_reported: bool = False
-    """Whether an output has reported when this attempt's first token came."""
+    """Whether an output has reported the time of this attempt's first token."""
 
     @property
     def sequence_id(self) -> int:
@@ -52,12 +52,12 @@ def preemption(
     able: Collection[ForwardedSequence],
     num_slots: int,
 ) -> tuple[ForwardedSequence, ForwardedSequence] | None:
-    """Returns a waiting sequence, and the stream whose slot this sequence may have; None: no such
-    pair.
+    """Returns a waiting sequence, and the stream of `able` whose slot the sequence may have; None
+    if there is no such pair.
 
-    The stream is one of `able`: the least urgent one, if a waiting sequence has a higher priority.
-    Otherwise the stream is the last one of the tenant with the largest share, if that tenant is
-    beyond its part and a tenant without a stream waits.
+    The least urgent stream loses its slot if a waiting sequence has a higher priority. Otherwise a
+    tenant without a stream may get the slot of the tenant with the largest share, if this share is
+    too large. Of that tenant's streams, the newest one loses its slot.
     """
     urgent = min(waiting, key=lambda each: each.urgency)
     victim = max(able, key=lambda each: each.urgency, default=None)

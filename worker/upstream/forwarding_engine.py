@@ -83,8 +83,8 @@ class ForwardingEngine:
         process: ServerProcess | None = None,
     ) -> None:
         """Prepares an engine for a server with this description. After each fault, the engine
-        probes the server again. A stream fails if it is silent for `idle_seconds`. `process` runs
-        the server, if the server ends with the engine."""
+        probes the server again. A stream fails if it is silent for `idle_seconds`. `process` is the
+        server's process if the engine must end the server."""
         self.limits = limits
         self.abilities = abilities_of(dialect, description)
         self.is_accepting = True
@@ -248,7 +248,7 @@ class ForwardingEngine:
         ]
 
     def _heed_gate(self) -> None:
-        """Give back the sequences for which the gate has no place: another server may have room."""
+        """Give back waiting sequences beyond the gate's limit: another server may have room."""
         if self._gate.is_lowered:
             num_places = max(0, self._gate.limit - len(self._running))
             self._waiting.sort()
@@ -290,7 +290,7 @@ class ForwardingEngine:
             self._fail(error)
 
     def _leave(self, slot: int) -> None:
-        """Free the slot of a closed connection."""
+        """Free the slot of a closed connection, and start the next sequence."""
         del self._running[slot]
         if self.is_accepting and (sequence := self._successors.pop(slot, None)) is not None:
             self._run(sequence, slot)
@@ -388,8 +388,8 @@ class ForwardingEngine:
     ) -> None:
         """Return a request to the queue.
 
-        After several breaks by servers, the request is blamed, so that a request that kills servers
-        becomes a dead letter. No worker claims the request again for some `seconds`.
+        A request that servers have broken off several times is blamed, so that a request that kills
+        servers becomes a dead letter. Other requests are not claimed again for `seconds`.
         """
         if self._sequences.pop(sequence.sequence_id, None) is None:
             return  # aborted meanwhile
@@ -421,7 +421,7 @@ class ForwardingEngine:
     # ------------------------------------------------------------ the server goes and comes back
 
     def _recover(self, why: str, seconds: float = 0.0) -> None:
-        """Accept nothing until the server has generated a token again, and for some seconds."""
+        """Accept nothing for `seconds`, and then until the server has generated a token again."""
         if not self.is_accepting:
             return
         self.is_accepting = False

@@ -1,8 +1,8 @@
 """Limits a worker's streams on a server that other clients use too.
 
 The limit rises additively and falls multiplicatively, so several workers come closer to even shares
-(Chiu and Jain, 1989). This needs workers that agree on the server's room. So the room is a part of
-the streams that run while others wait, and does not depend on a worker's earlier limits.
+(Chiu and Jain, 1989). For this, workers must agree on the server's room, a number of streams. So a
+worker computes the room from the streams that run while others wait, not from its earlier limits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _STEPS = 16
 """The limit rises to all slots in this number of intervals."""
 _FULL_SHARE = 0.9
 _KEPT = 0.75
-"""The part of a full server that is used from then on, so that other clients find room."""
+"""The part of a full server's streams that is used afterwards, so that other clients find room."""
 _FORGET_SECONDS = 500.0
-"""In this time, a server's known room grows by its own size. A request of another client may have
-to wait each time that the known room reaches the real one, after about 150 s."""
+"""A server's known room grows by 1 / _FORGET_SECONDS each second. After about 150 s it exceeds the
+real room, and a request of another client may have to wait."""
 
 
 class Gate:
@@ -37,7 +37,7 @@ class Gate:
     def __init__(self, num_slots: int) -> None:
         """Begins with a limit of `num_slots`, the largest number of streams."""
         self.is_load_reported = True
-        """False once the server has refused to report its load; set this when it is another."""
+        """False once the server has refused to report its load. Set it to True after a recovery."""
         self._num_slots = num_slots
         self._most = float(num_slots)
         self._room = math.inf  # for streams of all clients
@@ -46,8 +46,7 @@ class Gate:
 
     @property
     def limit(self) -> int:
-        """The current limit of streams, at least 1: an idle worker may test whether there is
-        room."""
+        """The current limit of streams, at least 1, so that an idle worker can test for room."""
         return max(1, int(self._most))
 
     @property
@@ -67,7 +66,7 @@ class Gate:
     ) -> None:
         """Read the server's load once a second, set the limit, and call `heed`.
 
-        `streams` returns the worker's open streams. Never returns.
+        `streams` returns the worker's open streams. This method never returns.
         """
         num_before = 0
         while True:
@@ -85,7 +84,7 @@ class Gate:
             heed()
 
     def overloaded(self, num_streams: int) -> None:
-        """Lower the limit: the server accepts no more than these streams."""
+        """Lower the limit, because the server accepts no more than `num_streams` of this worker."""
         self._room = max(1.0, _KEPT * (num_streams + self._num_others))
         self._set_limit(num_streams, "the server refused requests for now")
 
@@ -107,7 +106,7 @@ class Gate:
         self._set_limit(num_streams, reason, load.used_share / _FULL_SHARE if is_full else 0.0)
 
     def _set_limit(self, num_streams: int, reason: str, pressure: float = 0.0) -> None:
-        """Lower the limit in proportion to the streams if there is pressure, else raise it."""
+        """Lower the limit to `num_streams / pressure` if pressure exceeds 1; otherwise raise it."""
         pressure = max(pressure, (num_streams + self._num_others) / self._room)
         if reason:
             pressure = max(pressure, 1 / _KEPT)

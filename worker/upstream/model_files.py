@@ -1,4 +1,4 @@
-"""Reads the facts about a server's model that a worker needs, from the model's files."""
+"""Reads from a model's files the facts that a worker with an inference server needs."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ _MAX_TOKENS = 4096
 
 
 class Outbox:
-    """Joins the waiting outputs of a sequence, and makes streams wait while too many outputs
-    wait."""
+    """Outputs that wait for `fetch`. Joins the outputs of each sequence, and makes streams wait
+    while the outputs have too many tokens."""
 
     def __init__(self) -> None:
         self._outputs: list[SequenceOutput] = []
-        self._growing: dict[int, SequenceOutput] = {}  # those of them that tokens are added to
+        self._growing: dict[int, SequenceOutput] = {}  # outputs that still grow, by sequence
         self._failure: Exception | None = None
         self._fetchable = asyncio.Event()
         self._has_room = asyncio.Event()

@@ -25,7 +25,7 @@ _REQUEST = EngineRequest(0, [0], SamplingParams(temperature=0.0), seed=0, max_to
 _GRAMMAR = """%llguidance {{}}
 start: <[{first}]> <[{second}]> more?
 more: %json {{"type": "integer", "x-guidance": {{"whitespace_pattern": "[ ]"}}}}"""
-"""A grammar with two tokens first. The rest shows whether the server reads schemas in our form."""
+"""A grammar that begins with two fixed tokens. Its schema is in a form that a server may refuse."""
 _SECOND = 67
 _HALF = 4
 _LEAST_VOCABULARY = 256
@@ -65,8 +65,7 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
         return await choice(mask=Mask(allowed, (preferred,))) != preferred
 
     async def keeps_seeds() -> bool:
-        """Whether the server repeats the second half of a sampled output beside another
-        sequence."""
+        """Whether the server repeats the second half of a sampled output beside another output."""
         nonlocal is_invariant
         reports = dialect.abilities.logprobs
         logprobs = 0 if reports else None
@@ -93,7 +92,7 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
         keeps_seeds=keeps,
         is_invariant=is_invariant,
         reports_prompts=await _is_shown(reports_prompts()),
-        # The last one, because it notices if another one has ended the server.
+        # The last probe, because it notices if an earlier probe has ended the server.
         heeds_masks=await _is_shown(heeds_masks(), may_break_off=False),
     )
 
@@ -109,7 +108,7 @@ async def _is_shown(probe: Awaitable[bool], *, may_break_off: bool = True) -> bo
 
 
 async def _tokens(server: Server, generated: AsyncGenerator[Chunk], number: int) -> _Tokens:
-    """Returns the first tokens of a stream, and their log-probabilities. Ends the stream."""
+    """Returns a stream's first `number` tokens and their log-probabilities. Ends the stream."""
     ids, logprobs = list[int](), list[float]()
     try:
         async with asyncio.timeout(server.idle_seconds), aclosing(generated) as chunks:

@@ -1,10 +1,10 @@
-"""Runs an inference server for a worker, and ends all of its processes with the worker.
+"""Runs an inference server for a worker, and ends all processes of the server with the worker.
 
 `python process_guard.py COMMAND ...` starts the command in a new process group. However the worker
-dies, standard input ends, and then the guard ends the group. If only the main process of a server
-was killed, its other processes might stay and hold the device. A line on standard input says that
-the server has answered. Before it, the end of the command ends the guard too, with the same exit
-code. After it, the guard starts the command again.
+dies, standard input ends, and then the guard ends the whole group. If only the server's main
+process ended, its other processes could keep the device. The worker writes a line to standard input
+when the server has answered. If the command ends before this line, the guard ends with the same
+exit code. If the command ends later, the guard starts it again.
 """
 
 import os
@@ -53,7 +53,7 @@ def _heed_signals() -> None:
 
 
 def _read_line(seconds: float) -> str | None:
-    """Returns text from standard input; None without new text; '' if the input has ended."""
+    """Returns text from standard input; None without new text in `seconds`; '' at its end."""
     readable, _, _ = select.select([sys.stdin], [], [], seconds)
     return os.read(sys.stdin.fileno(), 1024).decode() if readable else None
 

@@ -1,4 +1,4 @@
-"""Reads the load of an inference server, of all its clients together, from its metrics."""
+"""Reads from an inference server's metrics the load that all of its clients cause together."""
 
 from __future__ import annotations
 

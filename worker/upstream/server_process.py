@@ -15,7 +15,7 @@ from promptq.shared.errors import ConfigurationError
 from promptq.worker.upstream import process_guard, vllm_plugin
 
 _HOST = "127.0.0.1"
-"""A server that only its worker uses listens here."""
+"""The address on which a server for one worker listens."""
 
 
 class ServerProcess:
@@ -49,7 +49,7 @@ class ServerProcess:
             )
 
     def has_answered(self) -> None:
-        """Make the guard restart the server when it ends. Raises what `check` raises."""
+        """Make the guard restart the server from now on if the server ends. Raises like `check`."""
         assert self._guard.stdin is not None
         try:
             os.write(self._guard.stdin.fileno(), b"answered\n")
@@ -65,7 +65,7 @@ class ServerProcess:
 
 
 def server_environment() -> dict[str, str]:
-    """Returns a server's variables, with which vLLM finds our plugin and our llguidance."""
+    """Returns environment variables with which vLLM finds promptq's plugin and llguidance."""
     folders = [str(Path(vllm_plugin.__file__).parent), os.environ.get("PYTHONPATH", "")]
     library = find_spec("llguidance")
     folder = Path(library.origin).parents[1] if library and library.origin else ""

@@ -1,4 +1,4 @@
-"""Waits for a server that broke off until it generates again, and checks that it is the same."""
+"""Waits until a server that broke off generates again, and checks that it has the same model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from promptq.worker.upstream.server_process import ServerProcess
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 5.0
 _STEADY_SECONDS = 10.0
-"""A server that breaks streams again sooner than this is called less and less often."""
+"""If a server breaks streams again within this time, pauses between its calls keep growing."""
 
 
 class ServerRecovery:
@@ -43,7 +43,7 @@ class ServerRecovery:
         self._reported = ""  # why it was not well at the last call
 
     async def wait_until_well(self, server: Server, seconds: float) -> ServerDescription:
-        """Wait for `seconds`, then until the server generates a token. Returns its description.
+        """Wait for `seconds`, then until the server generates a token. Returns the description.
         Raises ConfigurationError if another server answers, or if the server cannot come back."""
         log = get_logger(server=server.url)
         if time.monotonic() - self._well_since > _STEADY_SECONDS:

@@ -12,7 +12,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 
 
 class NoTokenError(Exception):
-    """A request's own limits leave no token."""
+    """Raised if the limits of a request forbid all tokens."""
 
 
 class TokenRules:
@@ -59,7 +59,7 @@ class TokenRules:
                 raise NoTokenError(str(error)) from error
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Returns which tokens may come next, [vocab_size], or raises NoTokenError."""
+        """Returns which tokens may come next, [vocab_size]. Raises NoTokenError if none may."""
         mask = np.ones(self._vocab_size, bool)
         if self._grammar is not None:
             masker = self._grammar.masker
@@ -74,7 +74,7 @@ class TokenRules:
         return mask
 
     def _forbidden(self) -> set[int]:
-        """Returns the early end tokens, and each token that would complete a bad word."""
+        """Returns the tokens that would complete a bad word, or end the output too early."""
         words = self._words.get(self._output[-1], ()) if self._output else ()
         whole = {bad[-1] for bad in words if tuple(self._output[1 - len(bad) :]) == bad[:-1]}
         early = self._ends if len(self._output) < self._min_tokens else frozenset()

@@ -1,10 +1,10 @@
 """A server's stream in which each token obeys the request's rules.
 
-If a server can apply the request's grammar itself, the calls have the grammar: all calls, or only
-the first one of an output if the server cannot begin inside a grammar. In other calls, the server
-generates freely. The first token that breaks a rule is dropped, and the call is closed. Then the
-server chooses one token under a mask, and another call continues. So greedy outputs are those of an
-engine that masks each token, on any server that heeds masks.
+A server that takes grammars gets the request's grammar in each call, or only in an output's first
+call if the server cannot resume grammars. In calls without the grammar, the server generates
+freely. The first token that breaks a rule is dropped, and the call is closed. Then the server
+chooses one token under a mask, and another call continues. So, on any server that heeds masks,
+greedy outputs are those of an engine that masks each token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from promptq.worker.upstream.dialects.transport import (
 from promptq.worker.upstream.token_rules import NoTokenError, TokenRules
 
 _MOST_REJECTED = 64
-"""The most forbidden tokens that a server may choose at one position. Each costs a call."""
+"""The most forbidden tokens that a server may choose at one position. Each token costs a call."""
 
 
 class WatchedStream:
@@ -46,9 +46,7 @@ class WatchedStream:
         description: ServerDescription,
         vocab_size: int,
     ) -> None:
-        """Prepares a stream after the tokens `emitted`, which the grammar has accepted. A server
-        that takes grammars gets the request's grammar, if there is no output yet or if the server
-        resumes grammars."""
+        """Prepares a stream after the tokens `emitted`, which the grammar has accepted."""
         self._dialect, self._server, self._model = dialect, server, description.model
         self._request = request
         self._output = [*emitted]
@@ -57,10 +55,11 @@ class WatchedStream:
         self._call = CallRequest(dialect.abilities, request, description.keeps_seeds)
         self._num_before_call = len(emitted)
         self._rejected: list[int] = []
-        """The token that broke a rule, until another one has its place."""
+        """The tokens that broke a rule last. The next choice under a mask forbids them."""
         self._breaks_rule = self._is_refused = self._is_over = self._needs_call = False
         self._names_ends = "ignore_eos" not in dialect.abilities.unheeded
-        """Whether each end is a token. If it is no end of the request, another call continues."""
+        """Whether the server returns an end token at each end. If the request ignores this token,
+        another call continues."""
         self._takes_grammars = description.takes_grammars
         self._resumes_grammars = description.resumes_grammars
 
@@ -86,7 +85,7 @@ class WatchedStream:
             yield chunk
 
     async def prompt_logprobs(self) -> PromptLogprobs:
-        """Returns the server's report on the prompt from its second token on, checked. Raises
+        """Returns checked log-probabilities of the prompt's tokens from the second token on. Raises
         UnusableAnswerError."""
         with malformed_as_fault():
             found = await self._dialect.prompt_logprobs(self._server, self._request, self._model)
@@ -99,8 +98,8 @@ class WatchedStream:
         return found
 
     async def embedding(self, size: int) -> tuple[npt.NDArray[np.float32], int | None]:
-        """Returns the prompt's vector, [size], or its score, [1], checked, and the number of tokens
-        if the server reports this. Raises UnusableAnswerError."""
+        """Checks and returns the prompt's vector [size], or the pair's score [1], and the number of
+        prompt tokens (None if it is not reported). Raises UnusableAnswerError."""
         of = (self._server, self._request, self._model)
         with malformed_as_fault():
             vector, num_tokens = await self._dialect.embedding(*of)
@@ -131,8 +130,8 @@ class WatchedStream:
                     return  # the server does not know this end
 
     async def _without_refusal(self) -> AsyncGenerator[Chunk]:
-        """Yields the server's chunks; none if the server refuses the grammar, for example because
-        its library is older."""
+        """Yields the server's chunks; no chunk if the server refuses the grammar, for example
+        because its llguidance is older."""
         source, before = self._source(), len(self._output)
         try:
             async with aclosing(self._generate(None, source)) as chunks:
@@ -145,7 +144,7 @@ class WatchedStream:
             self._takes_grammars = False
 
     def _source(self) -> str | None:
-        """Returns the grammar for a call that continues the output."""
+        """Returns the grammar for a call that continues the output; None if it has no grammar."""
         if self._request.grammar is None or not self._takes_grammars:
             return None
         return self._request.grammar.source if self._resumes_grammars or not self._output else None
@@ -246,9 +245,9 @@ class WatchedStream:
                     yield chunk
 
     async def _next(self, chunks: AsyncGenerator[Chunk]) -> Chunk | None:
-        """Returns the next chunk that has tokens or is the last one; None after the server's end.
+        """Returns the next chunk with tokens or a finish reason; None after the end of the stream.
 
-        Events and comments without a token do not count, since some servers send them for ever.
+        Events without tokens do not extend the time limit: some servers send such events for ever.
         """
         try:
             async with asyncio.timeout(self._server.idle_seconds):

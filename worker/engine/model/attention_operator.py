@@ -30,7 +30,7 @@ class SeamContext:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class SeamLayer:
-    """The data of one layer that an attention module needs besides the arguments of its call."""
+    """One layer's data that its attention module needs, besides the arguments of a call."""
 
     context: SeamContext
     cache: LayerCache

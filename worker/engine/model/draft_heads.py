@@ -1,8 +1,8 @@
 """Loads, from checkpoints, heads that predict further tokens (multi-token prediction).
 
-transformers has the modules of heads (`MtpModel`), but reads their weights only for `generate`. A
-head affects only the speed, never the output. So a head that cannot be used is left out with a
-reason, and no check at load tests a head's results.
+transformers has the modules of heads (`MtpModel`), but reads heads' weights only for `generate`. A
+head affects only the speed, never the output. So a model is served without a head that cannot be
+used, and no check at load tests a head's results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NoHeadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """A head of a model, and its weights."""
+    """A model's head, and the numbers of weights in model and head."""
 
     module: nn.Module
     """An `MtpLayer` of transformers."""
@@ -44,7 +44,7 @@ class LoadedHead:
 
 
 def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> LoadedHead:
-    """Returns the head of a model. `weights` are its tensors by name. Raises NoHeadError."""
+    """Returns the head of a model. `weights` has the head's tensors by name. Raises NoHeadError."""
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:
@@ -92,7 +92,7 @@ def head_spec(specs: list[LayerSpec]) -> LayerSpec:
 
 
 def rotary_of(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the module that computes the model's rotary embedding; None if there is none."""
+    """Returns the module that computes the model's rotary embedding; None without such a module."""
     whole: Any = model  # its class is only partly typed
     return getattr(whole.get_decoder(), "rotary_emb", None)
 
@@ -184,7 +184,8 @@ class HeadOfModules:
 
 
 def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
-    """Returns the layout of `count` sequences with one row each, `depth` rows after a step."""
+    """Returns the layout of one row for each of a step's first `count` sequences: the row that is
+    `depth` positions after the sequence's last row in the step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
     device = layout.block_tables.device
     return layout_of_rows(
@@ -206,7 +207,7 @@ def layout_of_rows(
     block_size: int,
 ) -> StepLayout:
     """Returns the layout of rows that a head computes. Row i belongs to the sequence
-    `sequences[i]`. Its K and V are written at position `places[i]` in that sequence's blocks."""
+    `sequences[i]`. The row's K and V are written at position `places[i]` of that sequence."""
     return StepLayout(
         num_decodes=0,
         query_starts=query_starts,

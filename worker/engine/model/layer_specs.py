@@ -23,11 +23,12 @@ from promptq.worker.engine.recurrent.recognition import unknown_memory
 RECORD = "promptq_record"
 
 WINDOWS = {"sliding_window": Pattern("sliding", 5), "attention_chunk_size": Pattern("chunked", 6)}
-"""transformers' names for windows, and the small windows with which a model is recorded. Their
-sizes differ, so that a mask shows which kind of window made it."""
+"""transformers' names for windows, and the small windows with which a model is recorded. The small
+windows have different sizes, so that a mask shows the kind of its window."""
 
 THRESHOLDS = {"floor_scale": 4}
-"""transformers' name for the position from which Llama 4 scales queries, and a small value."""
+"""transformers' name for the position from which Llama 4 scales queries, and the small position
+with which a model is recorded."""
 
 SCORING = {"softcap": "softcap", "sinks": "s_aux"}
 """Names in LayerSpec of features that backends may refuse, and transformers' names for them."""
@@ -100,8 +101,8 @@ def record_layers(
     `shrunk_windows`, which yields `true_patterns`. The specs have the block's small windows.
     `mixers` are the model's recurrent modules of known kinds.
 
-    Raises UnsupportedModelError if a layer needs an unknown argument, has several attention calls,
-    or has none and is not one of `mixers`.
+    Raises UnsupportedModelError if a layer needs an unknown argument, makes several attention
+    calls, or makes no attention call and is not one of `mixers`.
     """
     family, model = loaded.family, loaded.model
     set_attention(model, RECORD)

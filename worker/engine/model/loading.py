@@ -40,7 +40,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_COPIES = 2
-"""The most copies of a weight that are in memory while it is rearranged."""
+"""The most copies of a weight that are in memory while the weight is rearranged."""
 
 
 def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
@@ -71,8 +71,8 @@ class LoadOptions:
     max_model_len: int | None = None
     block_size: int = 16
     attention: str = "auto"
-    """The name of the attention backend; `auto` selects the fastest one that serves the model. Any
-    other name rules out native code, which has its own attention."""
+    """The name of the attention backend; `auto` selects the fastest backend that serves the model.
+    Any other name rules out native code, which has its own attention."""
     native: bool = True
     """Whether to use promptq's code: native code on a CPU, fused kernels on CUDA. If false,
     transformers' modules compute the model, and torch samples. transformers' modules also compute
@@ -104,9 +104,9 @@ class LoadedModel:
     format: str = ""
     """Name of the files' quantization method; empty if they are not quantized."""
     head: LoadedHead | None = None
-    """The drafting head, if it is wanted and the files have a usable one."""
+    """The drafting head; None if the files have no usable head, or if no head is wanted."""
     why_no_head: str = ""
-    """The reason why the head in the files was not loaded; empty if it was, or if there is none."""
+    """The reason why the files' head was not loaded; empty if it was, or if there is no head."""
 
     @property
     def family(self) -> str:
@@ -131,7 +131,7 @@ def load_model(
     """Load a causal LM. A directory or a file needs no network.
 
     Quantized weights that `decoder` can use keep their saved format, if the model has only known
-    parts. All others are dequantized. Raises ModelNotFoundError if there is no model, and
+    parts. Other weights are dequantized. Raises ModelNotFoundError if there is no model, and
     UnsupportedModelError if the model does not load correctly.
     """
     if dtype != "auto" and dtype not in _DTYPES:
@@ -147,7 +147,7 @@ def load_model(
             warnings.simplefilter("ignore")  # transformers' advice is for programmers
             saved = files.quantized_weights(_computing(files, dtype, device))
             kept = _widen_others(saved, files, decoder) if saved is not None else {}
-            if kept:  # load on the host: wide tensors without memory stand in for them
+            if kept:  # load on the host: tensors without memory stand in for `kept`
                 placed = {}
             if saved is not None and device.type != "cpu":
                 is_widened = len(kept) < len(saved.quantized)

@@ -32,11 +32,11 @@ _NUMBER = "promptq_number"
 
 
 class RowStarts:
-    """Stands in for transformers' cache, for families that count positions from it.
+    """Stands in for transformers' cache in families that count positions from the cache.
 
     These families compute a row's position as its index plus the length of the cache. So the
-    "length" here is a tensor [T], and each row's sum is its true position. K and V pass through
-    unchanged. Masks, if the family makes any, are as without a cache.
+    "length" here is a tensor [T] that makes each sum the row's true position. K and V pass through
+    unchanged. A family's masks are as without a cache.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -98,8 +98,8 @@ class PackedModel:
     def logits_and_states(
         self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the logits of `rows`, and of the rows `kept` the final hidden states [len(kept),
-        hidden size]. Raises UnsupportedModelError if the family returns no `last_hidden_state`."""
+        """Returns the logits of `rows`, and the final hidden states [len(kept), hidden size] of the
+        rows `kept`. Raises UnsupportedModelError if the family returns no `last_hidden_state`."""
         states_of_kept: list[torch.Tensor] = []
 
         def keep(body: nn.Module, arguments: Any, output: Any) -> None:
@@ -190,7 +190,7 @@ def join_seam(module: nn.Module, layer: SeamLayer) -> None:
 
 
 def leave_seam(modules: Sequence[nn.Module], mixers: Sequence[Mixer] = ()) -> None:
-    """Remove a PackedModel's attributes from the modules, so that its cache can be freed."""
+    """Remove a PackedModel's attributes from the modules, so that the caches can be freed."""
     for module in modules:
         for name in (_ATTRIBUTE, _NUMBER):
             vars(module).pop(name, None)
@@ -228,7 +228,7 @@ def paged_attention(
     """Compute attention within each sequence of the packed step.
 
     `query` is [1, num_heads, T, key_size], `key` and `value` are [1, num_kv_heads, T, ...]. Returns
-    [1, T, num_heads, value_size]. Models with other effective arguments were refused.
+    [1, T, num_heads, value_size]. Models that pass other arguments with an effect were refused.
     """
     layer: SeamLayer | None = getattr(module, _ATTRIBUTE, None)
     if layer is None:

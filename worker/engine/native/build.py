@@ -30,7 +30,7 @@ _FLAGS = [
     "-ffast-math",
     "-fno-finite-math-only",
     "-fno-associative-math",  # sums keep the order of the source, for any number of rows
-    # And each product is fused with its sum: for Zen processors GCC leaves some of them apart.
+    # Fuses each product with its sum. For Zen processors, GCC would leave some unfused.
     "--param=avoid-fma-max-bits=0",
     "-fopenmp",
     # Compilers prefer half the width, because the full width slowed old processors down.
@@ -62,12 +62,12 @@ KINDS = {"amx": _AMX, "avx512-bf16": _BF16, "avx512-vnni": _VNNI, "avx512": _V4,
 
 
 class NativeCodeError(Exception):
-    """Raised if native code is not possible on this machine. The message has the reason."""
+    """Raised if this machine cannot compile or load native code. The message has the reason."""
 
 
 def library_path() -> Path:
     """Returns the library for this machine. Compiles it if the wheel has none for the processor.
-    Raises NativeCodeError if this is impossible."""
+    Raises NativeCodeError if there can be no library."""
     if platform.system() != "Linux":
         raise NativeCodeError(f"it is for Linux, and this is {platform.system()}")
     features = processor_features()
@@ -82,9 +82,9 @@ def library_path() -> Path:
 
 
 def _compiled_here() -> Path:
-    """Returns the library that this machine compiled, now or at an earlier start. Its name has
-    hashes of the sources, flags, processor and compiler version. Without a compiler, a library of
-    any compiler version is used."""
+    """Returns a library compiled on this machine. Compiles it if an earlier start has not. Its name
+    has hashes of the sources, flags, processor and compiler version. Without a compiler, a library
+    of any compiler version is used."""
     name = f"native-{_digest_with(_processor())}"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "promptq"
@@ -121,7 +121,7 @@ def name_for(kind: str) -> str:
 
 
 def _digest_with(processor: str) -> str:
-    """Returns a hash of the sources, the flags and the processor, without the compiler."""
+    """Returns a hash of the sources, the flags and the processor, but not of the compiler."""
     sources = sorted(path for path in _SOURCES.rglob("*.*") if path.suffix in (".cpp", ".h"))
     if not sources:
         raise NativeCodeError(f"its sources are missing in {_SOURCES}; install promptq anew")
@@ -151,7 +151,7 @@ def processor_features() -> set[str]:
 
 
 def _compile(compiler: str, libraries: dict[Path, list[str]]) -> None:
-    """Compile libraries into one folder, each with its flags, and shared object files only once."""
+    """Compile libraries into one folder, each with its flags. Equal object files are shared."""
     library, *_ = libraries
     logger.info("compiling native code, once for this machine, into %s", library)
     _remove_unfinished(library.parent)
@@ -179,7 +179,7 @@ def _compile(compiler: str, libraries: dict[Path, list[str]]) -> None:
 
 
 def _used_flags(source: Path, flags: list[str]) -> list[str]:
-    """Returns the flags without processor features that neither source nor headers name."""
+    """Returns `flags` without the processor features that neither `source` nor its headers name."""
     texts, unread = dict[Path, str](), [source]
     while unread:
         path = unread.pop()

@@ -1,4 +1,4 @@
-"""Loads the native code and declares its functions. src/interface.h documents each of them."""
+"""Loads the native code and declares its functions. src/interface.h documents the functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from promptq.worker.engine.native.build import NativeCodeError, library_path
 
 
 def _all(kind: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
-    """Returns the ctypes fields of these names, all of one type."""
+    """Returns a ctypes field of type `kind` for each name."""
     return tuple((name, kind) for name in names)
 
 

@@ -1,6 +1,6 @@
 """Packs integers of 4 bits. Two successive inputs share a byte, the first in its lower half.
 
-native/src/quantizing.cpp packs the weights that promptq rounds, in the same order. Matrix products
+native/src/quantizing.cpp uses the same order for weights that promptq rounds. Matrix products
 unpack the integers in registers (decoders/kernels/quantized_product.py,
 native/src/machine/integers.h).
 """

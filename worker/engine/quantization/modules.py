@@ -1,7 +1,7 @@
-"""Modules with quantized weights, which replace those of a transformers model.
+"""Modules with quantized weights, which replace modules of a transformers model.
 
-The modules compute with the dequantized weights, in fp32 and without rounding inputs, so that
-promptq's decoders can be compared with them. They are too slow for serving.
+Modules with quantized weights compute with the dequantized weights, in fp32 and without rounding
+inputs. So promptq's decoders can be compared with them. They are too slow for serving.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ def quantize_model(
 ) -> None:
     """Replace linear layers and experts by quantized ones, and free their weights.
 
-    `saved` has quantized weights for some modules, by module name. If `bits` is not None, all other
-    weights are rounded. With `embeddings`, embeddings and the output layer are rounded too, to 8
-    bits. Raises NativeError if a weight cannot be rounded.
+    `saved` maps module names to quantized weights. If `bits` is not None, all other linear layers
+    and experts are rounded to `bits`. With `embeddings`, embeddings and the output layer are
+    rounded too, to 8 bits. Raises NativeError if a weight cannot be rounded.
     """
     saved = saved or {}
     whole: Any = model  # its class is only partly typed

@@ -28,8 +28,8 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
-        """Returns a weight [outputs, inputs] rounded to `bits` by native code. Without `group`,
-        each output has one scale. Raises NativeError if a number is not finite."""
+        """Rounds a weight [outputs, inputs] to `bits` in native code. Without `group`, each output
+        has one scale. Raises NativeError if a number is not finite."""
         outputs, inputs = weight.shape
         group = group or inputs
         numbers = torch.empty(outputs, -(-inputs * bits // 8), dtype=torch.uint8)
@@ -52,7 +52,7 @@ class QuantizedWeight:
         group: int,
         offsets: torch.Tensor | None = None,
     ) -> QuantizedWeight:
-        """Returns a weight of unsigned `numbers` [outputs, inputs], which are packed.
+        """Packs unsigned `numbers` [outputs, inputs] into a weight.
 
         Scales and offsets are [outputs, ceil(inputs / group)], and are rounded to the dtype in
         which they are stored. Raises ValueError if they have another shape, or are not finite.
@@ -126,7 +126,7 @@ class QuantizedWeight:
         return [self.rows(slice(size * part, size * (part + 1))) for part in range(count)]
 
     def released(self) -> QuantizedWeight:
-        """Returns a copy with empty tensors, so that their memory can be freed."""
+        """Returns a copy without the tensors' content, so that its memory can be freed."""
         nothing = self.scales.new_empty(0)
         return replace(self, numbers=self.numbers.new_empty(0), scales=nothing, offsets=None)
 
@@ -143,7 +143,7 @@ class ExpertsWeight:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """The shapes of the parameters of transformers' module, by their names."""
+        """Maps the names of the parameters of transformers' module to their shapes."""
         gate, up, down = self.experts[0]
         count, (inner_size, size) = len(self.experts), up.shape
         inputs = (count, inner_size if gate is None else 2 * inner_size, size)
@@ -158,7 +158,7 @@ class ExpertsWeight:
         return [tensor for part in self.parts for tensor in part.tensors]
 
     def dequantized(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters of transformers' module in fp32, by their names."""
+        """Maps the names of the parameters of transformers' module to their values in fp32."""
         inputs, downs = [], []
         for *of_inputs, down in self.experts:
             inputs.append(torch.cat([each.dequantized() for each in of_inputs if each is not None]))
@@ -167,7 +167,7 @@ class ExpertsWeight:
 
     @property
     def _inputs(self) -> str:
-        """The name of the parameter with the gate and up weights, or with the up weights alone."""
+        """The name of the parameter that has the gate and up weights; without gates, only up."""
         return "up_proj" if self.experts[0][0] is None else "gate_up_proj"
 
 

@@ -158,7 +158,7 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(tokens: DeltaTokens, states: torch.Tensor) -> torch.Tensor:
-    """Returns decodes' outputs. Updates `states` [rows, value heads, key size, value size]."""
+    """Returns outputs of decodes. Updates `states` [rows, value heads, key size, value size]."""
     served = tokens.value.shape[1] // tokens.key.shape[1]
     flat = states.flatten(0, 1)  # [rows x value heads, key size, value size]
     query, key = (
@@ -174,7 +174,7 @@ def _decode(tokens: DeltaTokens, states: torch.Tensor) -> torch.Tensor:
 
 def _compute_chunks(tokens: DeltaTokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
     """Returns the outputs of chunks. Updates `states` [chunks, value heads, key size, value size].
-    In a piece, the state changes of all rows solve a triangular system."""
+    Solves a triangular system to get the state changes of the rows of a piece."""
     served = tokens.value.shape[1] // tokens.key.shape[1]
     query, key, value, decay, beta = map(pieces.cut, tokens)
     from_begin, between, to_end = pieces.decays(decay)

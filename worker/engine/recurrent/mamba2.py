@@ -150,8 +150,8 @@ def _decode(tokens: _Tokens, states: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_chunks(tokens: _Tokens, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Returns the outputs of chunks. Updates `states` [chunks, heads, head size, state size]. In a
-    piece, a row sees earlier rows as in attention."""
+    """Returns the outputs of chunks. Updates `states` [chunks, heads, head size, state size]. Rows
+    of a piece read earlier rows of the piece as in attention."""
     served = tokens.inputs.shape[1] // tokens.b.shape[1]
     inputs, b, c, time, decay = map(pieces.cut, tokens)
     inputs = inputs * time.unsqueeze(-1)

@@ -39,7 +39,7 @@ class Mixer(ABC):
     @classmethod
     @abstractmethod
     def knows(cls, module: Any) -> bool:
-        """Whether the module has the parts of this kind. Its formula is not tested here."""
+        """Whether the module has the parts of this kind. Does not test what the module computes."""
 
     @property
     @abstractmethod

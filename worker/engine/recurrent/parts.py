@@ -15,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class RowsOfLinear:
-    """Some successive outputs of a linear layer: `count` of them, from `first` on."""
+    """`count` successive outputs of a linear layer, from output number `first` on."""
 
     linear: nn.Linear
     first: int
@@ -31,7 +31,7 @@ class RowsOfLinear:
         linears: Sequence[nn.Linear],
         arrange: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]],
     ) -> tuple[RowsOfLinear, ...]:
-        """Returns the outputs of linear layers in the order in which `arrange` puts them."""
+        """Returns all outputs of `linears`, in the order in which `arrange` puts the outputs."""
         sizes = [linear.out_features for linear in linears]
         firsts = [*accumulate((size + 1 for size in sizes[:-1]), initial=0)]
         numbers = [
@@ -67,29 +67,28 @@ class ShortConvolutionParts:
 
 @dataclass(frozen=True, slots=True)
 class GatedNorm:
-    """An RMS norm of a recurrence's outputs, times SiLU or the sigmoid of the gate."""
+    """An RMS norm of a recurrence's outputs, multiplied by the gate's SiLU or sigmoid."""
 
     weight: torch.Tensor  # [values], or of one head
     epsilon: float
     group: int
     """Number of values that are normalised together."""
     gates_first: bool
-    """Whether the values are multiplied by the gate before the norm."""
+    """Whether the values are multiplied by the gate before they are normalised."""
     is_sigmoid: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrenceParts:
-    """A gated linear recurrence (native/src/layers/scan.h), whose value heads share key heads."""
+    """A gated linear recurrence in which value heads share key heads (native/src/layers/scan.h)."""
 
     inputs: tuple[RowsOfLinear, ...]
-    """Outputs of linear layers: the channels of the convolution; a gate for each value; in the
-    delta rule, an update rate for each value head; a time step for each value head, or with
-    `has_key_decays` for each number of its keys."""
+    """Outputs of linear layers, in this order: the channels of the convolution; a gate for each
+    value; only in the delta rule, an update rate for each value head; a time step for each value
+    head, or, with `has_key_decays`, for each number of a head's key."""
     input_scale: torch.Tensor | None = None  # of these outputs
     convolution: nn.Conv1d
     activation: Any
-    """The activation after the convolution."""
     is_delta: bool
     num_key_heads: int
     num_value_heads: int
@@ -104,19 +103,19 @@ class RecurrenceParts:
     time_bias: torch.Tensor  # a number for each time step, added to the time step before softplus
     time_limits: tuple[float, float] = (0.0, math.inf)
     most_rate: float = 1.0
-    """The factor of the sigmoid that gives the delta rule's update rate."""
+    """The delta rule's update rate is this factor times a sigmoid."""
     skip: torch.Tensor | None = None  # [value heads], the factor of a value that skips the state
     norm: GatedNorm | None
-    """The norm of the outputs. None: the outputs are only multiplied by SiLU of the gate."""
+    """The norm of the outputs. None: the outputs are only multiplied by the gate's SiLU."""
     output: nn.Linear
     gates_up: nn.Linear | None = None
-    """If not None, it computes the gates from the numbers in `inputs`."""
+    """Computes the gates from the numbers in `inputs`. None: `inputs` has the gates."""
     times_up: nn.Linear | None = None
-    """If not None, it computes the time steps from the numbers in `inputs`."""
+    """Computes the time steps from the numbers in `inputs`. None: `inputs` has the time steps."""
 
     @property
     def has_key_decays(self) -> bool:
-        """Whether each number of a head's keys has a time step and so a decay."""
+        """Whether each number of a head's key has a time step and a decay, not only each head."""
         return len(self.time_bias) > self.num_value_heads
 
     @property
@@ -127,8 +126,7 @@ class RecurrenceParts:
 
     @property
     def time_inputs(self) -> int:
-        """The number of outputs of `inputs` that are time steps, or from which `times_up` computes
-        them."""
+        """The number of outputs in `inputs` that are time steps or the inputs of `times_up`."""
         return len(self.time_bias) if self.times_up is None else self.times_up.in_features
 
     @property

@@ -1,4 +1,4 @@
-"""The rows of a step for recurrent layers: their sequences, and the entries of their states."""
+"""The rows of a step for recurrent layers, and each sequence's entries in the pool of states."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Tokens = TypeVar("Tokens", bound="tuple[torch.Tensor, ...]")
 
 @dataclass(frozen=True, slots=True)
 class RecurrentRows:
-    """The rows of a step. The first `num_decodes` rows belong to one sequence each. Then come the
-    rows of the chunks, the shortest first. Sequence i begins at row `starts[i]`."""
+    """The rows of a step. The first `num_decodes` rows are decodes, one row for each sequence. Then
+    come the chunks, the shortest chunk first. Sequence i begins at row `starts[i]`."""
 
     num_decodes: int
     starts: list[int]
     table: torch.Tensor
     """[5, num_sequences], int64: the pool's entry with the state before the step; the entry for the
-    state after it; the first row; the number of rows; and how many of these rows are drafted."""
+    state after the step; the first row; the number of rows; the number of drafted rows."""
     scratch: Scratch
     _pieces: dict[int, Pieces] = field(default_factory=dict)
 
@@ -59,8 +59,8 @@ class RecurrentRows:
     ) -> torch.Tensor:
         """Returns all rows' outputs. Writes the new states to `pool` [num_entries, *shape], fp32.
 
-        `tokens` is a named tuple of tensors [T, ...]. `decode` and `compute_chunks` get some of the
-        rows, and copies of these sequences' states, which they update in place.
+        `tokens` is a named tuple of tensors [T, ...]. `decode` and `compute_chunks` get the rows of
+        some sequences and copies of the sequences' states, and update the copies in place.
         """
         columns, num_decodes = pool[0].numel(), self.num_decodes
         copies = self.scratch.take(f"states of {columns}", len(self.read), columns)
@@ -103,10 +103,10 @@ class Pieces:
         self.size = max(_SHORTEST_PIECE, self.size)
         counts = [-(-length // self.size) for length in lengths]
         self.rounds: list[tuple[slice, slice]] = []
-        """Ranges of pieces that are computed at the same time, with their chunks."""
+        """(pieces, chunks) of each round: ranges of pieces computed at once, and of chunks."""
         begins = [sum(lengths[:index]) for index in range(len(lengths))]
-        rows: list[int] = []  # of each place in the pieces; a padding place has the row after all
-        places = [0] * self._num_rows  # of each row
+        rows: list[int] = []  # by place in the pieces; for padding, the number after the last row
+        places = [0] * self._num_rows  # by row
         for number in range(counts[-1]):
             first = next(chunk for chunk, count in enumerate(counts) if count > number)
             begin = len(rows) // self.size
@@ -124,7 +124,7 @@ class Pieces:
         self._rows = torch.tensor(rows, device=device)
         self._places = torch.tensor(places, device=device)
         ones = torch.ones(self.size, self.size, dtype=torch.bool, device=device)
-        self._later = ones.triu(1)  # whether a row of a piece comes after another one
+        self._later = ones.triu(1)  # [i, j]: whether row j of a piece comes after row i
 
     def cut(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns [num_pieces, heads, size, ...] for the chunks' rows [rows, heads, ...]."""
@@ -136,9 +136,9 @@ class Pieces:
         return rows.view(-1, self.size, *rows.shape[1:]).transpose(1, 2)
 
     def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three products of the decays `exp(decay)` [pieces, ..., size] for each row i of a
-        piece: over the rows up to row i; for each row j, over the rows j + 1 to i (0 if j comes
-        after i) [pieces, ..., size, size]; and over the rows after row i."""
+        """Returns three products of the decays `exp(decay)` [pieces, ..., size]: for each row i,
+        over the rows up to i; for rows i and j [pieces, ..., size, size], over the rows j + 1 to i
+        (0 if j comes after i); for each row i, over the rows after i."""
         # Differences of long sums would lose too many bits in fp32.
         sums = decay.double().cumsum(dim=-1)
         between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).float()

@@ -53,7 +53,7 @@ class StatePool:
             [zeros_in_pages((num_entries, *spec.shape), spec.dtype, device) for spec in mixer.state]
             for mixer in mixers
         ]
-        """For each mixer, a tensor [num_entries, *shape] for each tensor of its `state`."""
+        """For each mixer, a tensor [num_entries, *shape] for each StateSpec of its `state`."""
         self.num_slots = num_slots
         self._num_tokens = [[_NONE] * ENTRIES_PER_SLOT for _ in range(num_slots)]
         """For each slot and each of its entries, the number of tokens that the state covers."""
@@ -69,7 +69,7 @@ class StatePool:
             slot = slot_of(item.sequence)
             held, kept = self._num_tokens[slot], item.sequence.state_source
             if item.start == 0 or kept is not None:
-                held[:] = [_NONE] * ENTRIES_PER_SLOT  # those of the slot's last sequence
+                held[:] = [_NONE] * ENTRIES_PER_SLOT  # of the slot's previous sequence
                 source = _NONE
             elif item.start in held:
                 source = held.index(item.start)
@@ -92,7 +92,7 @@ class StatePool:
         return RecurrentRows(num_decodes, starts, to_device(table, self._device), self._scratch)
 
     def finish(self, items: Sequence[ScheduledSequence]) -> None:
-        """Record that a step with these items has written its states, without drafted tokens.
+        """Record that a step with these items has written states, which include no drafted tokens.
         Copies the states that are kept for shared prefixes."""
         for item in items:
             slot, end = slot_of(item.sequence), item.start + item.num_tokens
@@ -106,7 +106,7 @@ class StatePool:
                     tensor[self._first_kept + place] = tensor[self._entry(slot, target)]
 
     def assume(self, items: Sequence[ScheduledSequence]) -> None:
-        """Before a dummy step with these items, treat the slots' contents as the correct states."""
+        """Treat the slots' contents as the correct states for a dummy step with these items."""
         for item in items:
             if item.start not in (held := self._num_tokens[slot_of(item.sequence)]):
                 held[:] = [item.start, _NONE]

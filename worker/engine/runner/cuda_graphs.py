@@ -34,7 +34,7 @@ MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
 Choose = Callable[[torch.Tensor, torch.Tensor], Chosen]
 """A function that chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""
 Results = tuple[torch.Tensor, Chosen | None]
-"""The logits of a step, and the tokens that its graph chose; None if no graph chose any."""
+"""The logits of a step, and the tokens that its graph chose (None if no graph chose tokens)."""
 
 
 class Model(Protocol):
@@ -66,7 +66,7 @@ def graph_bytes(
     like the second graph, which needs mostly memory for the driver.
     """
     largest, *others = sorted(kinds, reverse=True)
-    capture([largest])  # libraries' memory of a first capture stays, and is not a graph's
+    capture([largest])  # in a first capture, libraries allocate memory that is not a graph's
     first = bytes_held(device, lambda: capture([largest]))
     if not others:
         return first
@@ -83,7 +83,7 @@ class GraphedModel:
     """A model on CUDA whose steps are padded to one of `kinds` and replayed as graphs.
 
     The model's backend must support padding. Steps that are larger than all kinds run without a
-    graph. So does every step of a model that cannot be captured, for example because its modules
+    graph. No step has a graph if the model cannot be captured, for example because its modules
     wait for the device. The device must be this thread's current device (see `on_device`). Without
     `choose`, the graphs end with the logits. Several instances may capture on one `stream`, which
     saves memory, because libraries allocate some memory for each stream.
@@ -102,7 +102,7 @@ class GraphedModel:
         stream: torch.cuda.Stream | None = None,
         states: StatePool | None = None,
     ) -> None:
-        """`states` are those of the model's recurrent layers."""
+        """`states` is the state pool of the model's recurrent layers; None without such layers."""
         self.plain = model
         self._states = states
         self._choose = choose
@@ -143,7 +143,7 @@ class GraphedModel:
         return logits[: len(rows)], chosen
 
     def lists(self, layout: StepLayout, num_sampled: int) -> Lists | None:
-        """Returns the work lists of a step; None if it will not be padded. See PaddedLists."""
+        """A PaddedLists. Returns a step's work lists; None if the step will not be padded."""
         kind = self._kind(layout, num_sampled)
         return None if kind is None else self._buffers.lists(layout, kind)
 
@@ -153,7 +153,7 @@ class GraphedModel:
 
     @torch.inference_mode()
     def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
-        """Capture the graphs, the largest first, so that smaller ones fit into its memory."""
+        """Capture the largest graph first, so that the smaller graphs fit into its memory."""
         capture = _Capture(self.plain, self._choose, self._stream)
         for kind in sorted(kinds, reverse=True):
             try:
@@ -228,6 +228,6 @@ def _no_waiting() -> Iterator[None]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device this thread's current device. Does nothing for other devices. Triton's
-    kernels, streams, graphs and events use the current device, not the device of their tensors."""
+    """Returns a context in which `device`, if it is a CUDA device, is the thread's current device.
+    Triton's kernels, streams, graphs and events use this one, not the device of their tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,13 +1,13 @@
 """Drafts with a model's own head (multi-token prediction).
 
 The head is one more layer on the paged cache. Its K and V are in the same blocks as the model's, at
-the positions of the hidden states that they are computed from. A row also needs the next token. So
-the head computes a step's rows before the sequence's next step, and only if it drafts for that one.
+the positions of the hidden states that they are computed from. A row of the head also needs the
+next token. So the head computes the rows of one step before the next step, and only if it drafts.
 
-The head decides only which tokens are drafted, so some of its rows may be missing: nothing was
-drafted for a while, or a cached prefix was computed without the head. For each block, this module
-counts the first rows that the head has computed. The head attends from the first block after which
-no row is missing.
+The head decides only which tokens are drafted, so some of its rows may be missing: after steps
+without drafts, or in a cached prefix that was computed without the head. For each block, this
+module counts the first rows that the head has computed. The head attends only as far back as no row
+is missing.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from promptq.worker.engine.model.packed_model import PackedModel
 from promptq.worker.engine.sampling.sampler import Sampler
 
 MOST_HELD = 512
-"""The most hidden states of a sequence that are stored for the head: those of its last rows. A long
-prompt then costs little more with a head, but the head does not see the prompt's beginning."""
+"""The most hidden states that are stored for the head: those of a sequence's last rows. So a long
+prompt costs little more with a head, but the head does not see the prompt's beginning."""
 
 
 class DraftHead(Protocol):
     """Computes a model's head: a decoder of promptq, or transformers' modules."""
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """Returns [largest draft, S]: the tokens that the head drafts after the rows of a step.
-        Tokens beyond a sequence's count mean nothing."""
+        """Returns [length of the longest draft, S]: the tokens that the head drafts for each
+        sequence. Where a sequence's draft is shorter, ignore the tokens after its end."""
 
 
 @dataclass(slots=True)
@@ -101,12 +101,11 @@ class HeadDrafts:
         self._sampler = sampler
         self._device = device
         self._num_filled: dict[int, int] = {}
-        """By block: how many of its first rows the head has computed since the model did, if any.
-        """
+        """By block: how many of its first rows the head has computed since the model wrote them."""
         self._held: dict[int, _Held] = {}
 
     def draft(self, batch: Batch) -> None:
-        """Choose the UNKNOWN tokens of a batch. A share without the head's rows loses its draft."""
+        """Draft the UNKNOWN tokens of a batch. Drops drafts for which hidden states are missing."""
         rows = []
         for share in batch.scheduled:
             if share.draft and share.draft[0] == UNKNOWN:
@@ -128,7 +127,7 @@ class HeadDrafts:
         return any(item.feeds_head for item in items)
 
     def rows_to_keep(self, items: list[ScheduledSequence], query_starts: list[int]) -> list[int]:
-        """Returns those rows of a packed step whose hidden states the head needs."""
+        """Returns the rows of a packed step whose hidden states the head needs."""
         return [
             row
             for item, end in zip(items, query_starts[1:], strict=True)
@@ -136,8 +135,8 @@ class HeadDrafts:
         ]
 
     def keep(self, items: list[ScheduledSequence], states: torch.Tensor | None) -> None:
-        """Record that the model computes these items, and store the states of `rows_to_keep`.
-        `states` is None if there are no such rows."""
+        """Record that the model has computed these items. Stores `states`, the hidden states of the
+        rows that `rows_to_keep` returned; None if it returned no rows."""
         if self._num_filled:
             for item in items:
                 self._forget(item)
@@ -170,7 +169,7 @@ class HeadDrafts:
             start = 0  # in the blocks after the first one
 
     def _rows(self, share: ScheduledSequence) -> _Rows | None:
-        """Returns the rows that the head must compute before a draft; None if it lacks states."""
+        """Returns the rows that the head must compute before a draft; None if states are lost."""
         held = self._held.get(share.sequence.sequence_id)
         if held is None:
             return None
@@ -235,13 +234,13 @@ class HeadDrafts:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows that the head computes before a draft, at the positions `start` to `end`."""
+    """The rows that the head computes before a draft, at the positions `start` to `end - 1`."""
 
     share: ScheduledSequence
     start: int
     end: int
     first_block: int
-    """The index of the sequence's block from which on the head attends."""
+    """The index of the first of the sequence's blocks to which the head attends."""
     states: torch.Tensor
 
 
@@ -250,15 +249,15 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _num_kept(item: ScheduledSequence) -> int:
-    """Returns the number of an item's last rows whose hidden states are stored."""
+    """Returns how many hidden states of an item are stored. They belong to its last rows."""
     return min(item.num_rows, MOST_HELD) if item.feeds_head else 0
 
 
 def attention_of_head(
     loaded: LoadedModel, checked: CheckedModel, drafts: bool | None
 ) -> tuple[LoadedModel, list[LayerSpec]]:
-    """Returns `loaded`, and the specs of the head's layer if the head will draft (see LoadOptions).
-    Otherwise the list is empty, and `loaded` comes back without the head. If the head cannot draft,
+    """If the head will draft (see LoadOptions), returns `loaded` and the specs of the head's layer.
+    Otherwise returns `loaded` without the head, and an empty list. If the head cannot draft,
     `why_no_head` has the reason."""
     if loaded.head is None:
         return loaded, []

@@ -1,4 +1,4 @@
-"""Loads a model into a runner: checks and quantizes it, allocates its cache, and warms it up."""
+"""Loads a model into a runner: checks and quantizes the model, allocates a cache, and warms up."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def runner_of(
     progress: Progress = ignore_progress,
     known: Verdict | None = None,
 ) -> ModelRunner:
-    """Returns a runner for a loaded model, with its device and dtype. See `load_runner`."""
+    """Returns a runner for a loaded model, on its device and in its dtype. See `load_runner`."""
     device = loaded.model.device
     with on_device(device):
         backends = backends_on(device, options.attention)

@@ -61,7 +61,7 @@ class PooledStates:
     """One tensor [sum of `num_pooled`, hidden size], fp32, with rows in the order of `shares`."""
 
     def hand_out(self) -> None:
-        """Wait for the copies, and set `states` of each share to its rows."""
+        """Wait for the copies, and set the `states` of each of `shares` to its rows."""
         (states,) = self.copies.arrays()
         end = 0
         for share in self.shares:
@@ -79,14 +79,14 @@ class ModelStep:
     sequences: list[Sequence]
     """The sequence of each sampled row."""
     reported: HostCopies | None = None
-    """Log-probabilities of prompt tokens, as in ChosenLogprobs; None if there are none."""
+    """Log-probabilities of prompt tokens, as in ChosenLogprobs; None if no prompt reports any."""
     reported_of: list[tuple[int, int]] = field(default_factory=list)
     """For each prompt: the number of reported rows, and of likeliest tokens in each row."""
     pooled: PooledStates | None = None
 
     @property
     def sampled_at(self) -> dict[int, int]:
-        """Maps sequence ids to the index, among this step's tokens, of the sequence's last one."""
+        """Maps each sequence id to the index of the sequence's last token in this step's tokens."""
         return {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
 
     def fill_in(self, step: PackedStep) -> None:
@@ -131,7 +131,7 @@ class ModelRunner:
         self.model: Model = model
         self.states = model.states
         self.compiled: CompiledModel | None = None
-        """None unless the options request compiling and transformers' modules compute."""
+        """The compiled model; None if compiling was not tried."""
         if options.compile and self.states is not None:
             logger.warning("the model runs without torch.compile: it has recurrent layers")
         elif options.compile and isinstance(model, PackedModel):
@@ -149,9 +149,9 @@ class ModelRunner:
         self._masks = Masks(self.device)
         self.embedding_size = 0  # known once the model has run
         self.is_row_invariant = False
-        """Whether a row's logits have the same bits beside any rows. Set by `warm_up`."""
+        """Whether the bits of a row's logits do not depend on other rows. Set by `warm_up`."""
         self.why_no_head = loaded.why_no_head
-        """Why the head in the files does not draft; empty if it drafts, or if there is none."""
+        """Why the head in the files does not draft; empty if it drafts, or if there is no head."""
         self._head_weights: HeadWeights | None = None
         self._drafts: HeadDrafts | None = None
         if loaded.head is not None and head_cache is not None:
@@ -197,7 +197,7 @@ class ModelRunner:
         reporting = batch.reporting
         feeds_head = drafts is not None and drafts.needs_states(batch.scheduled)
         if (pools or reporting or feeds_head) and isinstance(model, GraphedModel):
-            model = model.plain  # graphs return the logits of sampled rows alone
+            model = model.plain  # graphs return only the logits of sampled rows
         step = self.packer.pack(
             batch,
             draws,
@@ -286,7 +286,7 @@ class ModelRunner:
 
     @property
     def why_no_graphs(self) -> str:
-        """Why steps are not replayed as CUDA graphs although the options request it; or empty."""
+        """The reason why requested CUDA graphs could not be captured; empty if there is none."""
         return self.model.why_no_graphs if isinstance(self.model, GraphedModel) else ""
 
     @property

@@ -62,12 +62,12 @@ def check_quantization(options: LoadOptions, device: torch.device) -> None:
 
 
 def quantize(loaded: LoadedModel, checked: CheckedModel, options: LoadOptions) -> CheckedModel:
-    """Replace the weights of a checked model by quantized weights. Returns the model with the specs
-    of the KV cache that the options request.
+    """Replace the weights of a checked model by quantized weights. Returns the model with the
+    requested format of the KV cache in its specs.
 
-    Checks the decoder's logits, unless an earlier load did or `check_packed` will. If none of
-    promptq's decoders serves the model, quantized weights of the files are dequantized, and
-    UnsupportedModelError is raised if the options require rounding.
+    Checks the decoder's logits, unless an earlier load has checked them or `check_packed` will. For
+    a model that none of promptq's decoders serves, dequantizes the files' quantized weights, or
+    raises UnsupportedModelError if the options require rounding.
     """
     rounding = rounding_options(options)
     if checked.decoder is None:

@@ -102,7 +102,7 @@ def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator
     """Yields steps that together launch every kernel variant that serving can launch.
 
     Kernels have variants for the longest chunk and for the number of rows or of samples, rounded up
-    to a power of two. A decode is also tried alone: a tensor with one row may have any strides.
+    to a power of two. One step is a single decode: a tensor with one row may have any strides.
     """
     for num_rows in powers_of_two(min(num_tokens, max_context)):
         yield [(num_rows, num_rows)]

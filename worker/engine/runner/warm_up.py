@@ -107,7 +107,7 @@ def _trial(
     max_reported_rows: int = 0,
     vocab_size: int = 2,
 ) -> Batch:
-    """Returns a `trial_batch` for the runner. Launch it before you build the next one."""
+    """Returns a `trial_batch` for the runner. Launch the batch before you build the next batch."""
     batch = trial_batch(shares, runner.kv_layout, params, max_reported_rows, vocab_size)
     if runner.states is not None:
         runner.states.assume(batch.scheduled)

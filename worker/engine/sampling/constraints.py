@@ -1,4 +1,4 @@
-"""Bans and biases tokens. Only the logits of listed (row, token) pairs are read or written."""
+"""Bans tokens and adds `logit_bias`. Changes only the logits of the affected (row, token) pairs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Constraints:
             for row, sequence in enumerate(sequences)
             if not sequence.may_end
         ]
-        """The rows that have fewer than `min_tokens` tokens, with their sequence and end tokens."""
+        """(row, sequence, end tokens) for each output that has fewer than `min_tokens` tokens."""
         self._words: list[tuple[int, Sequence, dict[int, list[tuple[int, ...]]]]] = []
-        """The rows with bad words of several tokens. The words are keyed by their second to last
-        token, so that a step examines few of them."""
+        """(row, sequence, bad words) for each row with bad words of several tokens. The key of a
+        word is its second to last token, so that a step compares only a few words."""
         for row, sequence in enumerate(sequences):
             words = defaultdict(list)
             for bad in sequence.request.bad_token_sequences:
@@ -59,7 +59,7 @@ class Constraints:
         return bool(self._banned or self._bias or self._early or self._words)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Apply the constraints to `logits` [R, vocab_size] in place, a row for each sequence."""
+        """Apply the constraints to `logits` [R, vocab_size] in place. Row i is for sequence i."""
         if self._banned is not None:
             logits[self._banned] = BANNED
         if banned := [*self._early_ends(), *self._bad_endings()]:
@@ -74,7 +74,7 @@ class Constraints:
         return [(row, end) for row, _, ends in self._early for end in ends]
 
     def _bad_endings(self) -> list[tuple[int, int]]:
-        """Returns (row, last token) for each bad word if its other tokens end the row's output."""
+        """Returns (row, last token of a bad word) where the word's other tokens end the output."""
         return [
             (row, bad[-1])
             for row, sequence, words in self._words

@@ -45,8 +45,8 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Returns the first index at which `cumulative` exceeds the target, [R, 1]. If no sum does,
-    because of rounding, returns the last index with a weight above 0."""
+    """Returns [R, 1]: the first index at which `cumulative` exceeds `target`. If rounding keeps all
+    sums from exceeding `target`, returns the last index with a weight above 0."""
     above = (cumulative <= target).sum(dim=1, keepdim=True)
     last = (cumulative < cumulative[:, -1:]).sum(dim=1, keepdim=True)
     return torch.minimum(above, last)

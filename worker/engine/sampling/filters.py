@@ -17,7 +17,7 @@ FILTERS = ("min_p", "top_k", "top_p")
 """Fields of SamplingParams, in the order of `Filters` in native/src/sampling.cpp."""
 
 FIRST_CANDIDATES = 256
-"""Number of likeliest tokens that top_p examines first; then 8 times as many, and so on."""
+"""Number of likeliest tokens that top_p examines first. Each further try takes 8 times as many."""
 
 _LOWEST = -60.0
 """A token whose scaled logit is this far below the row's largest is never drawn."""
@@ -25,7 +25,7 @@ _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 
 def filter_values(params: list[SamplingParams], vocab_size: int) -> list[tuple[float, int, float]]:
-    """Returns each row's values in the order of FILTERS. A top_k that keeps all becomes 0."""
+    """Returns each row's values in the order of FILTERS. A top_k that keeps all tokens is 0."""
     return [
         (each.min_p, each.top_k if 0 < each.top_k < vocab_size else NEUTRAL.top_k, each.top_p)
         for each in params
@@ -33,7 +33,8 @@ def filter_values(params: list[SamplingParams], vocab_size: int) -> list[tuple[f
 
 
 class Filters:
-    """The filters of each row. A field is a column [R, 1], or None if no row uses this filter."""
+    """The filters of all rows. `min_p`, `top_k` and `top_p` are columns [R, 1], or None if no row
+    uses the filter."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
         rows = filter_values(params, vocab_size)
@@ -58,8 +59,8 @@ def thresholds(scaled: torch.Tensor, kept: Filters, scratch: torch.Tensor) -> to
 
     `scaled` [R, vocab_size] are logits divided by temperature, shifted so that each row's maximum
     is 0. The order is that of vLLM and transformers. First min_p applies, relative to the likeliest
-    token. Then top_k applies to the remaining tokens. Then their probabilities are normalised, and
-    top_p keeps the fewest that together reach it. Overwrites `scratch`, of the same shape.
+    token. Then top_k applies to the remaining tokens. Then top_p keeps the likeliest tokens until
+    their probabilities, normalised, reach `top_p`. Overwrites `scratch`, shaped like `scaled`.
     """
     min_p, top_k, top_p = kept.min_p, kept.top_k, kept.top_p
     if min_p is None and top_k is None and top_p is None:
@@ -91,8 +92,8 @@ def _top_p(
     scratch: torch.Tensor,
 ) -> torch.Tensor:
     """Returns [R, 1]: the lowest logit that `top_p` keeps. The likeliest tokens are kept until
-    their weights reach `top_p` of all weights above `threshold`. `likeliest` [R, candidates] are
-    the largest logits, descending."""
+    the sum of their weights reaches `top_p` times the sum of all weights above `threshold`.
+    `likeliest` [R, candidates] are the largest logits, descending."""
     wanted = top_p * totals(weights_above(scaled, threshold, scratch))
     result, is_reached = _last_needed(likeliest, threshold, wanted)
     candidates, vocab_size = likeliest.shape[1], scaled.shape[1]
@@ -109,7 +110,7 @@ def _top_p(
 def _last_needed(
     likeliest: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logit [R, 1] at which the summed weights reach `wanted`, and whether they do."""
+    """Returns the logit [R, 1] at which the summed weights reach `wanted`, and if it exists."""
     weights = (likeliest - threshold.clamp_min(_LOWEST)).exp().double()
     needed = (weights.cumsum(dim=1) < wanted).sum(dim=1, keepdim=True)
     is_reached = needed < likeliest.shape[1]

@@ -16,7 +16,7 @@ from promptq.worker.engine.sampling.draw import totals
 
 
 class ChosenLogprobs(NamedTuple):
-    """Log-probabilities of L rows, each with its chosen token and its N likeliest tokens."""
+    """For L rows: the log-probabilities of the chosen token and of the N likeliest tokens."""
 
     logprob: torch.Tensor  # [L]
     rank: torch.Tensor  # [L], from 1
@@ -27,7 +27,8 @@ class ChosenLogprobs(NamedTuple):
 def report(
     logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int, scratch: Scratch
 ) -> ChosenLogprobs:
-    """Returns log-probabilities of `rows` of `logits` [R, vocab_size]; `chosen` [R]: the tokens."""
+    """Returns log-probabilities for the `rows` of `logits` [R, vocab_size]. `chosen` [R] are the
+    tokens of all rows."""
     index = to_device(rows, logits.device)
     chosen = chosen.index_select(0, index).unsqueeze(1)
     if len(rows) < len(logits):
@@ -49,7 +50,7 @@ def report(
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """The rows that report log-probabilities, and the number of likeliest tokens of each."""
+    """The rows that report log-probabilities, and how many likeliest tokens each row reports."""
 
     rows: list[int]
     num_top: list[int]

@@ -16,16 +16,16 @@ from promptq.worker.engine.sampling.constraints import BANNED
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIAS_OF_BYTE = np.where(_BITS == 1, np.float32(0.0), np.float32(BANNED))
-"""[256, 8]: for each value of a mask's byte, the numbers to add to eight tokens' logits."""
+"""[256, 8]: for each value of a byte of a mask, the numbers to add to the logits of 8 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingMasks:
-    """The masks of a step's rows with a grammar, which a thread is still computing."""
+    """Masks for the rows of a step that have a grammar. A thread is still computing the masks."""
 
     rows: list[int]
     num_rows: int
-    """Number of rows of the step, with or without a grammar."""
+    """Number of rows of the step, including rows without a grammar."""
     words: Future[tuple[torch.Tensor, dict[int, str]]]
 
     def apply(self, logits: torch.Tensor) -> dict[int, str]:
@@ -43,10 +43,10 @@ class PendingMasks:
 
 
 class Masks:
-    """Computes grammars' token masks in a thread. Handles one step at a time: it reuses buffers.
+    """Computes grammars' token masks in a thread. One step at a time: all steps share buffers.
 
-    On a CPU the thread also turns bits into numbers that are added to the logits. A CUDA device
-    gets the bits, which are a 32nd of the size.
+    On a CPU the thread also turns bits into numbers that are added to the logits. For a CUDA
+    device, only the bits are copied, which take a 32nd of the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Masks:
         self._bias = np.empty((0, 0, 8), dtype=np.float32)
 
     def start(self, sequences: list[Sequence]) -> PendingMasks | None:
-        """Start computing the masks of the next tokens. Returns None if there is no grammar."""
+        """Start computing masks for the next tokens. Returns None if no sequence has a grammar."""
         rows = [
             (row, sequence.request.grammar)
             for row, sequence in enumerate(sequences)

@@ -11,11 +11,11 @@ from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.device.async_copies import to_device
 
 _Occurrences = tuple[torch.Tensor, torch.Tensor]
-"""For each occurrence: the sequence's index among those with penalties, and the token id."""
+"""For each occurrence of a token: the index in the list of sequences with penalties, and the id."""
 
 
 class Penalties:
-    """The penalties of those sequences that have any. Only the repetition penalty counts prompts.
+    """Penalties of the sequences in a step. Only the repetition penalty counts prompt tokens.
 
     Occurrences are stored as (row, token) pairs. A token that occurs twice has two pairs. For
     repetition and presence penalties, both pairs write the same value, so the token counts once.

@@ -105,9 +105,9 @@ class Sampler:
         Row i belongs to `sequences[i]`, at the position after its last token, plus `num_ahead[i]`.
         `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R], on the
         device, has each row's last token, for rows whose last token the host does not know yet.
-        `draws` is the result of the method `draws`, if that is already on the device. `chosen` are
-        the tokens that a CUDA graph chose with these draws. They are used unless a constraint, a
-        penalty or a mask changes the logits.
+        `draws`, if not None, is the result of the method `draws`, copied to the device. `chosen`
+        are the tokens that a CUDA graph chose with these draws. They are used unless a constraint,
+        a penalty or a mask changes the logits.
         """
         rows = self._rows_of(sequences)
         raw = logits

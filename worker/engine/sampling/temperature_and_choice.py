@@ -2,7 +2,7 @@
 
 All versions compute the same, except for the rounding of fp32: exponentials and their sums can
 differ in the last bit. So a seed draws the same token in all versions, unless its random number is
-within about 1e-6 of the border between two tokens. Machines of a kind use the same version.
+within about 1e-6 of the border between two tokens. Machines of the same kind use one version.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Distributions:
 
 
 Chosen = tuple[torch.Tensor, torch.Tensor]
-"""Token ids [R], and whether each row's largest logit is finite [R]; if not, ignore the token."""
+"""Token ids [R], and [R]: whether the row's largest logit is finite. If not, ignore the token."""
 
 
 class TorchKernels:
@@ -79,7 +79,7 @@ class TorchKernels:
 
     def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
         """Choose a token in each row of `logits` [R, vocab_size]. `draws` [len(DRAWS), R], float64,
-        have the random numbers and the parameters, which are also in `wanted`."""
+        has the random numbers and the parameters. `wanted` has the same parameters."""
         best, likeliest = logits.max(dim=1)
         is_sound = best.isfinite()
         if not wanted.any_is_sampled:

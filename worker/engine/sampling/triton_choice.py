@@ -134,8 +134,8 @@ def _reached(
     WEIGHS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the largest logit such that the tokens with at least this logit reach `wanted`; at
-    least `lowest`. `wanted` is a fraction of all weights if WEIGHS, else a number of tokens. Each
+    """Returns the largest logit, at least `lowest`, such that the tokens from this logit up reach
+    `wanted`. If WEIGHS, `wanted` is a fraction of all weights, otherwise a number of tokens. Each
     pass over the row finds two bits of the logit's key. Logits of 16 bits need fewer passes."""
     dtype: tl.constexpr = row_logits.dtype.element_ty
     num_passes: tl.constexpr = 8 if dtype == tl.bfloat16 else 10 if dtype == tl.float16 else 16
@@ -166,7 +166,7 @@ def _reached(
 
 @triton.jit
 def _key(logit: tl.tensor) -> tl.tensor:
-    """Returns int32 numbers that have the same order as the float32 numbers."""
+    """Maps float32 numbers to int32 keys that have the same order."""
     bits = logit.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

@@ -35,7 +35,7 @@ _NUMBER = _NOTES | {"type", "minimum", "maximum", "exclusiveMinimum", "exclusive
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MOST_REFERENCES = 16
 _MOST_BRANCHES = 4096
-"""The most schemas in the `anyOf` of all tools. With more, a call is a JSON object."""
+"""The most schemas in `anyOf` lists of all tools together. With more, a call is a JSON object."""
 _KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 """The pattern of property names that the schema does not list. The length of a name is limited,
 because a weak model may continue a name for ever."""
@@ -46,7 +46,7 @@ class _UnfitError(Exception):
 
 
 class CallGrammar:
-    """Writes Lark grammars for a model's forced tool calls, whose form is `style`."""
+    """Writes Lark grammars for forced tool calls. `style` is the model's form of tool calls."""
 
     def __init__(
         self,
@@ -122,8 +122,8 @@ class CallGrammar:
         return f"{before} {self._json(self._tool.parameters)} {after}"
 
     def _channel_call(self) -> str:
-        """Returns a grammar term for a call in gpt-oss' form. The channel's name comes first, as
-        models write calls, or the function's name, as chat templates write them."""
+        """Returns a grammar term for a call in gpt-oss' form. The channel's name comes before the
+        function's name, as models write calls, or after it, as in chat templates."""
         style = self._style
         tool, channel = style.prelude + self._tool.name, f"{style.before}commentary"
         heads = [self._terms(text) for text in (channel + tool, tool + channel)]
@@ -151,7 +151,7 @@ class CallGrammar:
         return text
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
-        """Returns the schema, or the target if it is only a `$ref`. Raises _UnfitError."""
+        """Returns the schema, or its target if the schema is a `$ref`. Raises _UnfitError."""
         for _ in range(_MOST_REFERENCES):
             if schema is True:
                 return {}
@@ -165,7 +165,7 @@ class CallGrammar:
         raise _UnfitError
 
     def _pairs(self, schema: Any) -> tuple[dict[str, Any], list[str], Any]:
-        """Returns an object's `properties`, `required` names, and other properties' schema."""
+        """Returns an object's `properties`, `required`, and the schema of other properties."""
         schema = self._resolved(schema)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         others = schema.get("additionalProperties", True)
@@ -230,10 +230,10 @@ class CallGrammar:
         return " | ".join([*as_text, *as_json])
 
     def _split(self, schema: Any, depth: int = 0) -> tuple[dict[str, bool], list[dict[str, Any]]]:
-        """Returns grammar terms for the strings that `schema` allows, and schemas of its other
+        """Returns grammar terms for the strings that `schema` allows, and schemas of other allowed
         values. A term includes the mark that ends the string, such as `</parameter>`. The
-        dictionary maps a term to True if none of its strings can be parsed as JSON. `depth` is the
-        number of `anyOf` around `schema`."""
+        dictionary maps a term to True if no string of the term can be parsed as JSON. `depth` is
+        the number of `anyOf` around `schema`."""
         self._num_branches += 1
         if depth > _MOST_REFERENCES or self._num_branches > _MOST_BRANCHES:
             raise _UnfitError
@@ -281,8 +281,8 @@ class CallGrammar:
     def _up_to(self, content: str, mark: str) -> str:
         """Returns a grammar term for `content` and then `mark`, which occurs only at the end."""
         # One terminal has the content and the first letters of the mark, so that no letter of the
-        # mark counts as content. Added tokens of the mark come after it: a terminal cannot contain
-        # them.
+        # mark counts as content. The mark's added tokens come after the terminal, because a
+        # terminal cannot contain them.
         if known := self._terminals.get((content, mark)):
             return known
         pieces = [piece for piece in any_of(tuple(self._added)).split(mark) if piece]
@@ -411,7 +411,7 @@ class CallGrammar:
         return '"null" | "None"' if value is None else f'"{json.dumps(value)}"'
 
     def _kinds(self, schema: dict[str, Any]) -> frozenset[str]:
-        """Returns the types that a schema allows. Raises _UnfitError if they are not known."""
+        """Returns the types that a schema allows. Raises _UnfitError if these are not known."""
         if kinds := types_of(schema, self._tool.parameters):
             return kinds
         self._check(schema, _NOTES)

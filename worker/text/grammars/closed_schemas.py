@@ -18,10 +18,10 @@ _COMBINING = frozenset((*_BRANCH, *_BRANCHES, "$ref", "dependentSchemas", "uneva
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema, changed at all depths so that objects have only the properties it names.
+    """Returns a copy of the schema that allows, at all depths, only properties that it names.
 
-    References must be JSON pointers. Objects with `additionalProperties` do not change. Nor do
-    objects to which another schema may add properties, such as a branch of `allOf`.
+    References must be JSON pointers. Objects with `additionalProperties` do not change. Neither do
+    objects to which another schema, such as a branch of `allOf`, may add properties.
     """
     result: dict[str, Any] = _closed(schema, "#", _parts(schema))
     return result
@@ -54,8 +54,8 @@ def _by_path(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _described_with(schema: dict[str, Any], path: str) -> list[str]:
-    """Returns the paths of the schemas that apply to the same value as `schema`, which is at
-    `path`: its branches and the target of its `$ref`."""
+    """Returns the paths of the branches and of the `$ref` target of `schema`, which apply to the
+    same value as `schema`. `path` is the path of `schema`."""
     paths = [below(path, keys) for keys, _, is_branch in children(schema) if is_branch]
     if isinstance(reference := schema.get("$ref"), str):
         paths.append(unquote(reference).rstrip("/"))
@@ -72,7 +72,7 @@ def _closed(schema: Any, path: str, parts: set[str]) -> Any:
 
 
 def _names_all(schema: dict[str, Any]) -> bool:
-    """Whether the schema names properties, and names all those that it requires."""
+    """Whether the schema has `properties`, and these include all required names."""
     named, required = schema.get("properties"), schema.get("required")
     names = required if isinstance(required, list) else []
     return isinstance(named, dict) and all(isinstance(key, str) and key in named for key in names)

@@ -52,8 +52,8 @@ class Disjointness:
         return any(all(self._of(part, other, depth) for part in branches) for branches in unions)
 
     def _of_objects(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether two schemas exclude each other because of one property. One requires it and the
-        other forbids it, or both require it with schemas that exclude each other."""
+        """Whether two schemas exclude each other by one property: one requires the property and the
+        other forbids it, or both require the property with schemas that exclude each other."""
         for first, second in ((one, other), (other, one)):
             required = [name for name in _list(first, "required") if isinstance(name, str)]
             named, others = first.get("properties"), second.get("properties", {})
@@ -73,7 +73,7 @@ class Disjointness:
         return False
 
     def _values(self, schema: dict[str, Any]) -> set[str] | None:
-        """Returns all values of a schema, as JSON; None if it does not list them."""
+        """Returns the values that a schema lists, as JSON; None for a schema without a list."""
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(listed, list):
             return None

@@ -1,7 +1,7 @@
 """Writes grammars in llama.cpp's form, GBNF.
 
-The result accepts every text that the grammar accepts, except those with the character NUL. It also
-accepts other texts where GBNF, or this module, has no exact form. For example, it ignores the
+The result accepts every text that the grammar accepts, except texts with the character NUL. Where
+GBNF or this module has no exact form, the result accepts further texts. For example, it ignores the
 limits of a number, and accepts any value where schemas are combined.
 """
 
@@ -54,8 +54,8 @@ _ESCAPED = frozenset([*map(chr, range(32)), '"', "\\", "\x7f"])
 
 @lru_cache(maxsize=32)
 def gbnf_of(lark: str) -> str | None:
-    """Returns the GBNF of a Lark text that `lark_of` has returned. None if the text has other parts
-    than rules, texts, patterns, schemas and token ids, or if the result is too long."""
+    """Returns the GBNF of a Lark text from `lark_of`; None if the text has other parts than rules,
+    texts, patterns, schemas and token ids, or if the result is too long."""
     try:
         text = _Writer().grammar(lark)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
@@ -133,7 +133,7 @@ class _Writer:
             raise ValueError("unknown form")
 
     def _times(self, token: str, *, is_group: bool = False) -> str:
-        """Returns GBNF of a repetition such as `{2,3}`. A group may repeat any number of times."""
+        """Returns a repetition such as `{2,3}` in GBNF. For a group, numbers become `*`."""
         times = token
         if token.startswith("{"):
             least, comma, most = token[1:-1].partition(",")
@@ -304,7 +304,7 @@ def _quoted(text: str) -> str:
 
 
 def _set(token: str, is_json: bool) -> str:
-    """Returns GBNF of a one-character pattern: with all characters outside ASCII, or with none."""
+    """Returns GBNF of a one-character pattern. All characters outside ASCII match, or none does."""
     if re.search(r"&&|--|~~|\|\|", token):
         raise ValueError("unknown form")
     matches = re.compile(token, re.ASCII | re.DOTALL).match  # in Rust, \x1C is no space

@@ -21,12 +21,12 @@ _MAX_REASON = 300
 _LISTING = re.compile(r"\n +\d+ \| ")
 """Matches the place in an error message where the listing of the grammar begins."""
 _PATTERN = re.compile(r"(?<=regex parse error: ).* error: ")
-"""Matches the pattern that an error message repeats, which may be long."""
+"""Matches the refused pattern in an error message. Such a pattern may be long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The data of a tokenizer from which llguidance makes an LLTokenizer."""
+    """The tokenizer's data from which llguidance makes an LLTokenizer."""
 
     tokenizer_json: str
     num_tokens: int
@@ -41,7 +41,7 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
-    """Returns a grammar's matcher before the first token. It has the error of a wrong grammar."""
+    """Returns a grammar's matcher before the first token. For a wrong grammar, it has an error."""
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary, text, log_level=_SILENT)
@@ -54,7 +54,7 @@ def options_of(strict: bool) -> dict[str, Any]:
 
 
 def schema_grammar(schema: dict[str, Any], strict: bool) -> str:
-    """Returns llguidance's grammar for JSON that matches `schema`, as JSON. Raises ValueError."""
+    """Returns llguidance's grammar, in JSON, for values that match `schema`. Raises ValueError."""
     from llguidance import LLMatcher
 
     options = cast("Any", options_of(strict))

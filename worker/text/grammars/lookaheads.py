@@ -14,9 +14,9 @@ _ANY = r"[\s\S]*"
 
 
 def without_lookaheads(pattern: str) -> list[str] | None:
-    """Returns patterns without look-aheads: a text that matches all of them also matches `pattern`.
-    But not every text that matches `pattern` matches all of them. Returns None if `pattern` does
-    not begin with look-aheads, or if they cannot be replaced."""
+    """Returns patterns without look-aheads. A text that matches all of them also matches `pattern`,
+    but a text that matches `pattern` may not match all of them. Returns None if `pattern` does not
+    begin with look-aheads, or if these cannot be replaced."""
     if len(pattern) > _LONGEST or not pattern.startswith("^(?"):
         return None
     tokens = _TOKEN.findall(pattern)
@@ -52,7 +52,7 @@ def _beginning(alternatives: list[list[str]]) -> str | None:
 
 def _not_beginning(tokens: list[str]) -> str | None:
     """Returns a pattern of the texts that a negative look-ahead for `tokens` allows. Returns None
-    unless the tokens are a few characters, or `.*` followed by one character, once or repeated."""
+    unless the tokens are a few characters, or `.*` and then one character, which may repeat."""
     is_anywhere, is_whole = tokens[:2] == [".", "*"], tokens[-1:] == ["$"]
     characters = tokens[2 * is_anywhere : -1 if is_whole else None]
     if not characters or not all(map(_CHARACTER.fullmatch, characters)):

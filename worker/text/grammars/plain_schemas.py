@@ -1,4 +1,4 @@
-"""Removes or rewrites keywords that llguidance does not support, where a schema can do without."""
+"""Removes unneeded keywords that llguidance does not support, and rewrites other such keywords."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _accepts_none(schema: Any) -> bool:
 
 
 def _accepts_texts(schema: Any) -> bool:
-    """Whether the schema allows every string, so that it adds no constraint as `propertyNames`."""
+    """Whether the schema allows every string, and so has no effect as `propertyNames`."""
     if isinstance(schema, dict) and schema.get("type", "string") in ("string", ["string"]):
         no_limit = ["minLength"] * _is_zero(schema.get("minLength"))
         schema = _without(schema, "type", *no_limit)
@@ -185,7 +185,7 @@ _IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": _accepts_all,
     "uniqueItems": lambda value: value is False,
 }
-"""For each keyword: whether a value adds no constraint, whatever the other keywords are."""
+"""For each keyword: tests whether a value adds no constraint, whatever other keywords there are."""
 _OF_KIND = {
     "array": ("contains", "maxContains", "minContains", "unevaluatedItems", "uniqueItems"),
     "object": (

@@ -18,12 +18,12 @@ _RESOLVED = _NAMES.union(_REFERENCES[1:])
 def with_pointers(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema with all references as JSON pointers, and without `$id` and anchors.
 
-    References to other documents, and dynamic ones with several targets, do not change.
+    References to other documents, and dynamic references with several targets, do not change.
     """
     if all(_RESOLVED.isdisjoint(node) for node in all_objects(schema)):
         return schema
     places: dict[tuple[str, str], str] = {}
-    """JSON pointers of schemas, by (address, anchor). The whole address has an empty anchor."""
+    """JSON pointers of schemas, by (address, anchor). A whole document has an empty anchor."""
     dynamic: Counter[str] = Counter()
     for node, path, base in _placed(schema, "#", ""):
         _, _, former = _text(node, "$id").partition("#")  # draft 7 has anchors there

@@ -1,6 +1,6 @@
 """Error messages for output formats that llguidance refuses.
 
-The library's message does not name a fault's place in a schema, so this module searches it.
+The library's message does not name a fault's place in a schema, so this module finds the place.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def _cause(places: list[Keys], persists_without: Callable[[list[Keys]], bool]) -
 
 
 def _in_order(node: dict[str, Any]) -> list[Keys]:
-    """Returns the keys that lead to each child schema. Definitions come first, because they contain
-    the faults of the references to them."""
+    """Returns the keys that lead to each child schema. Definitions come first, because a reference
+    fails too if the definition to which it refers has a fault."""
     places = [keys for keys, child, _ in children(node) if isinstance(child, dict)]
     return sorted(places, key=lambda keys: keys[0] not in ("$defs", "definitions"))
 

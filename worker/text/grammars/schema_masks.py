@@ -1,6 +1,6 @@
 """Turns a request's output format into masks (the tokens that may come next) with llguidance.
 
-The first request with an output format imports the library and passes the vocabulary to it.
+The first request with an output format imports llguidance and loads the vocabulary.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Grammars:
     def start(
         self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
     ) -> LLGrammar:
-        """Returns the grammar of an output before its first token. The output may end with
-        `end_token_ids`.
+        """Returns the grammar for an output, in the state before the first token. The output may
+        end with `end_token_ids`.
 
         Raises InvalidRequestError, with the reason, if llguidance refuses the schema or if the
         schema exceeds a limit. With `only_known`, raises TakesLongError for a new grammar.
@@ -206,7 +206,7 @@ class Grammars:
         raise _error(wanted.field, message)
 
     def _reason_against(self, masker: LLMasker, text: str) -> str:
-        """Returns why llguidance refuses a grammar; empty if it accepts it or takes too long."""
+        """Returns why llguidance refuses a grammar; empty if it is accepted or takes too long."""
         if self._vetter is None:
             return reason_of(masker.compile(text))
         try:
@@ -257,8 +257,8 @@ class LLMasker:
 
 
 class LLGrammar:
-    """Implements `Grammar` with llguidance. `text` is the grammar's text for `source`; None if no
-    inference server may use it."""
+    """Implements `Grammar` with llguidance. `source` is `text` in Lark's form. Both are None if no
+    inference server may use the grammar."""
 
     __slots__ = ("_all_ends", "_ends_to_allow", "_ends_to_ban", "_text", "masker", "matcher")
 

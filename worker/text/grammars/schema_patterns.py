@@ -50,8 +50,8 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
 
 
 def num_patterns_of_lark(grammar: str) -> int:
-    """Returns an upper bound of the number of patterns in a Lark grammar and its JSON schemas that
-    may all apply to the same text."""
+    """Returns an upper bound of how many patterns may apply to the same text. Counts patterns of
+    intersections (`&`) in a Lark grammar, and patterns in the grammar's JSON schemas."""
     count = 0
     for match in re.finditer(r"%json\s*", grammar):
         with suppress(ValueError):  # no JSON: llguidance refuses it, or `%json` stands in a string

@@ -21,8 +21,8 @@ def any_of(names: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def terms(text: str, added_tokens: Mapping[str, int]) -> str:
-    """Returns the text as terms of a Lark grammar. Each added token in the text is written by its
-    id. A term with its letters would match only ordinary tokens."""
+    """Returns the text as terms of a Lark grammar. Each added token in the text becomes a term with
+    the token's id, because a term with letters would match only ordinary tokens."""
     pieces = any_of(tuple(added_tokens)).split(text)
     return " ".join(
         f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)

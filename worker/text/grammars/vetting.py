@@ -32,7 +32,7 @@ _MASKS = 32
 _WALL_SECONDS = 25.0
 """The most seconds of wall-clock time for a grammar, also on a busy machine."""
 _ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""The only environment variables that the vetting process gets: others have Redis' password."""
+"""The only environment variables of the vetting process. Others may have Redis' password."""
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
 """The signals that end the vetting process at its limits. Other signals come from outside."""
 
@@ -74,8 +74,8 @@ class Vetter:
         return reply["error"]
 
     def _ask(self, grammar: str) -> dict[str, str] | None:
-        """Returns the vetting process' reply; None if it ended without a reply. Raises
-        NotVettedError if it ended because of a limit."""
+        """Returns the vetting process' reply; None if the process ended without a reply. Raises
+        NotVettedError if the process ended because of a limit."""
         process = self._process = self._process or self._start()
         is_overdue = threading.Event()
 
@@ -149,7 +149,7 @@ def _read(pipe: IO[bytes] | None) -> Any:
 
 def main() -> None:
     """Test one grammar after another, until standard input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a draining worker may still need it
+    for number in (signal.SIGINT, signal.SIGTERM):  # a draining worker may still need this process
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, replies = sys.stdin.buffer, sys.stdout.buffer

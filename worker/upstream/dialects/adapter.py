@@ -25,7 +25,7 @@ class Adapter:
     """An adapter's folder in the format of the library PEFT."""
 
     name: str
-    """The server's name of the adapter, which is also its name for clients."""
+    """The adapter's name, at the server and for clients."""
     folder: Path
     base: str
     """Directory or hub name of the base model."""

@@ -1,4 +1,4 @@
-"""The Protocol of all kinds of inference servers, and their common abilities."""
+"""The protocol that each kind of inference server implements, and code that all kinds share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.transport import RefusedError, Server
 
 MOST_LISTED = 1024
-"""On a GPU, longer lists of `allowed_token_ids` or `logit_bias` end vLLM's server."""
+"""The most entries of `allowed_token_ids` or `logit_bias`. More end vLLM's server on a GPU."""
 BANNED = -1e4
 """The bias of a token that a server may not choose."""
 _LONGEST_NAME = 4096
-"""Characters of the name of a model, which may be a path."""
+"""The most characters of a model's name, which may be a path."""
 
 _UNREPORTED = frozenset(
     {
@@ -39,49 +39,49 @@ _UNREPORTED = frozenset(
         "step_ms",
     }
 )
-"""Statistics that no server reports for one worker's part of it."""
+"""Statistics that no server reports separately for each worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """A server's report on itself. None stands for facts that are not in the report."""
+    """A server's report on itself, with results of probes. None: the report lacks this fact."""
 
     software: str
-    """Its name and version, for people: `vLLM 0.32.0`."""
+    """The server's name and version, for people: `vLLM 0.32.0`."""
     model: str
-    """Its name of the model."""
+    """The server's name for the model."""
     max_model_len: int
-    """Prompt and output together."""
+    """The most tokens of a prompt and its output together."""
     max_num_seqs: int | None = None
     kv_tokens: int | None = None
     block_size: int = 1
     model_dir: str | None = None
     """Directory or hub name of the model's files, from the server's options."""
     gives_token_ids: bool = True
-    """Whether it takes and returns token ids; otherwise text. Then it is not probed."""
+    """Whether the server takes and returns token ids. A server that takes text is not probed."""
     heeds_masks: bool = False
-    """Whether it was seen to choose another token because of a mask."""
+    """Whether a mask made the server choose another token in a probe."""
     takes_grammars: bool = False
-    """Whether it was seen to mask by the grammar of a call."""
+    """Whether the server applied a call's grammar in a probe."""
     resumes_grammars: bool = False
-    """Whether it was seen to do so behind the beginning of an output."""
+    """Whether the server applied a grammar to the rest of a begun output in a probe."""
     reports_prompts: bool = False
-    """Whether it was seen to report the log-probabilities of a prompt."""
+    """Whether the server reported the log-probabilities of a prompt in a probe."""
     takes_pictures: bool = False
-    """Whether it was seen to turn pictures into tokens."""
+    """Whether the server turned a picture into tokens in a probe."""
     keeps_seeds: bool = False
-    """Whether its random numbers were seen to depend on seed and position alone."""
+    """Whether random numbers depended only on seed and position in a probe."""
     is_invariant: bool = False
-    """Whether the server or VLLM_BATCH_INVARIANT states that a batch does not change logits, and no
-    probe has contradicted that."""
+    """Whether the server or VLLM_BATCH_INVARIANT states that logits do not depend on the batch, and
+    a probe confirmed this."""
     embedding_size: int = 0
-    """Length of its vectors, if it computes vectors and generates nothing."""
+    """Length of vectors, if the server computes vectors and generates nothing; otherwise 0."""
     scores: bool = False
-    """Whether it scores documents for a query, and generates nothing."""
+    """Whether the server scores documents for a query. Then it generates nothing."""
 
     @property
     def pools(self) -> bool:
-        """Whether the server was started for pooling."""
+        """Whether the server was started for pooling (vectors or scores)."""
         return self.scores or self.embedding_size > 0
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Chunk:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int | None = None
-    """Length of the prompt with the tokens of its pictures, if there are any."""
+    """Number of prompt tokens, including those of pictures; None if it is not reported."""
 
     def cut(self, num_tokens: int) -> None:
         """Drop all tokens after the first `num_tokens`."""
@@ -121,19 +121,19 @@ class Mask:
 
     allowed: npt.NDArray[np.bool_]  # [vocab_size]
     rejected: tuple[int, ...]
-    """Tokens that the server has chosen in this place, and which are not allowed. A server that
-    cannot take the whole mask is at least forbidden these."""
+    """Tokens outside of the mask that the server has already chosen in this place. A call that
+    cannot have the whole mask forbids at least these tokens."""
     may_be_grammar: bool = False
     """Whether the server takes `grammar`."""
 
     def is_grammar_beside(self, biases: Mapping[str, float] | None) -> bool:
-        """Whether a call with these biases sends `grammar`, because no list of tokens suffices."""
+        """Whether a call with these biases sends `grammar`, because token lists are too long."""
         num_allowed = int(np.count_nonzero(self.allowed))
         num_biased = len(self.allowed) - num_allowed + len(self.allowed_of(biases))
         return self.may_be_grammar and min(num_allowed, num_biased) > MOST_LISTED
 
     def allowed_of(self, biases: Mapping[str, float] | None) -> dict[str, float]:
-        """Returns the biases of allowed tokens."""
+        """Returns the entries of `biases` for allowed tokens."""
         return {name: by for name, by in (biases or {}).items() if self.allowed[int(name)]}
 
     @property
@@ -143,8 +143,8 @@ class Mask:
 
     @property
     def forbidden_ids(self) -> list[int]:
-        """The rejected tokens, then all other forbidden tokens, sorted: low ids are usually
-        frequent."""
+        """The rejected tokens, then the other forbidden tokens. Low ids come first, because such
+        tokens are usually frequent."""
         ids: list[int] = np.flatnonzero(~self.allowed).tolist()
         return [*dict.fromkeys([*self.rejected, *ids])]
 
@@ -170,7 +170,7 @@ class Dialect(Protocol):
     abilities: EngineAbilities
     """The abilities of a server that heeds no masks."""
     raw_vectors: ClassVar[Mapping[str, Any]] = {}
-    """Fields of a call, with which the server does not normalise vectors."""
+    """Fields of a call that make the server return vectors without normalising them."""
 
     def start_command(self, settings: WorkerSettings, port: int) -> list[str]:
         """Returns the command of a server with these settings. Raises ConfigurationError."""
@@ -189,23 +189,24 @@ class Dialect(Protocol):
     async def prompt_logprobs(
         self, server: Server, request: EngineRequest, model: str
     ) -> PromptLogprobs | None:
-        """Returns the report on the prompt's tokens from the second on; None if this kind of server
-        has no such report."""
+        """Returns log-probabilities of the prompt's tokens from the second token on; None if this
+        kind of server does not report them."""
         return None
 
     async def embedding(
         self, server: Server, request: EngineRequest, model: str
     ) -> tuple[npt.NDArray[np.float32], int | None]:
-        """Returns the prompt's vector, [embedding_size], not normalised. For a request with a
-        `pair`, returns its score, [1]. Also returns the number of tokens if the server reports
-        this."""
+        """Returns the prompt's vector [embedding_size], not normalised, and the number of prompt
+        tokens (None if it is not reported). For a request with a `pair`, returns the pair's score
+        [1] in place of the vector."""
         if request.pair is not None:
             return await score_of(server, request.pair, model, **self.salt(request))
         fields = {**self.raw_vectors, **self.salt(request)}
         return await vector_of(server, request.prompt_token_ids, model, **fields), None
 
     def salt(self, request: EngineRequest) -> dict[str, str]:
-        """Returns the field that separates the cached prefixes of tenants, if servers know one."""
+        """Returns the field of a call that separates the cached prefixes of tenants; empty if this
+        kind of server has no such field."""
         return {}
 
     def generate(
@@ -220,15 +221,15 @@ class Dialect(Protocol):
         """Yields the tokens after `emitted`, the output so far, until the server ends the sequence.
         `request.seed` is the seed of this call.
 
-        With a mask, yields one token. If the mask is large, the token may be outside of it. With a
-        `grammar` (see `Grammar.source`), an able server masks each token by the grammar. If the
-        server resumes grammars, the grammar begins with `emitted`. No generated token is left out.
-        Closing the generator closes the connection.
+        With a mask, yields one token. If the mask is large, the token may be outside of the mask.
+        With a `grammar` (see `Grammar.source`), a server that takes grammars masks each token. If
+        the server resumes grammars, `emitted` is the beginning of the grammar's text. No generated
+        token is left out. Closing the generator closes the connection.
         """
 
 
 def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbilities:
-    """Returns a server's abilities. If it heeds masks, a WatchedStream applies the other rules."""
+    """Returns a server's abilities, with those that a WatchedStream adds if masks are heeded."""
     known = dialect.abilities
     if description.pools:
         served = {"embed"} if description.embedding_size else set()
@@ -250,8 +251,8 @@ def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbil
 async def vector_of(
     server: Server, token_ids: Sequence[int], model: str, **more: Any
 ) -> npt.NDArray[np.float32]:
-    """Returns the vector of a prompt by OpenAI's `/v1/embeddings`. `more` has fields beside those
-    of OpenAI's API."""
+    """Returns the vector of a prompt through OpenAI's `/v1/embeddings`. `more` has fields that are
+    not in OpenAI's API."""
     body = {"model": model, "input": [[*token_ids]], "encoding_format": "base64", **more}
     (answer,) = (await server.post("/v1/embeddings", body, server.idle_seconds))["data"]
     return np.frombuffer(b64decode(answer["embedding"], validate=True), "<f4")
@@ -260,8 +261,8 @@ async def vector_of(
 async def score_of(
     server: Server, pair: tuple[str, str], model: str, **more: Any
 ) -> tuple[npt.NDArray[np.float32], int | None]:
-    """Returns a document's score for a query, [1], by Jina's `/v1/rerank`, and the number of
-    tokens."""
+    """Returns a document's score [1] for a query, through Jina's `/v1/rerank`, and the number of
+    prompt tokens (None if it is not reported)."""
     query, document = pair
     body = {"model": model, "query": query, "documents": [document], **more}
     answer = await server.post("/v1/rerank", body, server.idle_seconds)
@@ -273,9 +274,9 @@ async def score_of(
 async def with_pooling(
     server: Server, description: ServerDescription, *, may_do_both: bool = True
 ) -> ServerDescription:
-    """Adds the abilities of a server for pooling to the description. Raises RefusedError if the
-    server computes neither scores nor vectors. A server that scores may return wrong vectors,
-    unless it `may_do_both`."""
+    """Returns the description with `scores` and `embedding_size` of a server for pooling. Raises
+    RefusedError if the server computes neither scores nor vectors. If not `may_do_both`, a server
+    that scores is not asked for a vector, which might be wrong."""
     with suppress(RefusedError):
         await score_of(server, ("a", "b"), description.model)
         description = replace(description, scores=True)
@@ -291,14 +292,15 @@ async def with_pooling(
 
 
 def salt_of(request: EngineRequest, *, shares_prefixes: bool) -> dict[str, str]:
-    """Returns the field that separates cached prefixes from those of other tenants."""
+    """Returns the field `cache_salt`: calls share cached prefixes only if their salts are equal."""
     tenant = "" if shares_prefixes else request.tenant
     is_salted = tenant or request.cache_salt
     return {"cache_salt": f"{tenant}:{request.cache_salt}"} if is_salted else {}
 
 
 def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities:
-    """Returns the abilities of a dialect's servers: those of all servers, and the dialect's own."""
+    """Returns the abilities of one kind of server. `unheeded` are request fields that this kind
+    would ignore. `own` has the abilities that differ between kinds."""
     return EngineAbilities(
         grammars=False,
         preempts_inexact=False,

@@ -38,19 +38,19 @@ from promptq.worker.upstream.dialects.transport import (
 
 _COMPLETION = "/completion"
 _TOKENS_AT_ONCE = 8
-"""Number of tokens that one call requests where a stream lost some."""
+"""Number of tokens that one call requests where a stream has left tokens out."""
 _REASONS = {"eos": FinishReason.STOP, "limit": FinishReason.LENGTH}
 _END_TOKEN = re.compile(rb"_?[<\[].+[>\[\]]", re.DOTALL)
-"""Matches the text of each token that llama.cpp takes for an end token by its text."""
+"""Matches the texts by which llama.cpp recognises end tokens."""
 _RANDOM_SEED = 2**32 - 1
-"""With this seed the server draws a random one."""
+"""For this seed, the server draws a random seed."""
 
 
 class LlamaCppDialect(Dialect):
     """llama.cpp's dialect. `is_exact`: weights and KV cache are fp32, so greedy streams resume
     exactly.
 
-    A slot reuses the longest beginning that a prompt shares with an earlier prompt of any tenant.
+    A slot reuses the longest prefix that a prompt shares with an earlier prompt of any tenant.
     """
 
     raw_vectors: ClassVar[Mapping[str, Any]] = {"embd_normalize": -1}
@@ -133,8 +133,8 @@ class LlamaCppDialect(Dialect):
         return tokens
 
     async def _lora_fields(self, server: Server) -> dict[str, Any]:
-        """Returns the field of a call for the adapter. The server knows an adapter by its place in
-        a list. A restart may change the list. Raises RefusedError if there is no such adapter."""
+        """Returns the field of a call for the adapter: its place in the server's list, which a
+        restart may change. Raises RefusedError if the adapter is not in the list."""
         if self._adapter is None:
             return {}
         cards = await server.get("/lora-adapters")
@@ -165,8 +165,8 @@ class LlamaCppDialect(Dialect):
         """Yields chunks with every token.
 
         A stream leaves out tokens inside of a character. This function requests such tokens again,
-        without streaming, and then continues the stream in another call. If a left-out token was
-        sampled, the second draw would make such tokens rare. So sampled tokens are not streamed.
+        without streaming, and then continues the stream in another call. A sampled token would be
+        drawn a second time, and such tokens would become rare. So sampled tokens are not streamed.
         """
         output = [*emitted]
         if mask is not None:

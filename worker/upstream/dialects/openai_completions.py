@@ -1,6 +1,6 @@
-"""Any server with OpenAI's `/v1/completions` that proves at the start that it returns token ids.
+"""Any server with OpenAI's `/v1/completions` that returns token ids.
 
-The proof is `return_token_ids`, as vLLM has it. Tried with vLLM 0.32.
+A call with vLLM's field `return_token_ids` tests this at the start. Tried with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MOST_BIASES = 300
 _MOST_BIAS = 100.0
 _LEAST_LIFT = 50.0
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-"""Finish reasons. Any other one, such as vLLM's `abort`, means that the server broke off."""
+"""Finish reasons. Any other reason, such as vLLM's `abort`, means that the server broke off."""
 
 
 class OpenAIDialect(Dialect):
-    """Sends only fields of OpenAI's API, because servers silently ignore unknown ones.
+    """Sends only fields of OpenAI's API, because servers silently ignore unknown fields.
 
     `is_exact`: the server computes in fp32, so greedy streams resume exactly.
     """
@@ -129,7 +129,7 @@ class OpenAIDialect(Dialect):
 
 
 def _bias(bias: dict[str, float] | None, mask: Mask | None) -> dict[str, float]:
-    """Returns biases for a mask: each allowed token gets the same large bias beside its own.
+    """Returns biases that apply a mask: one large number is added to each allowed token's bias.
 
     The API takes no bias above 100 or below -100 (a sum of penalties may be larger), and only a
     limited number of biases. If a mask exceeds these limits, the function forbids tokens outside

@@ -1,7 +1,7 @@
 """Any server with OpenAI's `/v1/completions`, such as a cloud's API, which takes and returns text.
 
-The token ids of its text are those that the worker's tokenizer gives to each piece of a stream. The
-server's ids may differ, so no other attempt continues a stream exactly.
+The worker's tokenizer computes the token ids of each piece of a stream. The server's token ids may
+differ, so no other attempt continues a stream exactly.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from promptq.worker.upstream.dialects.transport import (
 
 
 class OpenAIRemoteDialect(OpenAIDialect):
-    """Sends prompts as text. `model` is the server's name of the model, needed if the server has
-    several. `max_model_len`: the length of a context; None if the server reports it."""
+    """Sends prompts as text. `model` is the server's name for the model, needed if the server has
+    several models. `max_model_len` is the length of a context; None if the server reports it."""
 
     unheeded = OpenAIDialect.unheeded | {
         "frequency_penalty",  # a later call would not count the tokens of earlier ones

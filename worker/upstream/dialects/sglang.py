@@ -127,7 +127,7 @@ class SglangDialect(Dialect):
 
 
 def _prompt(token_ids: list[int]) -> list[int] | list[list[int]]:
-    """Returns a prompt in the server's form. For the server, a list of zeros is empty."""
+    """Returns a prompt in the server's form. The server takes a plain list of zeros as empty."""
     return token_ids if any(token_ids) else [token_ids]
 
 

@@ -17,10 +17,10 @@ from promptq.shared.errors import ConfigurationError
 _CALL_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 _LONGEST_RETRY_AFTER = 60.0
-"""In seconds. A server may be well again long before the time that it names."""
+"""The most seconds for which a `Retry-After` counts. A server may be well again much earlier."""
 _LONGEST_LINE = 2**20
 _MOST_BYTES = 2**24
-"""The limit for an answer that is no stream. Answers have less than a megabyte."""
+"""The most bytes of an answer that is no stream. Usual answers have less than a megabyte."""
 _MOST_BYTES_OF_ERROR = 2**16
 _MOST_SHOWN = 500
 _OVERLOADED = (429, 503)
@@ -29,7 +29,7 @@ DONE = b"[DONE]"
 
 
 class ServerFaultError(Exception):
-    """The server does not answer, or broke off: the work is computed again."""
+    """The server does not answer, or broke off. The request is computed again."""
 
 
 class AnsweredFaultError(ServerFaultError):
@@ -37,15 +37,15 @@ class AnsweredFaultError(ServerFaultError):
 
 
 class SilentServerError(ServerFaultError):
-    """No answer comes: the server is silent, or the connection failed."""
+    """The server is silent, or the connection failed."""
 
 
 class UnusableAnswerError(Exception):
-    """The server's answer to one request has values that no answer has, such as a NaN."""
+    """The server's answer to one request has an impossible value, such as a NaN."""
 
 
 class OverloadedError(Exception):
-    """The server accepts no more requests for now. `seconds` is the server's estimate, if any."""
+    """The server accepts no more requests for now, or for `seconds` if it reports a time."""
 
     def __init__(self, message: str, seconds: float | None = None) -> None:
         super().__init__(message)
@@ -61,13 +61,13 @@ class RefusedError(Exception):
 
     @property
     def is_servers(self) -> bool:
-        """Whether no request causes this status: the server, or a proxy before it, has changed."""
+        """Whether the request is not the cause: the server, or a proxy in front of it, changed."""
         return self.status in (403, 404)
 
 
 @contextmanager
 def malformed_as_fault() -> Iterator[None]:
-    """Raise ServerFaultError if an answer has another form than this kind of server sends."""
+    """Raise ServerFaultError if an answer does not have the form that this kind of server sends."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -87,7 +87,7 @@ def answering_as(kind: str, server: Server) -> Iterator[None]:
 
 
 class Server:
-    """One inference server. An instance belongs to one event loop, and `close` ends it.
+    """Calls one inference server from one event loop. Call `close` at the end.
 
     All methods raise ServerFaultError, OverloadedError, RefusedError and ConfigurationError.
     """
@@ -113,7 +113,7 @@ class Server:
         await self._session.close()
 
     async def get(self, path: str) -> Any:
-        """Returns the JSON, or the text, of a page."""
+        """Returns a page: parsed JSON, or text."""
         return await self._call("GET", path, _CALL_SECONDS)
 
     async def post(self, path: str, body: Any, seconds: float = _CALL_SECONDS) -> Any:
@@ -123,7 +123,7 @@ class Server:
     @asynccontextmanager
     async def stream(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
         """Yields the data of each server-sent event. Leaving the context early closes the
-        connection: so the server learns that its client has left."""
+        connection, so that the server can stop computing."""
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=_CONNECT_SECONDS, sock_read=self.idle_seconds
         )
@@ -191,7 +191,7 @@ async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
-    """Raises an error for anything but an answer that can be read.
+    """Raises an error unless the response is an answer that can be read.
 
     No redirect is followed: the prompt would go to a server that the operator did not choose.
     """
@@ -228,7 +228,7 @@ def message_of(body: Any) -> str:
 
 
 def check_event(event: Any) -> None:
-    """Raises the error of an event that is an error object with a status."""
+    """Raises an error if an event is an error object. The object's status selects the error."""
     if message := message_of(event):
         code = event["error"].get("code")
         if code in _OVERLOADED:

@@ -49,8 +49,8 @@ from promptq.worker.upstream.vllm_plugin.promptq_vllm_plugin import NUM_EMITTED
 _MOST_LOGPROBS = 20
 """vLLM's default of `--max-logprobs`."""
 _MOST_STOPS = 64
-"""With `min_tokens` and more than 128 tokens, the model's own ends among them, vLLM's server dies
-on a GPU. The worker ends the stream at the others."""
+"""The most end tokens in a call. With `min_tokens` and more than 128, including the model's, vLLM's
+server dies on a GPU. At other end tokens, the worker ends the stream."""
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -173,8 +173,8 @@ class VllmDialect(Dialect):
     async def prompt_logprobs(
         self, server: Server, request: EngineRequest, model: str
     ) -> PromptLogprobs | None:
-        """Generates and drops a token, because streams have no such report. The server keeps the
-        prompt's KV cache for the stream."""
+        """Calls the server without a stream, because streams have no such report, and drops the
+        generated token. The server keeps the prompt's KV cache for the stream."""
         body = self._body(request, (), model) | {"stream": False}
         num_top = request.params.prompt_logprobs or 0
         body["sampling_params"] |= {
@@ -216,7 +216,7 @@ class VllmDialect(Dialect):
         params, num_emitted = request.params, len(emitted)
         sampling = {
             "max_tokens": request.max_tokens - num_emitted,
-            # It would forbid the model's end token meanwhile, even to a request that ignores it.
+            # `min_tokens` forbids the model's end token, even in a request that ignores this token.
             "min_tokens": max(0, params.min_tokens - num_emitted) if request.end_token_ids else 0,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -274,8 +274,8 @@ def _read(data: bytes, num_top: int) -> Chunk | None:
 
 
 def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
-    """Returns the chosen token with the `num_top` likeliest tokens. Raises UnusableAnswerError for
-    a value that is no log-probability, such as a NaN."""
+    """Returns log-probabilities of the chosen and the `num_top` likeliest tokens. Raises
+    UnusableAnswerError for a value that is no log-probability, such as a NaN."""
     ranked = sorted(item["top_logprobs"], key=lambda token: token["rank"])
     try:
         top = [
@@ -299,7 +299,8 @@ def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
 def _of_prompt(
     token_ids: Sequence[int], entries: list[dict[str, Any]], num_top: int
 ) -> PromptLogprobs:
-    """Reads vLLM's report: for each token but the first, that token and the likeliest tokens."""
+    """Returns vLLM's log-probabilities of a prompt: for each token from the second on, those of the
+    token itself and of the `num_top` likeliest tokens."""
     own, likeliest = [], []
     for token_id, entry in zip(token_ids[1:], entries[1:], strict=True):
         own.append(entry[str(token_id)])

@@ -1,4 +1,4 @@
-"""Pictures for vLLM's server. The prompt has one token for each; the server adds the others."""
+"""Pictures for vLLM's server. A prompt has one token per picture. The server adds the others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PICTURE = (
 )
 """A PNG of 64 times 64 pixels."""
 _NO_PLACE = "prompt replacement"
-"""In vLLM's message for a picture without a place."""
+"""A part of vLLM's error message for a picture that has no place in the prompt."""
 
 
 def picture_fields(request: EngineRequest, salt: dict[str, str]) -> dict[str, Any]:
     """Returns the fields of a call for a request's pictures.
 
-    The server's caches know a picture by its `uuid`: a hash of its content and of the `salt`, which
-    keeps the pictures of tenants apart.
+    The server's caches identify a picture by its `uuid`, a hash of the picture and the `salt`. The
+    salt keeps the pictures of tenants apart.
     """
     if not request.pictures:
         return {}
@@ -48,7 +48,7 @@ def picture_fields(request: EngineRequest, salt: dict[str, str]) -> dict[str, An
 
 async def takes_pictures(server: Server, call: dict[str, Any]) -> bool:
     """Returns whether a server reads pictures: a picture must add tokens to a chat, and must make
-    `call` fail, because the call's prompt has no place for it. Raises SilentServerError."""
+    `call` fail, because the call's prompt has no place for a picture. Raises SilentServerError."""
     part = {"type": "image_url", "image_url": {"url": _PICTURE}}
 
     async def num_tokens(*parts: dict[str, Any]) -> int:

@@ -1,6 +1,6 @@
-"""Stands before vLLM's llguidance on the path, and loads the worker's in place of one before 1.9.
+"""Precedes vLLM's llguidance on the path. Loads the worker's version if vLLM's is older than 1.9.
 
-vLLM 0.32 requires such an older one. It allows more white space than the worker does, so that
+vLLM 0.32 requires such an older version, which allows more white space than the worker does. So
 answers would break the worker's rules.
 """
 

@@ -3,7 +3,7 @@
 vLLM begins each grammar at its beginning, so it could not mask an output that another call has
 begun. A call with the field NUM_EMITTED in `extra_args` says how many tokens at the end of its
 prompt belong to the output. This plugin moves the new grammar past these tokens, whichever library
-has compiled the grammar. A token that does not fit fails the request and no other one.
+has compiled the grammar. If a token does not fit the grammar, only its request fails.
 
 This module runs in vLLM's environment, and imports nothing of promptq.
 """
