@@ -97,8 +97,7 @@ class Claim:
     """Whether the request's log has an entry that is no event, so that no attempt can continue."""
     turn: tuple[float, str] | None = None
     """Sort key for the requests of all tenants; None without tenants. The first part is the lowest
-    score of all waiting requests. The second part is the claim's time and the place in the
-    claim."""
+    score of all waiting requests. The second part is the claim's time and the place in it."""
     tenant: str = ""
     """Tenant in whose queue the request waited. The payload may name another tenant."""
     weight: float = 1.0
@@ -132,8 +131,7 @@ class Claims(list[Claim]):
 
     num_pending = 0
     next_skip = 0
-    """Number of waiting requests that the next claim skips, because this worker cannot serve
-    them."""
+    """Number of waiting requests that the next claim skips: this worker cannot serve them."""
 
 
 @dataclass(slots=True)

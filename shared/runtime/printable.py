@@ -32,6 +32,6 @@ def _escaped(character: str) -> str:
 
 
 def write(text: str, end: str = "\n") -> None:
-    """Prints to standard output, and flushes. For a terminal, escapes all unsafe characters except
-    line breaks and tabs."""
+    """Prints to standard output, and flushes. Escapes unsafe characters, but only for a
+    terminal."""
     print(printable(text, keep="\n\t") if sys.stdout.isatty() else text, end=end, flush=True)

@@ -25,8 +25,7 @@ class Turns:
         self._lock = asyncio.Lock()
 
     async def give_way(self) -> None:
-        """Waits until the next slice of this work may run: one slice in each round of the event
-        loop."""
+        """Waits until this work may run its next slice: one slice in each round of the loop."""
         async with self._lock:
             await asyncio.sleep(0)
 

@@ -182,8 +182,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _made_private(folder: Path) -> bool:
-    """Creates the folder, and closes it to other users. Returns False if others may use it
-    anyway."""
+    """Creates the folder, closed to other users. Returns False if other users may write to it."""
     folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
     if not _is_ours(folder):
         return False
@@ -219,8 +218,7 @@ def _living(file: Path) -> str | None:
 
 
 def _read(file: Path) -> tuple[str, bool] | None:
-    """Returns the address, and whether the server lives; None if the file is gone or not
-    private."""
+    """Returns the address, and whether the server lives; None if the file is not private."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -209,9 +209,9 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
     - Timeouts: a server that does not answer within them counts as gone.
     - Maintenance notifications are off. They cost each connection a round trip. With them, redis-py
       also passes a connection with an unread reply to another call. Only Redis Enterprise has them.
-    - The pool has no limit, because redis-py fails calls at a limit as if the server were gone. The
-      pool stays small: a thread seldom needs a second connection, and `AsyncRequestQueue` limits
-      its calls.
+    - The pool has no limit: at a limit, redis-py fails calls as if the server were gone. The pool
+      stays small, as a thread seldom needs two connections and `AsyncRequestQueue` limits its
+      calls.
     """
     options: dict[str, Any] = {
         "max_connections": _NO_LIMIT,

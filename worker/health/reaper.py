@@ -40,8 +40,7 @@ class Reaper:
 
     async def run_once(self) -> None:
         """Return requests with expired leases to the queue, and search one page of keys for
-        orphans. While the reaper waits after an outage, only check that the server answers. Raises
-        RedisError, OSError."""
+        orphans. After an outage, only check that the server answers. Raises RedisError, OSError."""
         now = self._clock()
         was_silent = now - self.reached_at > self._patience
         if was_silent or now < self._patient_until:

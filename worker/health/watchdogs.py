@@ -1,7 +1,7 @@
 """Watches the engine and the interpreter, and renews leases while the worker makes progress.
 
 Code that never releases the interpreter's lock (an endless regular expression, a C extension) stops
-every thread. The thread that renews leases and watches the engine stops too. So `faulthandler`
+every thread, also the main thread, which renews leases and watches the engine. So `faulthandler`
 watches from a thread that needs no lock. If the process hangs, that thread writes the stack of each
 thread to standard error, and ends the process with status 1.
 """

@@ -96,7 +96,7 @@ class Exchange:
     async def run_cancels(self) -> None:
         """Check the requests passed to `cancel`, and end cancelled requests. Never returns.
 
-        If the server cannot be reached, the next renewal of the leases finds the same cancels.
+        If the server cannot be reached, the next renewal of the leases finds these cancels.
         """
         while True:
             await self._some_cancelled.wait()

@@ -13,7 +13,7 @@ from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_HAND_OUTS = 100_000
-"""Limit of `_hand_outs`. `hand_outs_a_second` removes old times, but nothing calls it if the number
+"""Limit of `_hand_outs`. `hand_outs_a_second` removes old times, but no code calls it if the number
 of ready requests is fixed (`--prefetch-depth`)."""
 
 

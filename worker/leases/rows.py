@@ -114,7 +114,7 @@ class PreparedRequest:
     @property
     def is_at_end(self) -> bool:
         """Whether nothing is left to generate: earlier attempts generated the whole output, or the
-        request wants only the prompt's tokens."""
+        request wants only the tokens of the prompt."""
         return (
             self.request.tokenize
             or self.num_emitted >= self.engine_request.max_tokens

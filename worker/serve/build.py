@@ -56,8 +56,7 @@ class Served:
     """The dtype in which the model computes; empty if this process computes nothing."""
     method: str = ""
     """Text for the ready line, which a worker prints when it can serve: whether promptq's code
-    computes the model, or why not, and the number formats. If an inference server computes the
-    model: the server's name."""
+    computes the model, or why not, and the number formats; or the name of the inference server."""
     grammars: Grammars | None = None
     """Compiles grammars for structured output; None for an engine that cannot use grammars."""
     verdict: Verdict | None = None

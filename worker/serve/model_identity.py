@@ -106,8 +106,8 @@ def _fingerprint(name_or_dir: str, others: Sequence[Path], *, with_weights: bool
 
 
 def folder_of(name_or_dir: str) -> Path:
-    """Returns the folder of a model's files. `name_or_dir` is a folder, a GGUF file, or a name on
-    the Hugging Face hub."""
+    """Returns a model's folder. `name_or_dir` may be a folder, a GGUF file, or a name on the
+    hub."""
     folder = Path(library_arguments(name_or_dir)[0])
     if folder.is_dir():
         return folder

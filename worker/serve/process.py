@@ -41,8 +41,7 @@ _OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
 """Seconds for which a thread keeps the interpreter's lock (Python's default: 0.005), if this
 process computes a model. After a step, the engine's thread waits no longer than this for the lock.
-In a process without a model, all threads always need the lock, and each switch costs more than it
-gains."""
+Without a model here, all threads always need the lock, and each switch costs more than it gains."""
 
 
 class Turn(Protocol):

@@ -1,4 +1,4 @@
-"""Runs in one model's process, and waits for the owner's order to load the model."""
+"""Runs in one model's process, and waits until the owner (the parent) orders it to load."""
 
 from __future__ import annotations
 
