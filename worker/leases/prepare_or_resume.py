@@ -236,8 +236,8 @@ class Preparation:
                 raise _unsupported("temperature", why)
 
     def _check_counted(self, request: Request, prefix: list[int]) -> None:
-        """Raise InvalidRequestError if the engine serves the request in several calls to a server,
-        and a penalty would not count the tokens of all calls."""
+        """Raise InvalidRequestError if penalties would not count the tokens of all calls to a
+        server."""
         if not (prefix or request.bad_words or request.wanted_output is not None):
             return
         uncounted = {*self.engine.abilities.inexact_fields(request, prefix)} - {"temperature"}
