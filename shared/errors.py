@@ -35,7 +35,7 @@ class PromptqError(Exception):
 
 
 class ConfigurationError(PromptqError):
-    """A setting or option cannot work; the message says which value would."""
+    """A setting or option has a value that cannot work. The message says which values can."""
 
 
 class RedisSideError(PromptqError):

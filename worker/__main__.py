@@ -1,4 +1,4 @@
-"""Runs the command of command.py as `python -m promptq.worker`."""
+"""Runs the command in command.py as `python -m promptq.worker`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from promptq.shared.runtime.quick_imports import quick_imports
 
 
 def main() -> None:
-    """Run the command. A PromptqError is printed without its traceback."""
+    """Run the command. Prints a PromptqError without a traceback, and then exits with status 1."""
     try:
         require_one_of("a worker", "worker", "upstream")
         with quick_imports():

@@ -27,7 +27,7 @@ from promptq.worker.serve.process import serve_until_stopped
 from promptq.worker.swapping.taking_turns import take_turns
 
 _ARGUMENTS = "engine_arguments"
-"""The setting whose values follow `--`."""
+"""The setting whose values follow `--` on the command line."""
 _REPEATED = ("model", "queue")
 """The settings whose options may be repeated."""
 
@@ -62,7 +62,7 @@ def _place_compute_threads() -> None:
     Compute threads sleep while they wait for each other, because other threads of this process need
     a core. Spinning cost a third of the tokens on two cores. If there are as many compute threads
     as cores, each thread is bound to one core. Threads that are not bound may share a core for tens
-    of milliseconds, which cost a tenth of the tokens.
+    of milliseconds. This sharing cost a tenth of the tokens.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if "OMP_NUM_THREADS" not in os.environ:
@@ -165,7 +165,7 @@ class _WorkerCommand(click.Command):
 
 
 def _metavar(annotation: Any) -> str:
-    """Returns the placeholder of a setting's value in the help: its possible words, or VALUE."""
+    """Returns the placeholder for a setting's value in the help: the possible words, or VALUE."""
     if annotation == bool | None:
         return "true|false"
     words = get_args(annotation) if get_origin(annotation) is Literal else ()

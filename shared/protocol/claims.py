@@ -32,10 +32,10 @@ class Room:
       goes only to a worker that holds no other request.
     - `num_sharing`: number of workers that share the waiting requests. An equal share is the number
       of waiting and held requests divided by `num_sharing`. A claim fills this worker up to an
-      equal share. A worker that already holds its share still gets up to a quarter of its part of
-      the waiting requests.
-    - `held`: the sequences of each tenant at this worker. A tenant without a sequence here gets a
-      place even at a full worker, if another tenant exceeds its fair share.
+      equal share. A worker that already holds an equal share still gets up to a quarter of (waiting
+      requests / `num_sharing`).
+    - `held`: the preemptible sequences of each tenant at this worker. A tenant without a sequence
+      here gets a place even at a full worker, if another tenant exceeds a fair share.
     - `refused`: names of request fields that the worker's engine cannot serve.
     """
 
@@ -61,7 +61,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ClaimContext:
-    """Facts about this worker's earlier claims, by which the server notices that a reply was lost.
+    """Facts about this worker's earlier claims, from which the server sees that a reply was lost.
 
     `session` is a random id of the worker's queue object; if empty, the server notices no lost
     reply. `answered` is the nonce of the last claim whose reply had requests. `number` is the
@@ -96,8 +96,8 @@ class Claim:
     is_spoilt: bool = False
     """Whether the request's log has an entry that is no event, so that no attempt can continue."""
     turn: tuple[float, str] | None = None
-    """Sort key among the requests of all tenants; None without tenants. The first part is the
-    lowest score of all waiting requests, the second the claim's time and the place in it."""
+    """Sort key for the requests of all tenants; None without tenants. The first part is the lowest
+    score of all waiting requests. The second part is the claim's time and the place in it."""
     tenant: str = ""
     """Tenant in whose queue the request waited. The payload may name another tenant."""
     weight: float = 1.0
@@ -109,8 +109,8 @@ class Claim:
     num_logged: int = 0
     """Number of output tokens in the request's log, according to the id of the last entry."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
-    """Time of the claim's reply, in seconds of `time.monotonic()`. The delay of a slow reply,
-    compared with the quickest recent reply, is subtracted."""
+    """Time of the claim's reply, in seconds of `time.monotonic()`. If the reply was slower than the
+    quickest recent reply, the difference is subtracted."""
 
     @property
     def order(self) -> tuple[float, str]:
@@ -122,7 +122,7 @@ class Claim:
         return self.claimed_at_ms + round((at - self.received_at) * 1000)
 
     def as_held(self) -> Held:
-        """Returns the id and the fence, with which the worker renews or returns the lease."""
+        """Returns the id and the fence. The worker needs both to renew or return the lease."""
         return Held(self.request_id, self.fence)
 
 
@@ -131,7 +131,7 @@ class Claims(list[Claim]):
 
     num_pending = 0
     next_skip = 0
-    """Number of waiting requests that this worker cannot serve and its next claim passes over."""
+    """Number of waiting requests that the next claim skips: this worker cannot serve them."""
 
 
 @dataclass(slots=True)

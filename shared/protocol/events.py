@@ -118,7 +118,7 @@ class Usage(_Wire):
 
 
 def sum_of_known(counts: Iterable[int | None]) -> int | None:
-    """Returns the sum; None if a count is None or if there are no counts."""
+    """Returns the sum of the counts; None if a count is None or if there are no counts."""
     values = list(counts)
     known = [count for count in values if count is not None]
     return sum(known) if values and len(known) == len(values) else None
@@ -136,7 +136,7 @@ class Stats(_Wire):
     preemptions: int = 0
     recomputed_tokens: int = 0
     preempted_at: list[int] | None = None
-    """Unix milliseconds of preemptions; None without any: Lua would write an empty list as {}."""
+    """Unix milliseconds of preemptions; None instead of an empty list, which Lua writes as {}."""
     resumed_at: list[int] | None = None
     resumed_inexactly: bool = False
     """Whether tokens after a resume may differ from the tokens of a run without interruption. Even
@@ -153,11 +153,11 @@ class ErrorInfo(_Wire):
     type: str
     message: str
     code: str | None = None
-    """Identifies the kind of error for programs, if errors of one `type` are of several kinds."""
+    """Distinguishes errors that have the same `type`, for programs."""
 
 
 class TokenEvent(_WithPrompt):
-    """One message of a request's stream. `index` is the number of output tokens before it.
+    """One message of a request's stream. `index` is the number of earlier output tokens.
 
     If another program has written an entry to the request's log, `index` continues from the id of
     that entry. So `index` may be as large as a stream id.
@@ -290,8 +290,8 @@ def token_event_json(
     finish_reason: str = "null",
     more: str = "",
 ) -> str:
-    """Returns the JSON of a `TokenEvent` without building one, because this runs for each token.
-    `finish_reason` is JSON. `more` has further fields, with a comma in front."""
+    """Returns the JSON of a `TokenEvent` without building the object, because this runs for each
+    token. `finish_reason` is JSON. `more` has further fields, with a comma in front."""
     numbers = token_ids[0] if len(token_ids) == 1 else ",".join(map(str, token_ids))
     return (
         f'{{"index":{index},"token_ids":[{numbers}],"text":{_quoted(text)}'
@@ -310,8 +310,8 @@ def result_json(
     error: str,
     more: str = "",
 ) -> str:
-    """Returns the JSON of a `Result` without building one. `usage`, `stats` and `error` are JSON.
-    `more` has further fields, with a comma in front."""
+    """Returns the JSON of a `Result` without building the object. `usage`, `stats` and `error` are
+    JSON. `more` has further fields, with a comma in front."""
     return (
         f'{{"text":{_quoted(text)},"token_ids":{_numbers(token_ids)},"logprobs":{_array(logprobs)}'
         f',"finish_reason":"{finish_reason.value}","usage":{usage},"stats":{stats}'

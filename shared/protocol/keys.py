@@ -69,7 +69,8 @@ class _Channel(_Name):
 class Keys:
     """The names of the keys and channels of one queue.
 
-    All databases of a server share its channels, whose names contain `database` unless that is 0.
+    Redis shares channels between all databases of a server. So the names of channels contain the
+    number `database`, except for database 0.
 
     Raises ConfigurationError unless the queue's name is 1 to 64 letters, digits and `_.-`.
     """
@@ -106,7 +107,7 @@ class Keys:
     """Lease of the leader: the `promptq jobs` process that hands out background work."""
     upkeep = _Name("upkeep")
     """Hash with the time of the last reap (a search for dead workers and passed deadlines), and the
-    time since which reaps have run without interruption."""
+    time at which reaps began to run without interruption."""
     statistics = _Name("statistics")
     """Samples of the queue's statistics, one for each 5 s of the last hour."""
     statistics_minutes = _Name("statistics:minutes")

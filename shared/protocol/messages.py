@@ -21,7 +21,7 @@ _ROLES = {"developer": "system", "function": "tool"}
 _REASONING = frozenset({"reasoning", "reasoning_content"})
 _CUT = "EOF while parsing"  # in the parser's error for JSON that ends too early
 
-# An unfinished string extends to the end. Otherwise each quotation mark in it would be tried.
+# An unfinished string matches to the end of the text: a search at each quotation mark is slow.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _SEPARATORS = ",[{"
 
@@ -30,8 +30,8 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the messages in the form that chat templates expect.
 
     Content becomes one text, or a list of parts if it has pictures. Arguments of tool calls become
-    objects, and a `function_call` (the former name) becomes a tool call. Raises ValueError that
-    names the part that is wrong.
+    objects. A `function_call` (the former name) becomes a tool call. Raises ValueError, which names
+    the wrong part.
     """
     num_values = 0
     clean = []
@@ -90,7 +90,7 @@ def _content(where: str, content: Any) -> str | list[dict[str, Any]]:
 
 
 def _joined(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns texts as one part; none if they are empty."""
+    """Returns a list with one part, the joined texts; an empty list if they are empty."""
     return [{"type": "text", "text": text}] if (text := "".join(texts)) else []
 
 
@@ -142,8 +142,8 @@ def _function(where: str, call: Any) -> dict[str, Any]:
 
 
 def _object(where: str, arguments: Any) -> dict[str, Any]:
-    """Returns a tool call's arguments as an object, {} if there are none. If a JSON text is cut
-    off, returns what is complete. Raises ValueError, which names the place `where`."""
+    """Returns a tool call's arguments as an object, {} if there are none. If the JSON text is cut
+    off, returns the complete part. Raises ValueError, which names the place `where`."""
     read = arguments
     if isinstance(arguments, str):
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 IF_NOT_STRICT = ', or send "strict": false, which ignores it'
-"""The end of an error message about a keyword that is an error only if `strict` is true."""
+"""The end of an error message about a keyword that is wrong only if `strict` is true."""
 
 MAX_CHOICES = 1000
 """The most texts in a `choice`. The limit bounds the cost of preparing a request."""
@@ -113,7 +113,7 @@ def wanted_output(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError for a tool that is no named function, or over `MAX_PARAMETERS` parameters.
+    """Raises ValueError if a tool is not a function with a name, or at too many parameters in all.
 
     A tool without a type is accepted, because some models' chat templates expect such tools.
     """
@@ -177,7 +177,7 @@ _TYPES = {
     "choice": "choice",
     "grammar": "grammar",
 }
-"""For each type of `response_format`, the key of its details; empty if it has none."""
+"""For each type of `response_format`, the key of the type's details; empty if there are none."""
 
 
 def _grammar_output(grammar: Any) -> GrammarOutput:

@@ -78,8 +78,8 @@ class OutputStyle:
     reasoning_after: str = ""
     name_key: str = "name"
     without_tools: OutputStyle | None = None
-    """Style of a chat without tools; None if it is the same. Some models render such a chat with
-    another template, which writes reasoning in a different way."""
+    """Style of a chat without tools; None if this style serves too. Some models render such a chat
+    with another template, which writes reasoning in a different way."""
 
     def of_chat(self, *, with_tools: bool) -> OutputStyle:
         """Returns the style for a chat with or without tools."""
@@ -87,12 +87,12 @@ class OutputStyle:
 
     @property
     def has_calls(self) -> bool:
-        """Whether this release can read calls: it knows the form, and all its marks are set."""
+        """Whether this release can read calls: `form` is known and the form's marks are set."""
         needed = _NEEDED.get(self.form)
         return needed is not None and all(getattr(self, name).strip() for name in needed)
 
     def can_name(self, name: str) -> bool:
-        """Returns whether a parser of this style can read a call of the tool with this name."""
+        """Returns whether a parser of this style can read a call of a tool with this name."""
         if self.form == OBJECT:
             return True
         if self.form in (CHANNELS, LITERALS):
@@ -117,7 +117,7 @@ class OutputStyle:
 
     @property
     def call_marks(self) -> tuple[str, ...]:
-        """All marks of calls, such as `<tool_call>`, that are not empty."""
+        """All non-empty marks of calls, such as `<tool_call>`."""
         ours = (self.before, self.after, self.opening, self.closing, self.between, self.prelude)
         keys = (self.key_before, self.key_after, self.key_after_json)
         rest = (self.middle, self.name_end, *keys, self.value_after, self.quote)
@@ -135,7 +135,7 @@ class OutputStyle:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
-        """Returns the style in a JSON text, ignoring unknown fields; None if this is no style."""
+        """Returns the style in a JSON text; None if there is none. Ignores unknown fields."""
         try:
             marks = json.loads(text)
         except (ValueError, RecursionError):

@@ -13,7 +13,7 @@ from typing import Any
 
 MAX_PICTURES = 64
 MAX_PIXELS = 2**26
-"""The most pixels of all pictures of a request. A decoder needs 3 bytes or more for each."""
+"""The most pixels of all pictures of a request. A decoder needs 3 bytes or more for each pixel."""
 
 STORED_CHARS = 65_536
 """A picture with a longer data URL is stored apart from the payloads, which only name it."""
@@ -25,7 +25,7 @@ _PIXELS_OF_TOKEN = 28 * 28
 _MOST_TOKENS = 16_384
 """Most models scale a picture down to fewer tokens."""
 _FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
-"""JPEG's markers of a frame, whose header has the size."""
+"""JPEG markers that begin a frame. The frame's header has the size of the picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Picture:
 
     @property
     def num_tokens(self) -> int:
-        """About how many tokens the picture becomes. Only the model's processor knows."""
+        """Estimated number of tokens of the picture. Only the model's processor knows exactly."""
         return min(1 + self.width * self.height // _PIXELS_OF_TOKEN, _MOST_TOKENS)
 
 
@@ -59,7 +59,7 @@ def content_of(parts: Iterable[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 def data_url(content: bytes) -> str:
-    """Returns the data URL of a picture. Raises ValueError if it is of no known kind."""
+    """Returns the data URL of a picture. Raises ValueError if the picture is of no known kind."""
     return f"data:image/{_kind_of(content)};base64,{b64encode(content).decode('ascii')}"
 
 
@@ -71,7 +71,7 @@ def set_apart(
     messages: Iterable[dict[str, Any]], tenant: str
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Returns normalised messages with names in place of large pictures, and the data URLs of these
-    pictures by name. Each tenant has other names, so tenants share no stored picture."""
+    pictures by name. A name depends on the tenant, so tenants share no stored picture."""
     stored: dict[str, str] = {}
 
     def name_in(url: str) -> str:
@@ -85,8 +85,8 @@ def set_apart(
 
 
 def put_back(messages: Any, stored: Mapping[str, str]) -> Any:
-    """Returns messages with the data URLs of the pictures in `stored` in place of their names.
-    Other messages, perhaps not valid, stay as they are."""
+    """Returns the messages with data URLs in place of the names of pictures. `stored` maps names to
+    data URLs. Messages that are not valid stay unchanged."""
     urls = {f"sha256:{name}": url for name, url in stored.items()}
     try:
         return _with_urls(messages, lambda url: urls.get(url, url))
@@ -95,7 +95,7 @@ def put_back(messages: Any, stored: Mapping[str, str]) -> Any:
 
 
 def check_found(pictures: Iterable[Picture]) -> None:
-    """Raises ValueError for the first picture whose data URL is not there."""
+    """Raises ValueError if a picture's data URL is missing, so that `url` is still a name."""
     for picture in pictures:
         if picture.is_stored:
             raise ValueError(
@@ -145,7 +145,7 @@ def pictures_of(messages: Iterable[Mapping[str, Any]]) -> tuple[Picture, ...]:
 
 
 def _read(url: str) -> Picture:
-    """Returns a picture, whose size is read from its header. Raises ValueError."""
+    """Returns a picture with the size that its header states. Raises ValueError."""
     if _STORED.fullmatch(url):
         return Picture(url, 0, 0)
     if (header := _HEADER.match(url)) is None:

@@ -56,7 +56,7 @@ TEMPLATE_CALL_ARGUMENTS = frozenset(
     }
 )
 """Names that a request may not set as variables of a chat template, because they are parameters of
-the function that renders it. `chat_template`, for example, would let a client run a program."""
+the function that renders it. With `chat_template`, for example, a client could run a program."""
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _HTTP_URL = "^https?://"
@@ -74,7 +74,7 @@ Pooling = Literal["last", "mean"]
 
 TokenId = Annotated[int, Field(ge=0)]
 
-# Only the first error is reported. Collecting all those of a long list takes seconds and gigabytes.
+# Only the first error is reported: to collect a long list's errors takes seconds and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Word = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -354,7 +354,8 @@ class Request(SamplingParams):
         return self
 
     def _check_alone(self, kind: str, others: Sequence[str]) -> None:
-        """Raises ValueError if one of the fields `others` is set beside the field `kind`."""
+        """Raises ValueError if a field is set that has no meaning beside the field `kind`: a
+        sampling parameter, `output_prefix`, or one of `others`."""
         for name in (*SamplingParams.model_fields, *others, "output_prefix"):
             if getattr(self, name) != Request.model_fields[name].default:
                 raise ValueError(f"{name}: has no meaning with {kind}, which generates nothing")
@@ -417,7 +418,7 @@ def check_size(num_bytes: int) -> None:
 
 def invalid_request(error: ValidationError, known: Container[str] = ()) -> InvalidRequestError:
     """Returns the error for the first wrong field in pydantic's report, as one sentence. `known`
-    has names that are not misspelt, besides those of a request's fields."""
+    has further correct names, besides the names of a request's fields."""
     first, *others = error.errors(include_url=False)
     for other in others:  # in a union, the client meant the member that fits the most
         if other["loc"][:1] == first["loc"][:1] and len(other["loc"]) > len(first["loc"]):
@@ -452,12 +453,12 @@ def invalid_request(error: ValidationError, known: Container[str] = ()) -> Inval
 
 
 def field_of(message: str) -> str:
-    """Returns the name of the field with which a message begins, without a path inside it."""
+    """Returns the name of the field that begins a message, without a path inside the field."""
     return message.split(":", 1)[0].split("[", 1)[0]
 
 
 def _shown(value: Any) -> str:
-    """Returns the beginning of a value's JSON, without building all of it."""
+    """Returns the beginning of a value's JSON, without building the rest."""
     text = ""
     if isinstance(value, str):
         value = value[:_LONGEST_SHOWN]

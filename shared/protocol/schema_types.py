@@ -17,7 +17,7 @@ _MOST_NAMES = 16  # JSON Schema has only seven types
 def types_of(schema: Any, root: Any) -> frozenset[str]:
     """Returns the names of the JSON types that a schema allows; empty if they cannot be determined.
 
-    References are looked up in `root`. Each is followed once, so circular references do not loop.
+    Looks up references in `root`. Follows each reference once, so circular references do not loop.
     """
     found = set[str]()
     followed = set[str]()

@@ -68,9 +68,9 @@ SLOTS = TypeAdapter(list[SlotStats])
 
 
 class Sample(_Observation):
-    """Statistics of a queue for the `SAMPLE_MS` after `at`, in Unix milliseconds of the server.
+    """Statistics of a queue for the `SAMPLE_MS` ms after `at` (Unix milliseconds of the server).
 
-    Counts are those at the time `at`. Percentiles cover the requests whose first token came within
+    Counts are taken at the time `at`. Percentiles cover the requests whose first token came within
     the sample, with an error of about 2%. A percentile is None if there was no such request.
     """
 
@@ -108,7 +108,7 @@ class Sample(_Observation):
 
 
 class WorkerStats(_Observation):
-    """A worker's heartbeat: the fields of its hash in Redis. Counts are totals since its start."""
+    """A worker's heartbeat: the fields of its hash in Redis. Counts begin at the worker's start."""
 
     def reported(self, name: str) -> Any:
         """Returns the value of a statistic; None if the worker's engine does not report it."""
@@ -119,11 +119,11 @@ class WorkerStats(_Observation):
     host: str = ""
     pid: int = 0
     state: str = "running"
-    """`running`; `draining`: claims no more; `no_server`: its inference server is away."""
+    """`running`; `draining`: claims no more; `no_server`: its inference server does not answer."""
     overflow: bool = False
-    """Whether it claims only requests that the queue's other workers would finish too late."""
+    """Whether the worker claims only requests that other workers of the queue would finish late."""
     holds_back: str = ""
-    """Why the worker claims less than its slots could run; empty if it does not."""
+    """Why the worker claims fewer requests than its slots could run; empty if it does not."""
     started_at_ms: int = 0
     heartbeat_at: int = 0
     """Time of the heartbeat in Unix milliseconds, set by the server."""
@@ -131,8 +131,7 @@ class WorkerStats(_Observation):
     dtype: str = ""
     max_num_seqs: int = 0
     max_model_len: int = 0
-    """The most tokens of prompt and output together; 0 for older workers, which do not report it.
-    """
+    """The most tokens of prompt and output together; 0 for older workers, which report none."""
     num_running: int = 0
     num_waiting: int = 0
     """Number of requests that wait in the engine for a slot."""
@@ -164,7 +163,7 @@ class WorkerStats(_Observation):
     kv_shared_blocks: int = 0
     """Number of blocks that several sequences own."""
     kv_free_blocks: int = 0
-    """Number of blocks that can be allocated: empty ones, and cached prefixes without an owner."""
+    """Number of blocks that can be allocated: empty blocks, and cached blocks without an owner."""
     kv_cached_blocks: int = 0
     """Number of blocks that hold a cached prefix and have no owner."""
     step_ms: float = 0.0
@@ -172,7 +171,7 @@ class WorkerStats(_Observation):
     current_step_ms: int = 0
     """Milliseconds since the current step began; about 0 if no step runs."""
     tokens_per_second: float = 0.0
-    """Generated tokens per second of the time in which the engine had work."""
+    """Generated tokens divided by the seconds in which the engine had work."""
     recent_tokens_per_second: float = 0.0
     """Generated tokens per second since the last heartbeat, including idle time."""
     mean_queue_ms: float = 0.0

@@ -26,7 +26,7 @@ Argument = str | bytes | int | memoryview
 _LUA = resources.files("promptq.shared") / "lua"
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
-"""Beginnings of the error for a forbidden command in a script. The first is that of Redis 7.0."""
+"""Beginnings of the error if a script may not use a command. Redis 7.0 sends the first one."""
 
 _FILES = (path.name for path in (_LUA / "scripts").iterdir())
 SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name.endswith(".lua")))
@@ -34,8 +34,8 @@ SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name
 
 @cache
 def script_text(name: str) -> str:
-    """Returns the text of a script, after the texts of the library parts that the script uses. Each
-    part becomes a Lua table. Only the part itself sees its local variables."""
+    """Returns the text of a script, preceded by the library parts that the script uses. Each part
+    becomes a Lua table. A part's local variables are visible only inside the part."""
     parts: dict[str, str] = {}
     text = _text_behind(f"scripts/{name}", parts)
     return "".join(parts.values()) + text
@@ -63,10 +63,9 @@ class Call(Generic[T_co]):
     args: Sequence[Argument]
     parse: Callable[[Any], T_co]
     of_spoilt: Callable[[], T_co] | None = None
-    """Returns the value to use if the record breaks the protocol. If None, this is an error."""
+    """Returns the value to use if the record breaks the protocol. If None, `read` raises."""
     of_refusal: Callable[[], T_co] | None = None
-    """Returns the value to use if the server refuses the command. If None, a refusal is an error.
-    """
+    """Returns the value to use if the server refuses the command. If None, `read` raises."""
     keys: Keys | None = None
     """The queue for which the script runs; if None, the queue that sends the call."""
     is_replicated: bool = False
@@ -129,8 +128,8 @@ PAUSE = object()
 Operation = Generator[Any, Any, T]
 """A generator that makes calls and returns a result.
 
-It yields one call and receives its value, or a list of calls (one round trip) and receives the list
-of values. An error is raised at the `yield`. During long work, it yields PAUSE.
+It yields one call and receives its value, or yields a list of calls (one round trip) and receives
+the list of values. An error is raised at the `yield`. During long work, the generator yields PAUSE.
 """
 
 

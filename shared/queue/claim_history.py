@@ -1,10 +1,10 @@
 """Remembers which claims of a queue were answered, so that the server notices a lost reply.
 
-With each claim, a worker names the last claim that returned requests to it. If the server has
-handed out requests since then, the reply with these requests was lost. The server then immediately
-returns the requests to the queue, and counts no crash.
+With each claim, a worker names the last claim whose reply had requests. If the server has handed
+out requests since then, the reply with these requests was lost. The server then immediately returns
+the requests to the queue, and counts no crash.
 
-This works only for claims one after the other, so a claim that overlaps another one names no
+This works only for claims one after the other. So a claim that overlaps another claim names no
 earlier claim. The server recognises a late claim by its number.
 """
 
@@ -26,7 +26,7 @@ _LONGEST_KEPT = 30.0
 """After the last claim that returned no requests, later claims pass over `skip` requests for at
 most this many seconds. Then a claim begins at the front of the queue again."""
 _LONGEST_DELAY = 5.0
-"""The longest plausible delay of a reply in seconds. After it, the server or its clock changed."""
+"""The longest plausible delay of a reply in seconds. A longer delay shows a change of the clock."""
 
 
 class ClaimHistory:
@@ -46,7 +46,7 @@ class ClaimHistory:
 
     @contextmanager
     def call(self) -> Iterator[ClaimTurn]:
-        """Context manager around one claim. The caller stores the reply in the turn's `claims`."""
+        """Context manager around one claim. The caller stores the reply in the yielded `claims`."""
         with self._lock:
             is_alone, self._is_under_way = not self._is_under_way, True
             self._number += is_alone
@@ -74,7 +74,7 @@ class ClaimHistory:
         return claims.next_skip if now - self._kept_since < _LONGEST_KEPT else 0
 
     def _remove_delay(self, claims: Claims) -> None:
-        """Subtracts from `received_at` this reply's delay beyond the quickest recent reply."""
+        """Subtracts from `received_at` how much slower this reply was than a recent quick reply."""
         if claims:
             first = claims[0]
             difference = first.received_at - first.claimed_at_ms / 1000

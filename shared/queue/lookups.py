@@ -38,7 +38,7 @@ def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
 
 
 def pictures(keys: Keys, names: Sequence[str]) -> Operation[dict[str, str]]:
-    """Reads the data URLs of stored pictures, by name, without missing ones."""
+    """Reads the data URLs of stored pictures. Returns them by name; leaves out missing pictures."""
 
     def parse(reply: bytes | None) -> str | None:
         return None if reply is None else text_of(reply)
@@ -49,8 +49,8 @@ def pictures(keys: Keys, names: Sequence[str]) -> Operation[dict[str, str]]:
 
 
 def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
-    """Reads the state of a request; None if the request is unknown. A plain Redis client's new
-    request has no state field, and waits."""
+    """Reads the state of a request; None if the request is unknown. A request that a plain Redis
+    client has just enqueued has no state field; its state is WAITING."""
 
     def parse(reply: list[Any]) -> RequestState | None:
         current, payload = reply
@@ -70,7 +70,7 @@ def state_of(field: str | bytes) -> RequestState:
 
 
 def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
-    """Reads the replay log's events with tokens beyond the first `position`, and the last event."""
+    """Reads the events with tokens after the first `position`, and the last event, from the log."""
 
     def parse(reply: list[Any]) -> list[bytes]:
         return [fields_of(entry).get(b"event", b"") for _, entry in reply]
@@ -90,7 +90,7 @@ def count(keys: Keys) -> Call[int]:
 
 
 def waiting_ids(keys: Keys, limit: int) -> Call[list[str]]:
-    """Reads the ids at the front of the queue, of all tenants, in the order of their scores."""
+    """Reads the ids of the first waiting requests, of all tenants, in the order of their scores."""
     return Call("list_waiting", [limit, ""], lambda reply: ids_of(reply[2:]), keys=keys)
 
 
@@ -109,8 +109,8 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 
 def live_worker_ids(keys: Keys, now_ms: int, *, overflow: bool = False) -> Call[list[str]]:
-    """Reads the ids of workers whose heartbeat is not overdue, without ids that are not UTF-8. With
-    `overflow`, only ids of overflow workers, otherwise only ids of other workers."""
+    """Reads the ids of workers whose heartbeat is not overdue; leaves out ids that are not UTF-8.
+    With `overflow`, reads only ids of overflow workers, otherwise only ids of other workers."""
 
     def parse(ids: list[bytes]) -> list[str]:
         texts = []
@@ -124,7 +124,7 @@ def live_worker_ids(keys: Keys, now_ms: int, *, overflow: bool = False) -> Call[
 
 
 def is_later(time_ms: bytes | None, now_ms: int) -> bool:
-    """Returns whether a server time (ms) from Redis is after `now_ms`; False if it is no number."""
+    """Returns whether a server time (ms) from Redis is after `now_ms`; False for other text."""
     with suppress(ValueError):
         return time_ms is not None and int(time_ms) > now_ms
     return False
@@ -169,8 +169,8 @@ def forget_alias(alias: str) -> Call[int]:
 
 
 def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
-    """Reads a key's entries by `command`. If the key has another type, logs this and returns
-    none."""
+    """Reads a key's entries by `command`. If the key has another type, logs this and returns an
+    empty list."""
     return Call("", [command, key, *args], list, list)
 
 

@@ -23,7 +23,7 @@ _LOST = {
 
 
 def maxmemory_warning() -> Call[str]:
-    """Returns a warning if the server may delete keys; empty if it may not, or does not say."""
+    """Returns a warning if the server may delete keys; otherwise, or if this is unknown, ''."""
     return Call("", ["INFO", "memory"], _warning_of, of_refusal=str)
 
 
@@ -39,7 +39,7 @@ def _warning_of(info: Mapping[str, Any]) -> str:
 
 
 class MaxmemoryLog:
-    """Logs a new warning, repeats a lasting warning every minute, and logs a warning's end."""
+    """Logs a new warning, repeats a lasting warning every minute, and logs the end of a warning."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -26,14 +26,14 @@ _MOST_SECONDS = 2.5
 
 
 def seconds_to_wait(client: Any) -> float:
-    """Returns how long WAIT may take: half of the time after which a silent server counts as gone,
-    by default 2.5 s."""
+    """Returns the most seconds that WAIT may take: half of the client's `socket_timeout`, or 2.5 s
+    without such a timeout."""
     timeout: float | None = client.connection_pool.connection_kwargs.get("socket_timeout")
     return _MOST_SECONDS if timeout is None else timeout / 2
 
 
 def nonce_of(new: Sequence[NewRequest]) -> str:
-    """Returns a nonce that is the same when a caller repeats a call with the same ids."""
+    """Returns a nonce that is the same when a caller repeats a call with the same requests."""
     digest = blake2b(digest_size=8)
     for item in new:
         digest.update(f"{item.request_id}\n".encode("utf-8", "surrogatepass"))

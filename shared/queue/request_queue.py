@@ -49,7 +49,7 @@ _SCRIPT_TRIES = 4
 _ABORT_CHECK_SECONDS = 0.05
 _MAX_CALLS_AT_ONCE = 32
 _MAX_WAITS_AT_ONCE = 8
-"""The most calls at once that wait for replicas: if a replica hangs, the others still run."""
+"""The most calls that wait for replicas at once. If a replica hangs, other calls still run."""
 _CLEAR_PAGE = 500
 
 
@@ -68,7 +68,7 @@ def new_request_id() -> str:
 
 
 class _Queue:
-    """Base of both queues: keys, the worker's identity, and the code that builds calls."""
+    """Base of both classes of queues: keys, worker's identity, and the code that builds calls."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class RequestQueue(_Queue):
         return carry_out(self._exchange(calls, atomic), operator.call)
 
     def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
-        """Adds requests, all or none, and returns their ids. Raises InvalidRequestError,
+        """Adds all requests or none, and returns their ids. Raises InvalidRequestError,
         RequestExistsError, QueueFullError, NotReplicatedError."""
         return self.run(self._enqueue(new))
 
@@ -324,7 +324,7 @@ class RequestQueue(_Queue):
         return statuses[0] is CancelStatus.CANCELLED
 
     def clear(self) -> int:
-        """Removes all waiting and delayed requests, but no running ones. Returns their number."""
+        """Removes all waiting and delayed requests, and returns how many. Running requests stay."""
         return carry_out(_clear(self.keys), self.run)
 
     def contains(self, request_id: str) -> bool:
@@ -348,8 +348,8 @@ class RequestQueue(_Queue):
         return self.run(scripts.reap(self._max_crashes))
 
     def sweep(self, cursor: str = "0") -> Swept:
-        """Removes requests that nothing refers to, on one page of the server's keys. `cursor` is
-        "0" for the first page, then the cursor of the last reply."""
+        """Searches one page of the server's keys for requests that nothing refers to, and removes
+        them. `cursor` is "0" for the first page, then the cursor of the last reply."""
         return self.run(scripts.sweep(cursor))
 
     def requeue(self, dead_id: str) -> str:
@@ -357,7 +357,7 @@ class RequestQueue(_Queue):
         return carry_out(requeue(dead_id), self.run)
 
     def purge(self, dead_ids: Sequence[str]) -> int:
-        """Deletes dead letters and returns the number of deleted ones."""
+        """Deletes dead letters, and returns how many it deleted."""
         return self.run(scripts.purge(dead_ids)).count("purged") if dead_ids else 0
 
     def close(self) -> None:
@@ -393,7 +393,7 @@ class AsyncRequestQueue(_Queue):
         return await self.run(self._enqueue(new))
 
     async def take_batch(self, room: Room) -> Claims:
-        """Claims like `RequestQueue.take_batch`. If cancelled, gives the requests back."""
+        """Claims like `RequestQueue.take_batch`. A cancelled call gives the requests back."""
         claiming = asyncio.ensure_future(self._take_batch(room))
         try:
             return await asyncio.shield(claiming)

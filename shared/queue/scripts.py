@@ -1,6 +1,6 @@
 """Builds the calls of the Lua scripts and reads their replies. No code here does I/O.
 
-Both kinds of queue use these functions. They differ only in how they send a call.
+`RequestQueue` and `AsyncRequestQueue` use these functions, and differ in how they send a call.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def claim(
 
     An overflow worker, which may have another model, gets only requests that the queue's other
     workers would finish too late. A request without a seed gets a seed made from `seed_base` and
-    the request's id. If `seed_base` is empty, the seed comes from the request's id and from the
-    nonce of the call that enqueued the request.
+    the request's id. If `seed_base` is empty, this seed is made from the request's id and the nonce
+    of the call that enqueued the request.
     """
     args = named(
         worker=worker_id,
@@ -238,7 +238,7 @@ def reprioritise(
 
 
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
-    """Ends expired leases and requests whose deadline has passed.
+    """Ends leases that have expired, and requests whose deadline has passed.
 
     A request becomes a dead letter after `max_crashes` lost leases, if it ran alone when the last
     lease was lost. Old dead letters are deleted.
@@ -253,7 +253,7 @@ def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
 
 
 def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
-    """Removes requests that nothing has referred to for long, on one page of the server's keys."""
+    """Searches one page of the server's keys, and removes requests that nothing refers to."""
 
     def parse(reply: list[Any]) -> Swept:
         return Swept(text_of(reply[0]), int(reply[1]), *texts_of(reply[2:]))
@@ -301,8 +301,8 @@ def drain(channel: str, worker_id: str | None) -> Call[int]:
 def heartbeat(
     stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
 ) -> Call[int]:
-    """Publishes a worker's statistics for `ttl_ms`; 0 removes the worker. Returns how many workers
-    live."""
+    """Publishes a worker's statistics for `ttl_ms` milliseconds; 0 removes the worker. Returns the
+    number of live workers."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
     for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]
@@ -312,7 +312,7 @@ def heartbeat(
 
 
 def hold(keys: Keys, key: str, holder: str, ttl_ms: int) -> Call[bool]:
-    """Acquires or renews the lease under `key` for `ttl_ms`; 0 releases the lease.
+    """Acquires or renews the lease under `key` for `ttl_ms` milliseconds; 0 releases the lease.
 
     Returns whether `holder` has the lease; after a release, whether `holder` had the lease.
     """
@@ -342,16 +342,15 @@ class RateAnswer:
     """Reply to `take_of_rates`: the state of each limit by its name."""
 
     wait_ms: int | None
-    """Milliseconds until a new try may succeed. 0 if all amounts were taken; otherwise none was
-    taken. None if an amount exceeds its whole limit, so no try can succeed."""
+    """Milliseconds until a new try may succeed; 0 if all amounts were taken. If it is not 0, no
+    amount was taken. None if an amount exceeds its whole limit, so no try can succeed."""
     remaining: dict[str, int]
     reset_ms: dict[str, int]
     """Milliseconds until each limit is fully available again, by the limit's name."""
 
 
 def take_of_rates(holder: str, rates: Sequence[Rate]) -> Call[RateAnswer]:
-    """Takes the amounts from all limits of a holder; takes nothing if one limit does not
-    suffice."""
+    """Takes the amounts from all limits of a holder, or nothing if one limit has too little."""
     args: list[str | bytes | int] = [holder]
     for rate in rates:
         args += [rate.name, rate.amount, rate.limit]

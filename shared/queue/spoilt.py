@@ -1,7 +1,7 @@
-"""Lets code that reads many records pass over one that breaks the protocol (a spoilt record).
+"""Skips and logs spoilt records: records in Redis that break the protocol.
 
-Any program that may write to a queue can spoil its records. Code that goes through many records
-reads them with `readable`, or each inside `errors_logged`. Both log a spoilt record and go on.
+Any program that may write to a queue can spoil its records. Code that reads many records uses
+`readable`, or `errors_logged` around each record. Both log a spoilt record and go on.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator
     """Context manager that logs an error of the record with this name instead of raising it.
 
     Raises errors of the server or the connection, because they concern all records. Also raises
-    `stop`, a signal handler's exception.
+    `stop`, the exception of a signal handler.
     """
     try:
         yield
@@ -84,7 +84,7 @@ def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator
 
 @contextmanager
 def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
-    """Context manager that deletes `key`, and logs this, if a command needs another type of key."""
+    """Context manager that logs and deletes `key` if a command needs another type of key."""
     try:
         yield
     except ResponseError as error:
@@ -95,7 +95,7 @@ def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
 
 
 def readable(name: str, items: Iterable[T], read: Callable[[T], U]) -> list[U]:
-    """Returns the results of `read` for those items of a record that are not spoilt."""
+    """Returns the results of `read` for the items of a record, without items that are spoilt."""
     results: list[U] = []
     for item in items:
         try:

@@ -11,14 +11,14 @@ from promptq.shared.queue.call import Call, named, text_map
 from promptq.shared.queue.spoilt import readable
 
 SOON_MS = 60_000
-"""Milliseconds. Delayed requests due within this time count as load: a new worker starts slowly."""
+"""Milliseconds. Delayed requests due within this time count as load: workers start slowly."""
 WINDOW_SECONDS = 30.0
 """Seconds over which `measure_work` averages the tokens that clients request."""
 _MOST_DEADLINES = 1000
 
 
 def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
-    """Reads a worker's last report: its time (server ms; 0: no report) and the slots."""
+    """Reads a worker's last report: the report's time (server ms; 0: no report) and the slots."""
 
     def parse(reply: list[Any]) -> tuple[int, list[SlotStats]]:
         reported_at, batch = reply
@@ -44,8 +44,7 @@ class Contribution:
 
 
 def sample(part: Contribution) -> Call[int]:
-    """Adds a worker's numbers, and writes finished samples. Returns the number of written
-    samples."""
+    """Adds a worker's numbers, and writes finished samples. Returns how many it wrote."""
     args = named(
         generated_tokens=part.generated_tokens,
         prompt_tokens=part.prompt_tokens,

@@ -21,8 +21,8 @@ _IS_ELSEWHERE = re.compile("sys_platform|python_version")
 def require(what: str, *extras: str) -> None:
     """Raises ConfigurationError unless all packages of these extras are installed.
 
-    `what` names the part of promptq that needs them, for the message. If promptq was not installed
-    as a package, its extras are unknown, and a missing package causes an ImportError later.
+    `what`, in the message, names the part that needs the extras. If promptq was not installed as a
+    package, its extras are unknown, and a missing package causes an ImportError later.
     """
     if missing := [extra for extra in extras if not _is_complete(extra)]:
         raise _lacks(what, missing)

@@ -17,10 +17,10 @@ _AT_ONCE = 16  # list items that are read or written between two pauses
 
 
 def object_in(text: str, readers: Mapping[str, Callable[[Any], Any]]) -> Work[dict[str, Any]]:
-    """Parses a JSON object. `readers` maps the name of a list to the converter of its items.
+    """Parses a JSON object. `readers` maps the name of a list to the converter of the list's items.
 
-    Raises ValueError, RecursionError, and errors of a reader. Half of a surrogate pair, which UTF-8
-    cannot encode, is a ValueError.
+    Raises ValueError, RecursionError, and errors of a reader. Half of a surrogate pair raises
+    ValueError, because UTF-8 cannot encode it.
     """
     decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
     if "\\ud" in text or "\\uD" in text:

@@ -86,7 +86,7 @@ class _CurrentStandardError:
 
 
 _STANDARD_ERROR = cast("TextIO", _CurrentStandardError())
-"""The stream of all loggers. All share one object, because it holds the lock of the stream."""
+"""The stream of all loggers. The loggers share one object, which has the lock of the stream."""
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
@@ -101,12 +101,12 @@ The code that serves an HTTP request binds its `request_id`, so that uvicorn's l
 """
 
 unbind = structlog.contextvars.unbind_contextvars
-"""Removes fields that `bind` added. Call it when a task begins other work: a new task inherits the
-fields of the task that created it."""
+"""Removes fields that `bind` added. Call `unbind` when a task begins other work: a new task
+inherits the fields of the task that created it."""
 
 
 def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Escapes unsafe characters in a line's values, which clients choose and a terminal obeys."""
+    """Escapes unsafe characters in a line's values, because clients choose these values."""
     for name, value in line.items():
         if name != "exc_info" and not name.startswith("_"):
             line[name] = printable(value if isinstance(value, str) else repr(value))
@@ -127,7 +127,7 @@ def _json(line: Any, **options: Any) -> str:
 
 def _name_fields(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Adds the logger's name and fields to a line of the standard library's `logging`. The fields
-    are a mapping that was logged with the text, or the parts of uvicorn's access line."""
+    come from a mapping that was logged with the text, or from uvicorn's access line."""
     values = line.pop("positional_args", ())
     line["logger"] = line["_record"].name
     if isinstance(values, Mapping):

@@ -32,5 +32,6 @@ def _escaped(character: str) -> str:
 
 
 def write(text: str, end: str = "\n") -> None:
-    """Prints to standard output at once, printably to a terminal. Line breaks and tabs stay."""
+    """Prints to standard output, and flushes. Escapes unsafe characters, but only for a
+    terminal."""
     print(printable(text, keep="\n\t") if sys.stdout.isatty() else text, end=end, flush=True)

@@ -14,10 +14,10 @@ _METRICS = "opentelemetry.sdk.metrics"
 def quick_imports() -> Iterator[None]:
     """Context manager for imports without garbage collection and without OpenTelemetry's metrics.
 
-    An import creates many objects that stay, and the garbage collector would spend a quarter of the
-    import's time on searching them. redis-py imports the metrics if they are installed, but uses
-    them only if a program sets them up. promptq's processes never do that. A user's program may, so
-    promptq as a library imports redis-py normally.
+    An import creates many objects that stay. The garbage collector would spend a quarter of the
+    import's time on searching these objects. redis-py imports the metrics if they are installed,
+    but uses them only if a program sets them up. promptq's processes never do that. A user's
+    program may, so promptq as a library imports redis-py normally.
     """
     is_absent = _METRICS not in sys.modules
     was_enabled = gc.isenabled()

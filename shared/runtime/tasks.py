@@ -24,8 +24,8 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
     Python 3.12 loses a cancellation that arrives when the send has just finished. An error while
     the task ends may also replace the cancellation.
 
-    If the caller is cancelled during the wait, `end` raises this only after all tasks have ended:
-    callers often close the tasks' resources next.
+    If the caller is cancelled during the wait, `end` raises CancelledError only after all tasks
+    have ended: callers often close the tasks' resources next.
     """
     loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None

@@ -25,7 +25,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class Tracing:
-    """Creates spans with a tracer provider: an application's, or that of `start_tracing`."""
+    """Creates spans with the tracer provider of an application, or of `start_tracing`."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

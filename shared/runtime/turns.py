@@ -1,4 +1,4 @@
-"""Runs long work on an event loop in slices, so that it delays no other task.
+"""Runs long work on an event loop in slices, so that the work delays no other task.
 
 Long work is a generator that yields None after each small part.
 """
@@ -25,7 +25,7 @@ class Turns:
         self._lock = asyncio.Lock()
 
     async def give_way(self) -> None:
-        """Waits for a round of the event loop in which no other work of this object runs."""
+        """Waits until this work may run its next slice: one slice in each round of the loop."""
         async with self._lock:
             await asyncio.sleep(0)
 

@@ -1,8 +1,8 @@
 """Users for the server's access control list (ACL): one role for each kind of process of a queue.
 
-A role is limited to commands, and to patterns of keys and channels, but not to some scripts: the
-server runs a script with the rights of its caller. So a role that may enqueue by a script may also
-write the same keys without the script (docs/security.md).
+A role limits commands, keys and channels. A role does not limit scripts: the server runs a script
+with the rights of its caller. So a role that may enqueue by a script may also write the same keys
+without the script (docs/security.md).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
 _CONNECT = (
     "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"
 )
-"""Rules for the commands that every client needs to connect. They permit a whole category, because
-Redis 7.0 cannot permit `client|setinfo` by name. They exclude commands that disturb others, and
-CLIENT TRACKING, which would report the keys of all clients."""
+"""Rules for the commands that every client needs to connect. The rules permit a whole category,
+because Redis 7.0 cannot permit `client|setinfo` by name. They exclude commands that disturb others,
+and CLIENT TRACKING, which would report the keys of all clients."""
 
 _COMMON = (
     "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl smembers srandmember type"
@@ -53,7 +53,7 @@ _LISTEN = "ssubscribe subscribe sunsubscribe unsubscribe"
 _TRANSACTIONS = "multi exec discard watch unwatch"
 _DATABASES = ("", "[1-9]*:")
 """Patterns for the text between a channel's prefix and its name: nothing for database 0, the number
-and a colon for other databases. So a channel of database 0 never matches the second pattern."""
+and a colon for other databases. A channel of database 0 never matches the second pattern."""
 
 _LOOK_THROUGH = "dbsize scan"
 """Commands that read the names of all keys of the database, including those of other queues."""
@@ -71,7 +71,7 @@ _RQ_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Rights of one kind of process: families of keys it writes or reads, channels, commands."""
+    """Rights of one kind of process: key families that it writes or reads, channels, commands."""
 
     writes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
@@ -150,8 +150,8 @@ def user_name(role: str, queue: str) -> str:
 
 
 def acl_file(queue: str, passwords: Mapping[str, str]) -> str:
-    """Returns a server's `aclfile` for a queue's users. `passwords` maps each role to its password.
-    Raises ConfigurationError if the name of the queue is not valid."""
+    """Returns the text of a server's `aclfile` for a queue's users. `passwords` maps roles to
+    passwords. Raises ConfigurationError if the name of the queue is not valid."""
     if queue != ALL_QUEUES:
         Keys(queue)
     lines = [

@@ -7,11 +7,11 @@ ignored: with them, another user could direct requests to another server.
 
 A server keeps its file locked through a descriptor that it inherited. The kernel releases the lock
 however the server ends. So if the lock is free, the server has ended, and another program may
-listen at its address now.
+listen at the address now.
 
-A copied address may outlive its server and the file. So the password of such a server begins with a
-mark of the folder. A program that sees the folder recognises the mark, finds no file, and sends
-nothing to the address. A program in another HOME or container does not see the folder. Such a
+A copied address may outlive its server and the file. So the password of an advertised server begins
+with a mark of the folder. A program that sees the folder recognises the mark, finds no file, and
+sends nothing to the address. A program in another HOME or container does not see the folder. Such a
 program cannot know whether the server lives, and uses the address.
 """
 
@@ -61,7 +61,7 @@ class Advertisement:
 
     @classmethod
     def prepare(cls, port: int, url: str) -> Self | None:
-        """Writes the address to a file that commands do not read yet. Returns None if it fails."""
+        """Writes `url` to a file that commands ignore until `publish`. Returns None on failure."""
         folder = _folder()
         with suppress(OSError):
             if _made_private(folder):
@@ -122,7 +122,7 @@ def password_mark() -> str:
 
 
 def _mark_of(folder: Path) -> str:
-    """Returns a folder's mark: a hash of device, inode, user and machine. Paths are not unique."""
+    """Returns a folder's mark: a hash of device, inode, user and machine. A path is not unique."""
     status = folder.stat()
     which = f"{status.st_dev} {status.st_ino} {os.getuid()} {os.uname().nodename}".encode()
     return f"{_MARK}{hashlib.sha256(which).hexdigest()[:8]}-"
@@ -133,8 +133,8 @@ def liveness_of(url: str) -> Callable[[], bool] | None:
     for an address that was not advertised, or whose folder this process cannot see.
 
     The server is identified by its password, so the rest of the address may be spelt in any way.
-    Call the function after opening a connection and before using it. If the function returns True,
-    the server lived when the connection was made, so the connection leads to this server.
+    Call the function between opening and using a connection. If the function returns True, the
+    server lived when the connection was made, so the connection leads to this server.
     """
     match = re.search(rf"({_MARK}[0-9a-f]+-)[\w-]+", url)
     if match is None or match[1] not in {_mark_of(path) for path in _folders() if _is_ours(path)}:
@@ -162,7 +162,7 @@ def _folder() -> Path:
 
 
 def _folders() -> set[Path]:
-    """Returns all folders that may have servers' files: `cron` sets no XDG_RUNTIME_DIR."""
+    """Returns all folders that may have servers' files: `cron` does not set XDG_RUNTIME_DIR."""
     folders = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
     with suppress(RuntimeError):
         folders.add(Path.home() / ".local" / "state" / "promptq")
@@ -182,7 +182,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _made_private(folder: Path) -> bool:
-    """Creates the folder, closed to other users. Returns False if others may use it anyway."""
+    """Creates the folder, closed to other users. Returns False if other users may write to it."""
     folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
     if not _is_ours(folder):
         return False
@@ -218,7 +218,7 @@ def _living(file: Path) -> str | None:
 
 
 def _read(file: Path) -> tuple[str, bool] | None:
-    """Returns the address, and whether its server lives; None if the file cannot be trusted."""
+    """Returns the address, and whether the server lives; None if the file is not private."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -85,10 +85,10 @@ def _address(node: list[Any], queried: str) -> Address:
 
 
 class _Cluster:
-    """A cluster as one process uses it: its nodes' addresses, and one client for each slot."""
+    """The addresses of a cluster's nodes, and one client for each slot that this process uses."""
 
     def __init__(self, kind: Any, url: str, options: Mapping[str, Any], nodes: Nodes) -> None:
-        """`url` has only one host. `nodes` has all hosts of the original URL."""
+        """`url` has the word `host` in place of the hosts, which are in `nodes`."""
         self.nodes = nodes
         self.clients: dict[int, Any] = {}
         self._kind = kind
@@ -115,8 +115,8 @@ class _Cluster:
 
 
 def client_of(client: Any, keys: Keys) -> Any:
-    """Returns the client for a queue's keys: on a Cluster, that of the queue's slot, otherwise
-    `client` itself. Closing `client` closes the returned client too."""
+    """Returns the client for a queue's keys. On a Cluster, this is the client of the queue's slot,
+    otherwise `client` itself. Closing `client` closes the returned client too."""
     return client_at(client, keys.pending)
 
 
@@ -129,8 +129,8 @@ def client_at(client: Any, key: str) -> Any:
 
 
 def try_once(client: redis.asyncio.Redis) -> None:
-    """Makes calls of this client raise at the first failure. A process calls this when it ends,
-    because the server may be away. On a Cluster, a few quick retries remain."""
+    """Makes calls of this client raise at the first failure. Call this when a process ends, because
+    the server may not answer. On a Cluster, a few quick retries remain."""
     retries = _RETRIES_AT_THE_END if isinstance(client.connection_pool, _AsyncPool) else 0
     client.set_retry(redis.asyncio.retry.Retry(_BACKOFF, retries, (redis.ConnectionError,)))
 
@@ -139,7 +139,7 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     """Returns a client of the class `kind` for
     `redis+cluster://[[user]:password@]host[:port][,host:port...]`. Raises ValueError.
 
-    It talks to the node that has the set of all queues; `client_of` returns that of a queue.
+    This client talks to the node that has the set of all queues. See `client_of` for a queue.
     """
     parts = urlsplit(url)
     databases = parse_qs(parts.query).get("db", [])
@@ -148,7 +148,7 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     plain, hosts = several_hosts(parts, "", "node", _PORT)
     retry_kind = redis.asyncio.retry.Retry if kind is redis.asyncio.Redis else redis.retry.Retry
     # A change of the cluster is no fault, so clients retry even if they do not wait for a server
-    # that is away.
+    # that does not answer.
     retry = retry_kind(_BACKOFF, _RETRIES_OF_CHANGES, (ClusterChangedError,))
     return _Cluster(kind, plain, options, Nodes(hosts)).client_for(key_slot(QUEUES.encode()), retry)
 
@@ -167,8 +167,8 @@ class _SlotPool:
     cluster: _Cluster
 
     def others(self) -> list[Any]:
-        """Returns the pools to close when this pool closes: all others if this is the first pool,
-        otherwise none."""
+        """Returns the pools to close when this pool closes. For the first pool, these are all other
+        pools; for another pool, none."""
         first, *others = list(self.cluster.clients.values())
         return [other.connection_pool for other in others] if first.connection_pool is self else []
 
@@ -299,7 +299,7 @@ class _AsyncFollowing(_FollowsSlot):
 
 
 def _away(host: str, port: int, error: OSError) -> ClusterChangedError:
-    """Returns an error after which calls are retried: another node may take over the slot."""
+    """Returns an error after which calls are sent again: another node may take over the slot."""
     return ClusterChangedError(f"{host}:{port} has the queue, and does not answer ({error})")
 
 

@@ -114,8 +114,8 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
 
 
 def hides_info(error: Exception) -> bool:
-    """Returns whether the error is a refusal of INFO. Then the server's version stays unknown: if
-    it is too old, later commands will fail."""
+    """Returns whether the server refused INFO. Then its version stays unknown, and later commands
+    fail if the version is too old."""
     return isinstance(error, NoPermissionError) or _is_unknown(error, "INFO")
 
 
@@ -132,9 +132,9 @@ def _adapted(kind: Any) -> Any:
     """Returns an asyncio connection class that packs commands in C, as the synchronous client does.
 
     In Python, packing a publish (seven arguments for each token) costs more than the rest of the
-    call. A `memoryview`, which is large, is not copied. A connection that the server has just
-    closed counts as lost. Otherwise uvloop would raise a RuntimeError, after which redis-py does
-    not reconnect.
+    call. Commands with a `memoryview` are not packed in C, because this would copy the large data.
+    A connection that the server has just closed counts as lost. Otherwise uvloop would raise a
+    RuntimeError, and redis-py would not reconnect.
     """
 
     def pack_command(connection: Any, *args: Any) -> list[bytes]:
@@ -165,7 +165,7 @@ def _make(kind: Any, url: str) -> Any:
 
 
 def _what_is_wrong(kind: Any, url: str) -> str:
-    """Returns a sentence about the fault in a URL, without the password."""
+    """Returns a sentence about the fault in a URL. The sentence does not show the password."""
     try:
         _try_to_make(kind, without_password(url))
     except _WRONG_URL as error:
@@ -207,11 +207,10 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
     """Returns the default options of connections. Options in the URL replace them.
 
     - Timeouts: a server that does not answer within them counts as gone.
-    - Maintenance notifications are off. They cost each connection a round trip, and with them
-      redis-py passes a connection with an unread reply to another call. Only Redis Enterprise has
-      them.
-    - The pool has no limit. At a limit, redis-py fails calls as if the server were gone, and a call
-      may need a second connection. Each thread needs only one, and `AsyncRequestQueue` limits its
+    - Maintenance notifications are off. They cost each connection a round trip. With them, redis-py
+      also passes a connection with an unread reply to another call. Only Redis Enterprise has them.
+    - The pool has no limit: at a limit, redis-py fails calls as if the server were gone. The pool
+      stays small, as a thread seldom needs two connections and `AsyncRequestQueue` limits its
       calls.
     """
     options: dict[str, Any] = {
@@ -237,8 +236,8 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
 
 
 def _checks_of(kind: Any, url: str) -> dict[str, Any]:
-    """Returns options that make each new connection check that its embedded server still lives.
-    After the server has ended, another user's program may listen on its port."""
+    """Returns options that make each new connection check that the embedded server still lives; {}
+    for another server. After the server ends, another user's program may listen on the port."""
     lives = liveness_of(url)
     if lives is None:
         return {}
@@ -263,9 +262,9 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
 def _retry(kind: Callable[..., T], url: str) -> T:
     """Returns a policy that retries for some seconds after a lost connection.
 
-    Retries are safe: to a call that was carried out already, the scripts reply `duplicate` or
+    Retries are safe: if a call was carried out already, the scripts reply `duplicate` or
     `finished`. If the server accepts a connection but does not answer, the call is not retried.
-    Each try connects anew, and so follows the host name or load balancer to a new master.
+    Each try connects again, so the host name or load balancer may lead to a new master.
     """
     retries = CLUSTER_RETRIES if urlsplit(url).scheme in CLUSTER_SCHEMES else _RETRIES
     return kind(EqualJitterBackoff(cap=1, base=0.01), retries, supported_errors=WORTH_TRYING)
@@ -289,7 +288,7 @@ def explain(
     url: str,
     if_not_permitted: str = "may not do this (docs/operations.md, Access, says which role may)",
 ) -> PromptqError:
-    """Returns promptq's error for one of redis-py; `if_not_permitted` is its message for NOPERM."""
+    """Returns promptq's error for an error of redis-py. `if_not_permitted` explains NOPERM."""
     shown = without_password(url)
     if isinstance(error, (AuthenticationError, ResponseError)):
         text = _PLACE_IN_SCRIPT.sub("", str(error))

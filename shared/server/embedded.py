@@ -153,7 +153,7 @@ class EmbeddedServer:
         )
 
     def _wait_until_ready(self) -> bool:
-        """Waits until the log says that the server is ready. Returns False if it never is."""
+        """Waits until the log says that the server is ready. Returns False if it does not start."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             log = self._log_text()
@@ -178,7 +178,7 @@ class EmbeddedServer:
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
-    """Turns the append-only file on, and waits for all data: the server cannot stop before."""
+    """Turns the append-only file on, and waits until it is complete and the server can stop."""
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):
@@ -187,8 +187,8 @@ def _append_from_now_on(client: redis.Redis) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Locks the folder against other servers, which would mix their data with this server's. Yields
-    the lock's descriptor, which the server inherits and keeps open."""
+    """Locks the folder against other servers, because two servers would mix their data. Yields the
+    lock's descriptor, which the server inherits and keeps open."""
     try:
         _check_private(folder)
         file = (folder / "lock").open("a")
@@ -210,8 +210,8 @@ def _locked(folder: Path) -> Iterator[int]:
 
 def _check_private(folder: Path) -> None:
     """Creates the folder, or makes an existing folder inaccessible to other users. Raises
-    ConfigurationError if others own the folder, may change it, or may want to read it: it is open
-    to them and has files that no server made."""
+    ConfigurationError if another user owns the folder or may write to it. Also raises it if other
+    users may read the folder and it has files that no server made."""
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
     _check_owner(folder)
     mode = folder.stat().st_mode
@@ -236,7 +236,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _ports(requested: int | None) -> list[int]:
-    """Returns the requested port, or several free ones, as another process may take one first."""
+    """Returns the requested port, or several free ports: another process may take one first."""
     if requested is not None:
         return [requested]
     free = []

@@ -1,4 +1,4 @@
-"""Recognises errors of a server that is away for now, and repeats calls until it answers."""
+"""Recognises errors of a server that does not serve for now, and repeats calls until it does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _logged_at: dict[str, float] = {}
 
 _LONGEST_TRY_SECONDS = 40.0
 """The most seconds of one try that count as trying. Even a failover of a cluster takes only half a
-minute, so in a longer try, the process or machine stood still."""
+minute. So in a longer try, the process or machine stood still."""
 
 
 _BUSY = "BUSY"
@@ -60,7 +60,7 @@ def is_busy(error: Exception) -> bool:
 
 
 def is_away(error: Exception) -> bool:
-    """Returns whether the same call may succeed later, without any change by the caller."""
+    """Returns whether this call may succeed later, without any change by the caller."""
     if isinstance(error, AuthenticationError):
         return False
     return isinstance(error, (ConnectionError, TimeoutError)) or is_busy(error)
@@ -83,8 +83,8 @@ async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
     """Repeats `call` until the server accepts it, and returns its value.
 
     A call is repeated after a lost connection or reply, and while the server loads data, is a
-    replica, or is out of memory or disk. Repeating is safe, because scripts refuse a call as a
-    whole and do nothing twice. Refused credentials are raised at once.
+    replica, or is out of memory or disk. Repeating is safe: a script refuses a call as a whole, and
+    recognises a call that it has already carried out. Refused credentials are raised at once.
 
     After `seconds` of trying, the last error is raised. Time in which this process stood still does
     not count, because the server had no chance to answer then.

@@ -90,7 +90,7 @@ def in_short(error: redis.ConnectionError) -> redis.ConnectionError:
 
 
 def address_of_sentinels(pool: Any) -> str | None:
-    """Returns the URL of a pool's sentinels and service, without credentials; otherwise None."""
+    """Returns the URL of a pool's sentinels and service, without credentials; or None."""
     if not isinstance(pool, _POOLS):
         return None
     sentinels = (each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels)
@@ -101,7 +101,7 @@ def address_of_sentinels(pool: Any) -> str | None:
 
 class _Connection(redis.sentinel.SentinelManagedConnection):
     """A connection that closes if an exception, such as a signal handler's, interrupts a call.
-    Otherwise the next call would read the reply to the interrupted one."""
+    Otherwise the next call would read the reply to the interrupted call."""
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         options = {"disconnect_on_error": True, **options}
@@ -116,8 +116,8 @@ class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
     """A pool that also closes the connections to the sentinels. redis-py does not close them."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes all connections; after a change of the master, only the idle ones. These leave the
-        pool first: redis-py closes them later, and a call that takes one until then would fail."""
+        """Closes all connections; after a change of the master, only idle connections. These leave
+        the pool first, so that no call takes a connection that is being closed."""
         if inuse_connections:
             await super().disconnect()
             for sentinel in self.sentinel_manager.sentinels:

@@ -1,4 +1,4 @@
-"""TLS: finds out whether a client uses it, and explains TLS errors, each with a remedy."""
+"""Finds out whether a client uses TLS, and explains each TLS error with a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def scheme_of(pool: Any) -> str:
 
 
 def what_is_wrong(error: BaseException) -> str:
-    """Returns a sentence about the TLS fault that caused an error; empty if none did."""
+    """Returns a sentence about the TLS fault that caused an error; empty for other errors."""
     cause: BaseException | None = error
     seen = set[int]()  # an error that was raised again may be in its own context
     while cause is not None and not isinstance(cause, ssl.SSLError) and id(cause) not in seen:

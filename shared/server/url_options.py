@@ -16,7 +16,7 @@ _NO_EFFECT = {
     "encoding": ("utf-8", "utf8"),
     "encoding_errors": ("strict",),
 }
-"""The only values that these options may have: the defaults, without which promptq would break."""
+"""The only values that these options may have. They are the defaults, and promptq needs them."""
 
 
 def _is_duration(value: str) -> bool:
@@ -78,7 +78,7 @@ _OF_SENTINELS = {"sentinel_username": _TEXT, "sentinel_password": _TEXT}
 def several_hosts(
     parts: SplitResult, path: str, kind: str, port: int
 ) -> tuple[str, list[tuple[str, int]]]:
-    """Returns the URL with its first host only, for redis-py, and all hosts as (host, port).
+    """Returns the URL with the word `host` instead of its hosts, and the hosts as (host, port).
 
     `kind` is the word for a host in messages. `port` is the default. Raises ValueError.
     """

@@ -72,14 +72,14 @@ class ReaperSettings(Settings):
 
 
 def read_settings(**overrides: Any) -> Settings:
-    """Returns all processes' settings; `overrides` come first. Raises ConfigurationError."""
+    """Returns settings of all processes; `overrides` have priority. Raises ConfigurationError."""
     return read_settings_of(Settings, flag_of, **overrides)
 
 
 def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **overrides: Any) -> T:
     """Returns the settings of the class `kind`. Raises ConfigurationError.
 
-    `overrides` that are not None replace environment variables. `named` names settings in errors.
+    `overrides` that are not None replace environment variables. `named` returns names for errors.
     """
     try:
         return kind(**{name: value for name, value in overrides.items() if value is not None})
@@ -94,6 +94,6 @@ def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **over
 
 
 def flag_of(name: str) -> str:
-    """Returns a setting's form on a worker's command line, such as `--redis` or `-- ARGUMENTS`."""
+    """Returns a setting's name on a worker's command line, such as `--redis` or `-- ARGUMENTS`."""
     others = {"redis_url": "--redis", "engine_arguments": "-- ARGUMENTS"}
     return others.get(name) or "--" + name.replace("_", "-")

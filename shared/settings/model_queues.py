@@ -13,7 +13,7 @@ def queues_of_models(
     models: Sequence[str], queues: Sequence[str], first_queue: str
 ) -> dict[str, str | None]:
     """Returns a mapping from queues to models. If `queues` is empty, the first model's queue is
-    `first_queue`, and the queues of the others are named after their models.
+    `first_queue`, and each other queue is named after its model.
 
     Raises ConfigurationError if there are too few or too many queues, or two with the same name.
     """

@@ -10,7 +10,7 @@ from promptq.shared.settings.common import ReaperSettings, flag_of, read_setting
 
 
 class WorkerSettings(ReaperSettings):
-    """Settings of a worker. Each is also an option of `promptq worker`."""
+    """Settings of a worker. Each setting is also an option of `promptq worker`."""
 
     engine: Literal["native", "vllm", "llama.cpp", "sglang", "openai", "openai-remote"] = Field(
         "native",
@@ -216,5 +216,5 @@ class WorkerSettings(ReaperSettings):
 
 
 def read_worker_settings(**overrides: Any) -> WorkerSettings:
-    """Returns a worker's settings; `overrides` come first. Raises ConfigurationError."""
+    """Returns a worker's settings; `overrides` have priority. Raises ConfigurationError."""
     return read_settings_of(WorkerSettings, flag_of, **overrides)

@@ -1,5 +1,5 @@
-"""Once a second, publishes a worker's statistics and its batch, and adds the work since the last
-second to the queue's statistics."""
+"""Publishes a worker's statistics and batch once a second, and adds the work of that second to the
+queue's statistics."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from promptq.worker.leases.meter import Meter
 INTERVAL_SECONDS = 1.0
 _ENGINE_FIELDS = {each.name for each in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
-"""The most seconds to wait for the engine's snapshot of the batch, which comes after the running
-step. If a step takes longer, a later heartbeat publishes the snapshot."""
+"""The most seconds to wait for the engine's snapshot of the batch. The engine takes the snapshot
+after the running step. If the step takes longer, a later heartbeat publishes the snapshot."""
 
 
 class Heartbeat:

@@ -15,13 +15,13 @@ REAPS_PER_LEASE = 4
 class Reaper:
     """Returns crashed workers' requests to the queue. Call `run_once` several times in `lease_ms`.
 
-    No worker can renew its leases while the server is away, so an expired lease does not prove a
-    crash. After an outage of at least half of `lease_ms`, the reaper waits for another half, so
-    that all workers can renew their leases first. The reaper also waits after its process was
-    frozen, and after its start, because an outage may just have ended.
+    No worker can renew its leases while the server does not answer, so an expired lease does not
+    prove a crash. After an outage of at least half of `lease_ms`, the reaper waits for half of
+    `lease_ms`, so that all workers can renew their leases first. The reaper also waits after its
+    process was frozen, and after its start, because an outage may just have ended.
 
-    Each call also searches one page of the server's keys for orphans (keys that nothing refers to),
-    unless the server's access rules forbid workers to list keys.
+    Each call also searches one page of the server's keys for orphans, unless the server's access
+    rules forbid workers to list keys.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Reaper:
         self._may_sweep = True
 
     async def run_once(self) -> None:
-        """Return requests with expired leases to the queue, if the other workers have had time to
-        renew theirs. Raises RedisError, OSError."""
+        """Return requests with expired leases to the queue, and search one page of keys for
+        orphans. After an outage, only check that the server answers. Raises RedisError, OSError."""
         now = self._clock()
         was_silent = now - self.reached_at > self._patience
         if was_silent or now < self._patient_until:

@@ -12,7 +12,7 @@ _MESSAGES_PER_LIMIT = 3
 
 
 def notify(state: str) -> None:
-    """Send a state to systemd, such as READY=1. Does nothing where no service manager listens."""
+    """Send a state, such as READY=1, to systemd. Does nothing if no service manager listens."""
     address = os.environ.get(_ADDRESS)
     if not address:
         return

@@ -1,9 +1,9 @@
 """Watches the engine and the interpreter, and renews leases while the worker makes progress.
 
 Code that never releases the interpreter's lock (an endless regular expression, a C extension) stops
-every thread, also the one that renews leases and watches the engine. So `faulthandler` watches from
-a thread that needs no lock. If the process hangs, that thread writes the stack of each thread to
-standard error, and ends the process with status 1.
+every thread, also the main thread, which renews leases and watches the engine. So `faulthandler`
+watches from a thread that needs no lock. If the process hangs, that thread writes the stack of each
+thread to standard error, and ends the process with status 1.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ _GRACE = 1.25  # if only the engine hangs, EngineWatchdog acts first and the wor
 
 
 class EngineStuckError(PromptqError):
-    """Raised if the engine, or the preparation of a request, makes no progress. The worker then
+    """Raised if the engine, or the preparation of a request, makes no progress. Then the worker
     gives all requests back to the queue and ends."""
 
 
 class EngineWatchdog:
-    """Checks whether a part of the worker hangs: whether it makes no progress for `seconds`."""
+    """Checks whether a part of the worker hangs: the engine, or the preparation of a request. The
+    engine hangs if it makes no progress for `seconds`."""
 
     def __init__(self, engine: EnginePort, prefetcher: Prefetcher, seconds: float) -> None:
         self.seconds = seconds
@@ -68,7 +69,7 @@ class EngineWatchdog:
 async def renew_leases(
     leases: Leases, exchange: Exchange, watchdog: EngineWatchdog, lease_ms: int
 ) -> None:
-    """Renew all leases, four times within `lease_ms`. Pauses while a part hangs."""
+    """Renew all leases four times within `lease_ms`, but not while `watchdog` reports a hang."""
     log = get_logger()
     while True:
         await asyncio.sleep(lease_ms / 1000 / _RENEWALS_PER_LEASE)

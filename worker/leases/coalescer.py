@@ -55,7 +55,7 @@ class Coalescer:
         return ()
 
     def take_due(self) -> list[SequenceOutput]:
-        """Removes and returns all waiting outputs if due; otherwise returns none."""
+        """Removes and returns all waiting outputs; returns an empty list if they are not due."""
         now = self._clock()
         if now < self._due_at or not self._waiting:
             return []
@@ -69,5 +69,5 @@ class Coalescer:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the waiting outputs are due; None if none wait."""
+        """Seconds until the waiting outputs are due; None if no output waits."""
         return max(0.0, self._due_at - self._clock()) if self._waiting else None

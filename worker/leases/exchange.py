@@ -1,4 +1,4 @@
-"""Calls to Redis about this worker's requests: renew a lease, cancel, give back to the queue.
+"""Calls to Redis that renew leases, end cancelled requests, and give requests back to the queue.
 
 The publisher sends rows (events), and passes the server's answers to this module. An answer may
 change the state of a lease. If the request then leaves the worker, `ExitLog` records this.
@@ -31,9 +31,9 @@ from promptq.worker.leases.lease import Lease
 _RETRY_SECONDS = 0.2
 _UNSERVED_DELAY_MS = 1000
 OVERFLOW = "overflow"
-"""The name of what overflow workers lack for a request that they cannot prepare. They claim it no
-more."""
-_MOST_ATTEMPTS = 300  # after which a stream ends that no live worker can continue
+"""Stands for a field in `leave_to_others`, for a request that an overflow worker cannot prepare.
+Overflow workers never claim such a request again."""
+_MOST_ATTEMPTS = 300  # then a stream ends if no live worker can continue it
 
 
 class Exchange:
@@ -72,8 +72,8 @@ class Exchange:
     def take_answers(
         self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
     ) -> None:
-        """Act on Redis's answers `statuses` to a call with `sent`. Each list has one item for each
-        lease."""
+        """Act on `statuses`, the answers of Redis to a call that sent `sent`. Each of the three
+        lists has one item for each lease."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
             lease.reported(held)
             self.take_answer(lease, status)
@@ -86,8 +86,8 @@ class Exchange:
     def cancel(self, request_id: str) -> None:
         """Let `run_cancels` check whether this request is cancelled.
 
-        Only the flag in the request's hash cancels a request. Anybody can send the message with the
-        id, so a text that cannot be an id has no effect.
+        Only the flag in the request's hash cancels a request. Any client can send the message with
+        the id, so a text that cannot be an id has no effect.
         """
         if is_request_id(request_id):
             self._cancelled_ids.add(request_id)
@@ -96,7 +96,7 @@ class Exchange:
     async def run_cancels(self) -> None:
         """Check the requests passed to `cancel`, and end cancelled requests. Never returns.
 
-        If the server cannot be reached, the next renewal of the leases finds the same cancels.
+        If the server cannot be reached, the next renewal of the leases finds these cancels.
         """
         while True:
             await self._some_cancelled.wait()
@@ -130,8 +130,8 @@ class Exchange:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def give_back(self, seconds: float = 0.0) -> None:
-        """Give all requests with RETURNING leases back to the queue. Retries for `seconds`. Raises
-        the last RedisError or OSError if the server has accepted nothing for `seconds`."""
+        """Give all requests with RETURNING leases back to the queue. Retries for `seconds`. Then
+        raises the last RedisError or OSError if the server still refuses."""
         async with self._giving_back:
             due = self._leases.due_back
             for part in (

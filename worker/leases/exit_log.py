@@ -33,7 +33,7 @@ class ExitLog:
         self._log = get_logger(worker_id=worker_id).bind()  # once, not at each line
 
     def note(self, lease: Lease, outcome: Outcome | None) -> None:
-        """Record that a request has left the worker with this outcome. Skips the outcome None."""
+        """Record how a request has left the worker. Does nothing if `outcome` is None."""
         if outcome is None:
             return
         prepared = lease.prepared_or_none
@@ -47,8 +47,8 @@ class ExitLog:
             self._trace(prepared, outcome, self._tracing)
 
     def _trace(self, prepared: PreparedRequest, outcome: str, tracing: Tracing) -> None:
-        # The first attempt's span begins at the enqueueing, a later one's at its claim. The
-        # times are those of the server's clock.
+        # The span of the first attempt begins at the enqueueing, the span of a later attempt at its
+        # claim. All times are from the server's clock.
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         claim, timing = prepared.claim, prepared.timing

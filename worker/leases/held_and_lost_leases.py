@@ -38,7 +38,7 @@ class Exit(StrEnum):
     """Ways in which a request leaves a worker before the request's end."""
 
     FENCED = "fenced"
-    """Redis refused the lease, because another attempt holds the request, or none does."""
+    """Redis refused the lease: another attempt holds the request, or no attempt holds it."""
     GIVEN_BACK = "given_back"
     FAILED = "error"
     """The attempt counts as a crash of the request, or the request's log accepts no events."""
@@ -63,8 +63,8 @@ class Leases:
     def __init__(self, engine: EnginePort) -> None:
         limits = engine.limits
         self.num_places = limits.max_num_seqs + max(1, limits.max_num_seqs // 8)
-        """Limit of requests in the engine: a few more than the engine has slots, so that the first
-        step after a slot becomes free can use the slot."""
+        """The most requests in the engine at a time: a few more than the engine has slots, so that
+        the first step after a slot becomes free can use the slot."""
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
@@ -112,9 +112,9 @@ class Leases:
         return leases
 
     def set_aside(self, lease: Lease) -> bool:
-        """Set a lease aside for the slow lane: until prepared, it counts for no slot or KV memory.
+        """Set a lease aside for the slow lane. Until prepared, it counts for no slot or KV memory.
 
-        Returns False at the limit of all tenants or of this tenant: limits bound payloads' memory.
+        Returns False if this would exceed a limit on set-aside payloads, of all or of one tenant.
         """
         claim = lease.claim
         others = [other.claim for other in self if not other.counts]
@@ -138,7 +138,7 @@ class Leases:
 
     def feed(self) -> None:
         """Hand ready requests to the engine while it has free slots. Then also hand over ready
-        requests that may preempt a running request."""
+        requests that may preempt running requests."""
         while (lease := self._next_to_run()) is not None:
             self._set_state(lease, _RUNNING)
         self.wake_up.room_freed()
@@ -207,7 +207,7 @@ class Leases:
 
     @property
     def num_counted(self) -> int:
-        """Number of held requests that count for a slot. Requests in the slow lane do not."""
+        """Number of held requests that count for a slot. Requests in the slow lane do not count."""
         return sum(lease.counts for lease in self)
 
     @property

@@ -21,7 +21,7 @@ class LeaseState(IntEnum):
     ENDING = auto()
     """The engine has finished the request. The last row is on its way to the server."""
     RETURNING = auto()
-    """The worker is giving the request back to the queue, until Redis confirms the return."""
+    """The worker is giving the request back, and Redis has not confirmed the return yet."""
     GONE = auto()
 
 
@@ -32,7 +32,7 @@ class Lease:
     claim: Claim
     state: LeaseState = LeaseState.PREPARING
     is_aside: bool = False
-    """Whether the slow lane prepares the request, which counts for no slot and KV memory yet."""
+    """Whether the slow lane prepares the request. See `Leases.set_aside`."""
     is_blamed: bool = False
     """Whether giving the lease back counts as a crash of the request."""
     delay_ms: int | None = None
@@ -72,7 +72,7 @@ class Lease:
 
     @property
     def has_unreported_length(self) -> bool:
-        """Whether the worker still has to report the exact prompt length to the server."""
+        """Whether the exact prompt length is known, and not yet reported to the server."""
         prepared = self.prepared_or_none
         return prepared is not None and prepared.is_length_known and not self.is_length_reported
 
@@ -84,8 +84,8 @@ class Lease:
         return [*unsent, row]
 
     def as_held(self) -> Held:
-        """Returns the data with which Redis can renew or end the lease. The data has the prompt's
-        length if Redis has not received it yet."""
+        """Returns the data that Redis needs to renew or end the lease. Includes the exact length of
+        the prompt if Redis has not received the length yet."""
         length = self.prepared.num_prompt_tokens if self.has_unreported_length else None
         return Held(self.request_id, self.claim.fence, length)
 

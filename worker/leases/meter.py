@@ -12,7 +12,7 @@ from promptq.shared.runtime.metrics import Histogram, Spec
 from promptq.worker.engine.api.messages import StepOutput
 from promptq.worker.leases.rows import PreparedRequest
 
-_MAX_TIMES = 2048  # in one heartbeat, which leaves out further times
+_MAX_TIMES = 2048  # per heartbeat; further times are left out
 
 _MEANS = ("queue_ms", "prompt_ms", "generation_ms")
 
@@ -30,7 +30,7 @@ class Meter:
         self.num_fences_lost = 0
         self.num_ended: Counter[FinishReason] = Counter()
         self._gaps: defaultdict[float, int] = defaultdict(int)
-        """Number of sequences with a new token, by the time of the token before it."""
+        """Number of sequences with a new token, by the time of the sequence's previous token."""
         self._num_computed = 0  # tokens that the engine had computed by the last step
         self._contribution = Contribution()
         self._num_with_stats = 0
@@ -41,7 +41,7 @@ class Meter:
         self.histograms[spec].add(value, count)
 
     def note_output(self, prepared: PreparedRequest, at: float) -> None:
-        """Record that a step, ending at `at` (`time.monotonic()`), generated a request's tokens."""
+        """Record a request's new tokens from a step that ended at `at` (`time.monotonic()`)."""
         last = prepared.last_token_at
         if last is None:
             self._note_first_token(prepared, at)
@@ -50,7 +50,7 @@ class Meter:
         prepared.last_token_at = at
 
     def note_step(self, step: StepOutput) -> None:
-        """Record a step of the engine. First call `note_output` for each output of the step."""
+        """Record a step of the engine, after `note_output` for each output of the step."""
         for last, count in self._gaps.items():
             self.observe(metrics.BETWEEN_TOKENS, step.ended_at - last, count)
         self._gaps.clear()
@@ -61,7 +61,7 @@ class Meter:
             self._num_computed = num_computed
 
     def note_publish(self, num_rows: int, seconds: float) -> None:
-        """Record a round trip that sent `num_rows` events and took `seconds`."""
+        """Record a round trip to Redis that sent `num_rows` events and took `seconds`."""
         self.num_published += num_rows
         self.observe(metrics.PUBLISH_TIME, seconds)
 

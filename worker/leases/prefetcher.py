@@ -35,8 +35,8 @@ from promptq.worker.text.grammars.schema_masks import TakesLongError
 
 _JITTER_SECONDS = 0.001
 _PUT_OFF_POLL_SECONDS = 0.1
-"""Seconds between two polls while requests that this worker returned have a delay, because no
-message reports the end of a delay."""
+"""Seconds between two polls while a request that this worker returned has a delay. No message
+reports the end of a delay."""
 
 _WALK_SECONDS = 0.1  # between claims that look further along the queue
 
@@ -93,8 +93,8 @@ class Prefetcher:
     async def stop(self) -> None:
         """Stop claiming, and give back the requests that are ready or being prepared.
 
-        If a preparation hangs, its return counts as a crash of the request. If the server cannot be
-        reached, the worker keeps the leases. Raises RedisError, OSError.
+        If the preparation of a request hangs, the request's return counts as a crash. If the server
+        cannot be reached, the worker keeps the leases. Raises RedisError, OSError.
         """
         if self._task is not None:
             await end([self._task, *self._slow])
@@ -127,9 +127,8 @@ class Prefetcher:
 
     @property
     def hangs_on(self) -> Lease | None:
-        """The lease, perhaps lost, of a request whose preparation hangs; None if none hangs.
-        Always None after `stop`, because then nothing waits for the thread that prepares.
-        """
+        """The lease (perhaps lost) of a request whose preparation hangs; None if no preparation
+        hangs. Always None after `stop`, because then nothing waits for the thread that prepares."""
         return next(iter(self._overdue), None) if self.is_running else None
 
     @property
@@ -224,7 +223,8 @@ class Prefetcher:
                 self._leases.returning(lease)
 
     def _need(self, error: InvalidRequestError) -> str | None:
-        """Returns the name for `leave_to_others`; None if the request needs no other worker."""
+        """Returns what the request needs from another worker, as a name for `leave_to_others`; None
+        if no other worker could prepare the request."""
         if self._policy.is_overflow:
             return OVERFLOW
         return error.ability if isinstance(error, UnservedFieldError) else None

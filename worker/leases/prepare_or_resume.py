@@ -40,7 +40,7 @@ _CHANGES_LOGITS = (
     *("bad_words", "frequency_penalty", "logit_bias", "min_p", "min_tokens", "presence_penalty"),
     *("repetition_penalty", "top_p"),
 )
-"""Fields that change the odds of tokens, which log-probabilities do not show."""
+"""Fields that change the odds of tokens. Log-probabilities do not show these changes."""
 
 _SEPARATORS = (b",", b"[", b"{")  # one before each element of an array and each member of an object
 
@@ -168,8 +168,8 @@ class Preparation:
         )
 
     def _stop_tokens(self, request: Request) -> dict[int, str]:
-        """Maps token ids to stop strings, for stop strings that are exactly one added token. If
-        such a token is special, the output's text does not show it."""
+        """Returns the stop strings that are exactly one added token, by token id. If such a token
+        is special, the output's text does not show it."""
         return {
             token_id: stop
             for stop in request.stop_strings
@@ -178,8 +178,8 @@ class Preparation:
         }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
-        """Returns the tokens of the request's output prefix. Leaves out an end token at the end of
-        the prefix's `token_ids`, because the output continues there."""
+        """Returns the tokens of the request's output prefix. If `token_ids` of the prefix ends with
+        an end token, leaves out that end token, because the output continues there."""
         if (wanted := request.output_prefix) is None:
             return []
         prefix = [*wanted.token_ids]
@@ -236,7 +236,8 @@ class Preparation:
                 raise _unsupported("temperature", why)
 
     def _check_counted(self, request: Request, prefix: list[int]) -> None:
-        """Raise InvalidRequestError if the engine would not count penalties of earlier calls."""
+        """Raise InvalidRequestError if penalties would not count the tokens of all calls to a
+        server."""
         if not (prefix or request.bad_words or request.wanted_output is not None):
             return
         uncounted = {*self.engine.abilities.inexact_fields(request, prefix)} - {"temperature"}

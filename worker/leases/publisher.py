@@ -63,7 +63,7 @@ class Publisher:
             await heeding_cancels(self._publish(steps))
 
     async def flush(self) -> None:
-        """Send the outputs that the coalescer still delays. Call it when the worker ends.
+        """Send the outputs that the coalescer still delays. Call this when the worker ends.
 
         Does not retry: another worker will generate these tokens again. Raises RedisError, OSError.
         """
@@ -81,8 +81,8 @@ class Publisher:
         await self._send([(lease, self._rows.completion(lease.prepared))])
 
     async def _fetch(self) -> list[StepOutput]:
-        """Waits for steps. Returns an empty list if delayed outputs become due before the next
-        step. Raises a failed engine's exception once no delayed outputs are left."""
+        """Waits for steps of the engine, and returns them; an empty list if delayed outputs become
+        due first. Raises a failed engine's exception once no delayed outputs are left."""
         try:
             async with asyncio.timeout(self._coalescer.seconds_left):
                 return await self._engine.fetch()
@@ -162,7 +162,7 @@ class Publisher:
 
     async def _fill_gap(self, lease: Lease, row: Row) -> RowStatus:
         """Sends all rows of the request again, up to and including `row`. Returns the status of
-        `row`, or of the first row whose status reports a lost lease.
+        `row`. If a row's status reports a lost lease, returns the first such status.
 
         Rows are missing in the request's log if Redis lost writes, for example in a failover. Redis
         answers `duplicate` for rows that are not missing.

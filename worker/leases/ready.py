@@ -13,7 +13,7 @@ from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_HAND_OUTS = 100_000
-"""Limit of `_hand_outs`. `hand_outs_a_second` removes old times, but nothing calls it if the number
+"""Limit of `_hand_outs`. `hand_outs_a_second` removes old times, but no code calls it if the number
 of ready requests is fixed (`--prefetch-depth`)."""
 
 
@@ -26,9 +26,9 @@ class ReadyQueue:
         self.num_empty = 0
         """How often the engine had a free slot and no request was ready."""
         self.waited_seconds = 0.0
-        """Seconds that all prepared requests together waited until they went to the engine."""
+        """Seconds that prepared requests waited until they went to the engine, summed up."""
         self.filled_seconds = 0.0
-        """Number of ready requests times the seconds that they were ready, summed up."""
+        """Seconds that requests were ready, summed up, also for requests that never ran."""
         self._started_at = self._changed_at = time.monotonic()
         self._since: dict[Lease, float] = {}
         self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some have been removed since
@@ -45,7 +45,7 @@ class ReadyQueue:
         return self._heap[0][2] if self._heap else None
 
     def first_of_others(self, tenants: Set[str]) -> Lease | None:
-        """Returns the first request of any tenant but these; None if there is no such request."""
+        """Returns the first request of a tenant that is not in `tenants`; None if there is none."""
         others = (lease for lease in self._since if lease.claim.tenant not in tenants)
         return min(others, key=lambda lease: lease.claim.order, default=None)
 
@@ -113,7 +113,7 @@ class WakeUp:
             self._rung.set()
 
     def take(self) -> bool:
-        """Forget all reports before a claim. Returns whether `work_came` was among the reports."""
+        """Forget all reports, before a claim. Returns whether `work_came` was among the reports."""
         self._rung.clear()
         self._room_freed = False
         came, self._work_came = self._work_came, False

@@ -71,12 +71,12 @@ class PreparedRequest:
     error: ErrorInfo | None = None
     """The error that the last row reports; None if the request has not failed."""
     last_token_at: float | None = None
-    """When this attempt generated its last token so far, in seconds of `time.monotonic()`."""
+    """Time of this attempt's latest token, in seconds of `time.monotonic()`."""
     rows: list[Row] = field(default_factory=list)
     """The rows of this attempt, in order. The publisher sends them again if Redis loses some."""
     unsent: list[Row] = field(default_factory=list)
-    """The row with the request's output prefix, until the publisher has sent it. This row is sent
-    together with the first generated tokens, because until then the output has not begun."""
+    """The row with the request's output prefix, until the publisher has sent the row. The row is
+    sent together with the first generated tokens, because until then the output has not begun."""
 
     @property
     def request_id(self) -> str:
@@ -114,7 +114,7 @@ class PreparedRequest:
     @property
     def is_at_end(self) -> bool:
         """Whether nothing is left to generate: earlier attempts generated the whole output, or the
-        request wants only the prompt's tokens."""
+        request wants only the tokens of the prompt."""
         return (
             self.request.tokenize
             or self.num_emitted >= self.engine_request.max_tokens
@@ -128,7 +128,7 @@ class PreparedRequest:
         return self.text.stopped or (grammar is not None and grammar.is_complete)
 
     def rows_until(self, row: Row) -> list[Row]:
-        """Returns all rows of the request up to and including `row`, of all attempts."""
+        """Returns the rows of all attempts at the request, up to and including `row`."""
         claim = self.claim
         earlier = [Row.of(claim.request_id, claim.fence, event) for event in claim.events]
         return [*earlier, *(sent for sent in self.rows if sent.start < row.start), row]
@@ -142,7 +142,7 @@ class PreparedRequest:
         error: ErrorInfo | None = None,
         embedding: str | None = None,
     ) -> Row:
-        """Returns the next row, and adds it to the output. A row with a finish reason is the last.
+        """Returns the next row, and adds it to the output. Only the last row has a finish reason.
 
         If the row cannot be built, the request does not change.
         """
@@ -329,7 +329,7 @@ def _prompt_logprobs(
 
 
 def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """Returns the text of each token of a prompt; joined, the texts are the prompt. A special
+    """Returns the text of each token of a prompt. The texts, joined, are the prompt. A special
     token's text is its name. If several tokens form one character, the last of these tokens has the
     whole character as its text, and the others have ''."""
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
@@ -344,8 +344,8 @@ def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
 
 def encoded(vector: npt.NDArray[np.float32], embed: Embed) -> str:
-    """Returns the vector as base64 of little-endian float32, cut to `embed.dimensions` numbers, and
-    scaled to length 1 if `embed.normalize`. A score stays as it is."""
+    """Returns the vector as base64 of little-endian float32, cut to `embed.dimensions` numbers. If
+    `embed.normalize` is set, scales the vector to length 1. A score is not scaled."""
     numbers = vector[: embed.dimensions].astype(np.float64)
     if embed.normalize and embed.query is None:
         numbers /= max(float(np.linalg.norm(numbers)), _SHORTEST)

@@ -1,4 +1,4 @@
-"""Runs preparations that may take long in a few threads, so that quick ones need not wait."""
+"""Runs slow preparations in a few threads, so that quick preparations need not wait."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SlowLane:
     def put_off(self, tenant: str) -> float:
         """Returns the delay in seconds for a request of `tenant` that finds the lane full.
 
-        The delay is the expected time of the tenant's other requests (in the lane, or put off
-        before). Without this delay, the lane would still be full for the tenant.
+        The delay is the time that the tenant's earlier requests (in the lane, or put off) are
+        expected to take. After a shorter delay, the lane would still be full for the tenant.
         """
         now = time.monotonic()
         self._put_off_until = {
@@ -53,7 +53,7 @@ class SlowLane:
         return until - now
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Run `function` in a thread, and return its result. If the calling task is cancelled, the
+        """Run `function` in a thread, and return the result. If the calling task is cancelled, the
         thread continues, and the result is dropped."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)

@@ -55,9 +55,8 @@ class Served:
     dtype: str
     """The dtype in which the model computes; empty if this process computes nothing."""
     method: str = ""
-    """How the model is computed, as text for the ready line (which a worker prints when it can
-    serve): whether by promptq's code, or why not, and in which number formats. If an inference
-    server computes the model: the server's name."""
+    """Text for the ready line, which a worker prints when it can serve: whether promptq's code
+    computes the model, or why not, and the number formats; or the name of the inference server."""
     grammars: Grammars | None = None
     """Compiles grammars for structured output; None for an engine that cannot use grammars."""
     verdict: Verdict | None = None
@@ -67,13 +66,14 @@ class Served:
 
     @property
     def computes_here(self) -> bool:
-        """Whether this process, and not an inference server, computes the model. Steps of the
-        engine then release the interpreter's lock."""
+        """Whether this process computes a model. Then the engine's steps release the interpreter's
+        lock. False for `model-free`, and if an inference server computes the model."""
         return bool(self.dtype) and not isinstance(self.engine, EnginePort)
 
 
 def _kv_cache_bytes(settings: WorkerSettings) -> int | None:
-    """Parses a setting such as `4G`, `512M` or `1048576`. Raises ConfigurationError."""
+    """Returns the bytes of a setting such as `4G`, `512M` or `1048576`; None if it is not set.
+    Raises ConfigurationError."""
     if not (text := settings.kv_cache_memory):
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)

@@ -2,8 +2,8 @@
 messages that tell workers to finish and exit.
 
 Producers may publish on `control`, but must not be able to end workers. So drains have a separate
-channel. On a server without roles, every client may publish everywhere. There the worker also obeys
-a drain on `control`, where earlier releases send it.
+channel. On a server without roles, every client may publish everywhere. On such a server, the
+worker also obeys a drain on `control`, because earlier releases send drains there.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ async def listen(queue: AsyncRequestQueue) -> AsyncIterator[str]:
 
 
 async def _next(channel: Any) -> dict[str, Any]:
-    """Returns the next message, or after a silence the answer to a ping. Raises RedisError if no
-    answer comes: the connection is then open but dead."""
+    """Returns the next message, or the answer to a ping if no message comes for some seconds.
+    Raises RedisError if the ping gets no answer: the connection is then open but dead."""
     seconds = channel.connection.socket_timeout
     message: dict[str, Any] | None = await channel.get_message(timeout=seconds)
     if message is None:

@@ -139,7 +139,7 @@ class EngineThread:
         # Returns False if the thread must stop.
         if not self._engine.has_work:
             self._wait()
-        # Read the aborts first, so that an addition made before its abort is not read after it.
+        # Read the aborts first. A sequence's addition precedes its abort, so it is read too.
         snapshots, aborts = _all_of(self._snapshots), _all_of(self._aborts)
         additions = _all_of(self._additions)
         for request in additions:
@@ -152,7 +152,7 @@ class EngineThread:
                 self._put(StepOutput([refusal], self._engine.stats))
         for sequence_id in aborts:  # after the additions, among which the sequence may be
             self._engine.abort(sequence_id)
-            self.stats = self._engine.stats  # perhaps no step follows that reports them
+            self.stats = self._engine.stats  # perhaps no later step reports them
         if snapshots:
             snapshot = self._engine.snapshot()
 

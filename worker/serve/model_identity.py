@@ -88,7 +88,7 @@ def _fingerprint(name_or_dir: str, others: Sequence[Path], *, with_weights: bool
     """Returns a hash of the names, sizes and first MiB of each file of a model and of `others`.
 
     The first MiB has the names and shapes of the tensors (safetensors), or the name and vocabulary
-    (GGUF). A worker of an inference server may lack weights: `with_weights=False`.
+    (GGUF). `with_weights` is False for an inference server's worker, which may lack the weights.
     """
     folder = folder_of(name_or_dir)
     digest = hashlib.sha256()
@@ -106,7 +106,8 @@ def _fingerprint(name_or_dir: str, others: Sequence[Path], *, with_weights: bool
 
 
 def folder_of(name_or_dir: str) -> Path:
-    """Returns the folder of a model's files, from that folder or a name on the Hugging Face hub."""
+    """Returns a model's folder. `name_or_dir` may be a folder, a GGUF file, or a name on the
+    hub."""
     folder = Path(library_arguments(name_or_dir)[0])
     if folder.is_dir():
         return folder

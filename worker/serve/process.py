@@ -40,15 +40,15 @@ _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
 """Seconds for which a thread keeps the interpreter's lock (Python's default: 0.005), if this
-process computes the model. After a step, the engine's thread gets the lock this soon. Without a
-model here, all threads always need the lock, and each switch costs more than it gains."""
+process computes a model. After a step, the engine's thread waits no longer than this for the lock.
+Without a model here, all threads always need the lock, and each switch costs more than it gains."""
 
 
 class Turn(Protocol):
     """Decides when a process may load its model, if several processes share the device."""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """Set these events, like signals do, when the owner orders this process to end."""
+        """From now on, set these events, as signals do, when the process's owner orders its end."""
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
         """Wait until the model may be loaded. Returns an earlier load's test result, or None."""
@@ -58,8 +58,8 @@ class Turn(Protocol):
 
 
 def serve_until_stopped(settings: WorkerSettings, redis_url: str, turn: Turn | None = None) -> None:
-    """Run a worker until SIGTERM or SIGINT. With a `turn`, load the model after `turn.wait`. Raises
-    PromptqError."""
+    """Run a worker until SIGTERM or SIGINT. If `turn` is not None, load the model only after
+    `turn.wait`. Raises PromptqError."""
     try:
         asyncio.run(_serve(settings, redis_url, turn))
         # The interpreter removes signal handlers when it ends. A signal that arrives after that

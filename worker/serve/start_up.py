@@ -52,7 +52,7 @@ class StartUp:
             self._bar.stop()
 
     def __str__(self) -> str:
-        """Returns the times of the stages without a log line: `weights 0.8 s, checking 1.2 s`."""
+        """Returns the times of unlogged stages, such as `weights 0.8 s, checking 1.2 s`."""
         stages = self.seconds.items()
         return ", ".join(
             f"{name} {took:.1f} s" for name, took in stages if name not in self._logged

@@ -187,7 +187,7 @@ class Worker:
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve requests until `stop` is set, or until a message orders a drain.
 
-        If a part of the worker fails, raises its exception.
+        Raises the exception of a part that fails.
         """
         stopping = {asyncio.create_task(event.wait()) for event in (stop, self._drain_requested)}
         parts = [*self._tasks, self.intake.task]
@@ -202,7 +202,7 @@ class Worker:
     async def drain(self, now: asyncio.Event) -> None:
         """Stop claiming, and let running requests finish until the grace time is over.
 
-        Setting `now` ends the grace time early. Raises the errors of `serve`.
+        If `now` is set, the grace time ends early. Raises the errors of `serve`.
         """
         self.heartbeat.about.state = "draining"
         notify("STOPPING=1")
@@ -267,7 +267,7 @@ class Worker:
         self._exchange.note_heartbeat()
 
     async def _compare_lengths(self) -> None:
-        # Other workers of the queue may have to continue streams of this one.
+        # Other workers of the queue may have to continue this worker's streams.
         keys, own = self._queue.keys, self.engine.limits.max_model_len
         for worker_id in await self._queue.run(lookups.live_worker_ids(keys, 0)):
             other = await self._queue.run(lookups.worker_stats(keys, worker_id))

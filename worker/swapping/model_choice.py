@@ -43,8 +43,8 @@ class Candidate:
     """Expected seconds from the order to load the model until the model serves."""
 
     def waited_seconds(self, now: float) -> float:
-        """Returns how many seconds the queue's first request has waited, counted at the earliest
-        from the unloading of the queue's model."""
+        """Returns the seconds since the queue's first request arrived or since the queue's model
+        was unloaded, whichever was later."""
         return min(self.work.oldest_ms / 1000, now - self.left_at)
 
     @property
@@ -76,7 +76,7 @@ def choose(
     candidates: Mapping[str, Candidate],
     now: float,
 ) -> Choice | None:
-    """Returns the decision to load another model; None to stay. `own`: the loaded model's work.
+    """Returns which model to load instead; None: no change. `own` is the loaded model's work.
 
     The rule compares the requests of different queues as if they waited in one queue: by the score,
     which is the time of arrival plus the priority. By default, one level of priority counts as much

@@ -1,4 +1,4 @@
-"""Starts and controls a process for one of several models. The starting process owns it."""
+"""Starts and controls a process for one of several models, as the owner of that process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Target = Callable[[WorkerSettings, str, Connection], None]
 
 
 class ProcessState(Enum):
-    """States of a model's process. In LOADING, SERVING and DRAINING, memory has the model."""
+    """States of a model's process. In LOADING, SERVING and DRAINING, the model may be in memory."""
 
     STARTING = auto()
     STANDBY = auto()
@@ -28,7 +28,7 @@ class ProcessState(Enum):
 
 
 def forking(*libraries: str) -> ForkServerContext:
-    """Returns a context whose processes have imported these modules, which takes seconds.
+    """Returns a context whose processes start with these modules imported. An import takes seconds.
 
     The context forks from a separate process, because this process has threads.
     """
@@ -52,9 +52,9 @@ def _not_importing_from_here() -> Iterator[None]:
 
 
 class ModelProcess:
-    """A process that runs `target` with the settings, Redis' URL and a connection to its owner.
+    """A process that runs `target` with the settings, Redis' URL and a connection to the owner.
 
-    If the owner ends, the connection closes. Then the process drains and ends.
+    If the owner ends, the connection closes. Then this process drains and ends.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ModelProcess:
     ) -> None:
         """`known` is the test result of an earlier process that loaded this model."""
         self.has_room = True
-        """False once the model was found not to fit into memory beside the loaded ones."""
+        """False if the process reported that the model does not fit beside the loaded models."""
         self.failure = ""
         """The reason why the process ended; empty if the process has reported none."""
         self.served = ""
@@ -92,7 +92,7 @@ class ModelProcess:
         return self.state in busy
 
     def look(self) -> ProcessState:
-        """Read the process's reports, and look whether it has ended. Returns its new state."""
+        """Read the process's reports, and check whether it has ended. Returns the new state."""
         has_ended = self._process.exitcode is not None  # checked before reading the last reports
         with suppress(EOFError, OSError):
             while self._line.poll():

@@ -1,4 +1,4 @@
-"""Runs in the process of one of several models, and waits for the owner's order to load it."""
+"""Runs in one model's process, and waits until the owner (the parent) orders it to load."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Report(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An earlier test's result, valid while the model's files have this fingerprint."""
+    """The result of an earlier test of a model, valid while its files have this fingerprint."""
 
     fingerprint: str
     verdict: bytes
-    """The pickled Verdict, which the owner never unpickles: it lacks that class."""
+    """The pickled `Verdict`. The owner never unpickles it, because the owner lacks that class."""
 
 
 class Standby:
@@ -91,10 +91,10 @@ class Standby:
         loop.add_reader(self._owner.fileno(), read)
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
-        """Register the model with its queue, for clients, and wait for the order to load.
+        """Register the model with its queue, where clients find it. Wait for the order to load.
 
         Returns the test result of an earlier load if the files have not changed, otherwise None.
-        Raises ModelNotFoundError, and ModelMismatchError if the queue has another model.
+        Raises ModelNotFoundError. Raises ModelMismatchError if the queue has another model.
         """
         identity = await asyncio.to_thread(identify, settings)
         queue = AsyncRequestQueue(client, settings.queue, model=identity)

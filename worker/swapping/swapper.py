@@ -37,7 +37,7 @@ class ModelFailedError(PromptqError):
 
 @dataclass
 class _Model:
-    """A model's process, and facts about earlier ones. Times are of `time.monotonic()`."""
+    """A model's process, and facts about its earlier processes. Times are of `time.monotonic()`."""
 
     process: ModelProcess
     left_at: float = -math.inf
@@ -52,11 +52,11 @@ class _Model:
 
 
 class Swapper:
-    """Keeps one model loaded, and for each other model a process that is ready to load it.
+    """Keeps one model loaded. Each other model has a process that is ready to load it.
 
     `start` starts the process of a queue. With `overlaps`, a model may be loaded while the previous
-    one still runs, if there is memory for both. The function `choose` decides which model should be
-    loaded. Each next step follows from that choice and from the states of the processes.
+    model still runs, if there is memory for both. The function `choose` decides which model should
+    be loaded. Each next step follows from that choice and from the states of the processes.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Swapper:
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:
-        """Wait until all models are registered and the first serves, or until `stop` is set. Raises
-        ModelFailedError if a model cannot be served."""
+        """Wait until all models are registered and the first model serves, or until `stop` is set.
+        Raises ModelFailedError if a model cannot be served."""
         while not stop.is_set() and not self._has_started:
             self._look()
             for name, model in self._models.items():
@@ -134,7 +134,6 @@ class Swapper:
             await asyncio.sleep(_LOOK_SECONDS)
 
     def kill(self) -> None:
-        """Kill all processes."""
         for model in self._models.values():
             model.process.kill()
 

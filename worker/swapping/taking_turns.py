@@ -1,4 +1,4 @@
-"""Runs a process for each of several models, of which one is loaded at a time."""
+"""Runs one process for each of several models. Only one model is loaded at a time."""
 
 from __future__ import annotations
 
