@@ -18,7 +18,7 @@ def resume(keys: Keys, /) -> Operation[None]:
 
 
 def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
-    """Makes one worker, or all, finish running requests and exit. Returns the workers' ids."""
+    """Drains one worker, or all: they finish requests and exit. Returns the workers' ids."""
     now_ms = yield lookups.server_time_ms()
     kinds = yield [lookups.live_worker_ids(keys, now_ms, overflow=each) for each in (False, True)]
     channels = (keys.drain, keys.control)  # workers of earlier releases listen to `control`

@@ -37,7 +37,7 @@ def json_object(text: str | bytes | None) -> dict[str, Any]:
 
 
 def object_in_parts(text: str | None) -> Work[dict[str, Any]]:
-    """Parses a JSON object in slices, because it may be large; {} if the text is not one."""
+    """Parses a JSON object in slices, because the text may be large; {} if the text is not one."""
     try:
         return (yield from object_in(text or "", {}))
     except (ValueError, RecursionError):
