@@ -77,12 +77,12 @@ class ApiKey(BaseModel):
 
     @property
     def party(self) -> str:
-        """The tenant, or else the key's name. A gateway counts calls' memory and time by party."""
+        """Name under which a gateway counts calls' memory and time: the tenant's or the key's."""
         return self.tenant or self.name
 
     @property
     def is_free(self) -> bool:
-        """Whether the key's requests may name any tenant: an administrator's key without one."""
+        """Whether requests may name any tenant: those of an administrator without a tenant may."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)
 
     @property

@@ -18,7 +18,7 @@ from promptq.shared.queue.call import Operation
 from promptq.shared.queue.statistics import WINDOW_SECONDS, Work, measure_work
 
 _MOST_BUSY = 0.8
-"""The largest fraction of the workers' speed for arrivals. At 1, a backlog would never shrink."""
+"""Fraction of the workers' speed that arrivals may use. At 1, a backlog would never shrink."""
 _MOST_FULL = 0.5
 """The largest fraction of slots to fill while the speed of a worker is not measured yet."""
 _START_SECONDS = 10.0

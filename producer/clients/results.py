@@ -13,7 +13,7 @@ from promptq.shared.protocol.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The results of several samples of one prompt, in the order of their ids."""
+    """The results of several samples of one prompt, in the order of `request_ids`."""
 
     request_ids: list[str]
     results: list[Result]

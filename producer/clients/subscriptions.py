@@ -25,7 +25,7 @@ from promptq.shared.errors import QueueClosedError
 from promptq.shared.runtime.tasks import end, heeding_cancels
 
 MAX_UNREAD = 256
-"""Limit of messages that wait for a stream. One more message replaces all of them by `MISSED`."""
+"""Most messages that wait for a stream. If one more arrives, `MISSED` replaces all of them."""
 
 _MAX_RECONNECT_SECONDS = 0.1
 

@@ -187,7 +187,7 @@ class Client:
         `append`. If the worker that runs the fork has the prompt and these tokens in its prefix
         cache, computing them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the
         source's payload without its seed and idempotency key. `changes` are further fields, such as
-        `temperature`. `max_tokens` does not count these tokens and `append`.
+        `temperature`. `max_tokens` counts neither these tokens nor `append`.
 
         Raises InvalidRequestError, also for an `at` beyond the source's tokens. Raises
         RequestNotFoundError if the source is unknown or has expired, and the errors of `enqueue`.
@@ -281,8 +281,8 @@ class Client:
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
         """Change the priority of a waiting request.
 
-        The request moves to the place that it would have if it had been enqueued with this
-        priority. A request that a worker holds keeps its priority. Raises InvalidRequestError.
+        The request moves in the queue as if it had been enqueued with this priority. A request that
+        a worker holds keeps its priority. Raises InvalidRequestError.
         """
         return self._do(admin.queue_control.reprioritise(self._keys(), request_id, priority))
 

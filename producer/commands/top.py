@@ -94,7 +94,7 @@ class _Screen:
         self._shown = self._names[at % len(self._names)]
 
     def look(self, width: int, hint: str = "") -> Any:
-        """Reads the queues and returns the screen. A list of several queues ends with `hint`."""
+        """Reads the queues. Returns the screen; `hint` stands below a list of several queues."""
         from rich.console import Group
 
         from promptq.producer.commands.screens.overview_screen import overview_screen, queues_list

@@ -209,7 +209,7 @@ def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[ob
 async def _read_missing_times(
     queue: AsyncRequestQueue, ids: Sequence[str], shown: Sequence[Shown]
 ) -> None:
-    """Reads the queue times of requests that a Redis script has ended, without statistics."""
+    """Reads queue times of requests that have no statistics: a Redis script has ended them."""
     for request_id, one in zip(ids, shown, strict=True):
         if one.queue_ms is None:
             record = await queue.run(lookups.record(queue.keys, request_id))
