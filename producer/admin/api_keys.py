@@ -41,17 +41,17 @@ class ApiKey(BaseModel):
     name: str = Field(pattern=NAME)
     """The key's unique name, for people and logs."""
     tenant: str | None = Field(None, pattern=NAME)
-    """The tenant whose share the key's requests use, and whose files the key may read.
+    """The tenant that the key's requests belong to. The key may read this tenant's files.
 
     A key that was created without a tenant has its name as tenant. None: a caller without a key.
     """
     is_own_tenant: bool = False
-    """Whether the key's name is its tenant, since none was set. No other key may have it."""
+    """Whether the key was created without a tenant. No other key may have such a key's tenant."""
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """The most urgent priority that the key's requests may have; lower numbers run sooner."""
     requests_per_minute: int = Field(0, ge=0)
     tokens_per_minute: int = Field(0, ge=0)
-    """Limit of prompt and output tokens per minute. A prompt counts on arrival, by an estimate."""
+    """Limit of prompt and output tokens per minute. A prompt's tokens are estimated on arrival."""
     is_admin: bool = False
     """Whether the key may read and control the whole queue."""
     scopes: tuple[str, ...] | None = None
@@ -77,12 +77,12 @@ class ApiKey(BaseModel):
 
     @property
     def party(self) -> str:
-        """The tenant (or the key's name) to which a gateway counts memory and time of calls."""
+        """Name under which a gateway counts calls' memory and time: the tenant's or the key's."""
         return self.tenant or self.name
 
     @property
     def is_free(self) -> bool:
-        """Whether requests may name any tenant, as those of administrators without one."""
+        """Whether requests may name any tenant: those of an administrator without a tenant may."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)
 
     @property
@@ -110,10 +110,9 @@ def create_api_key(
 ) -> Operation[tuple[str, ApiKey]]:
     """Creates a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
-    `weight` is the new weight of the key's tenant. Raises ConfigurationError if the name is taken,
-    a scope is unknown or a limit is above `MAX_RATE`. A key created without a tenant uses its name
-    as tenant, and no two keys may share such a tenant: creating the second one raises
-    ConfigurationError, too.
+    `weight` is the new weight of the key's tenant. A key created without a tenant uses its name as
+    tenant, and no other key may have such a tenant. Raises ConfigurationError if the name or such a
+    tenant is taken, a scope is unknown, or a limit is above `MAX_RATE`.
     """
     _check_scopes(key)
     for name in ("requests_per_minute", "tokens_per_minute"):

@@ -18,13 +18,13 @@ from promptq.shared.queue.call import Operation
 from promptq.shared.queue.statistics import WINDOW_SECONDS, Work, measure_work
 
 _MOST_BUSY = 0.8
-"""The share of the workers' speed that arrivals may take. At 1, a backlog would never shrink."""
+"""Fraction of the workers' speed that arrivals may use. At 1, a backlog would never shrink."""
 _MOST_FULL = 0.5
-"""The largest share of slots to use while the speed of a worker is not measured yet."""
+"""The largest fraction of slots to fill while the speed of a worker is not measured yet."""
 _START_SECONDS = 10.0
 """Seconds that a new worker needs to start. It cannot help a request whose deadline is earlier."""
 _HALF_DONE = 0.5
-"""The share of a running request's tokens that is left to generate, on average."""
+"""The fraction of a running request's tokens that are not generated yet, on average."""
 
 
 class Reason(StrEnum):
@@ -88,7 +88,7 @@ def scaling(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[
 
 
 def scalings(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[list[Scaling]]:
-    """Computes the scaling of each queue of the server that this Redis user may read."""
+    """Computes a `scaling` for each of the server's queues that this Redis user may read."""
     scalings: list[Scaling] = []
     for view in (yield from views_of_queues(keys)):
         with suppress(ResponseError):  # its record was overwritten meanwhile
@@ -127,7 +127,7 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
 
 
 def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
-    """Returns the number of workers for each reason. Of equal numbers, the first one counts."""
+    """Returns how many workers each reason needs. Of equal numbers, the first reason counts."""
     num_waiting = 0 if work.is_paused else work.num_waiting
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):
@@ -164,10 +164,10 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
 
 
 def _for_deadlines(work: Work, each: float) -> int:
-    """Returns the number of workers that are needed so that requests meet their deadlines.
+    """Returns how many workers are needed so that requests meet their deadlines.
 
     Deadlines in less than `_START_SECONDS` do not count: a new worker would come too late. Assumes
-    that requests run in the order of their deadlines, and that each takes `each` seconds.
+    that requests run in the order of their deadlines, and that a request takes `each` seconds.
     """
     most = 0
     for nth, ms in enumerate(work.deadlines_ms, 1):

@@ -18,7 +18,7 @@ def resume(keys: Keys, /) -> Operation[None]:
 
 
 def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
-    """Makes one worker, or all, finish running requests and exit. Returns the workers' ids."""
+    """Drains one worker, or all: they finish requests and exit. Returns the workers' ids."""
     now_ms = yield lookups.server_time_ms()
     kinds = yield [lookups.live_worker_ids(keys, now_ms, overflow=each) for each in (False, True)]
     channels = (keys.drain, keys.control)  # workers of earlier releases listen to `control`
@@ -29,8 +29,8 @@ def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
 def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[PriorityStatus]:
     """Changes the priority of a waiting request. Returns a status.
 
-    The request moves to the place that it would have if it had been enqueued with this priority. A
-    request that a worker holds keeps its priority. Raises InvalidRequestError.
+    The request moves in the queue as if it had been enqueued with this priority. A request that a
+    worker holds keeps its priority. Raises InvalidRequestError.
     """
     check_request_id(request_id)
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:

@@ -24,23 +24,23 @@ class QueueStats(BaseModel):
     waiting: int
     delayed: int
     active: int
-    """Number of requests that workers hold: they run, or are prepared to run."""
+    """Number of requests that workers hold, either running or prepared to run."""
     dead: int
     """Number of dead letters: requests that no worker tries again, because they crash workers."""
     workers: list[WorkerStats]
     overflow_workers: list[WorkerStats] = []
-    """Workers that claim only requests that the others would finish too late."""
+    """Workers that claim only requests that `workers` would finish too late."""
     has_standby: bool = False
     """Whether a worker that loads several models in turns also serves this queue."""
     why_no_worker: str = ""
-    """Why the queue has no worker, with advice; empty if it has one."""
+    """Why the queue has no worker, with advice; empty if the queue has a worker."""
     now_ms: int = 0
     """The server's time in Unix milliseconds. Heartbeats use the same clock."""
     server_warning: str = ""
     """A warning if the server may delete requests; otherwise empty."""
 
     def why_waiting(self) -> str:
-        """Returns why no worker claims waiting requests, with advice; empty if a worker does."""
+        """Returns why no worker claims waiting requests, with advice; empty if one claims them."""
         if self.paused:
             return f"the queue is paused; `promptq resume{queue_option(self.queue)}` ends the pause"
         states = sorted({worker.state for worker in self.workers})

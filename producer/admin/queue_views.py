@@ -26,7 +26,7 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """State of a queue. `model` is the model that workers reported last; empty before."""
+    """State of a queue. `model` is the model that workers reported last; empty if none did."""
 
     queue: str
     model: str
@@ -121,9 +121,10 @@ def models(keys: Keys, /) -> Operation[list[ServedModel]]:
 
 
 def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
-    """Reads which queue serves a model, by the model's name or an alias.
+    """Reads which queue serves a model. `model` is the model's name or an alias.
 
-    Of several, returns the one with the fewest requests per worker. Raises ModelNotServedError.
+    Of several queues, returns the one with the fewest requests per worker. Raises
+    ModelNotServedError.
     """
     aliases = yield from _aliases()
     views = yield from views_of_queues(keys)
@@ -135,7 +136,7 @@ def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
 
 
 def queue_of_request(keys: Keys, /, request_id: str) -> Operation[str]:
-    """Reads which queue knows the request. Returns this client's queue if none does."""
+    """Reads which queue has the request. Returns this client's queue if no queue has it."""
     if (yield from _has(keys, request_id)):
         return keys.queue
     for name in (yield from _others(keys)):
@@ -210,7 +211,7 @@ def not_served(model: str, served: Iterable[str]) -> str:
 
 
 def views_of_queues(keys: Keys, /) -> Operation[list[QueueView]]:
-    """Reads the state of the server's queues that this Redis user may read, sorted by name."""
+    """Reads the states of all queues that this Redis user may read, sorted by name."""
     views: list[QueueView] = []
     for name in sorted([keys.queue, *(yield from _others(keys))]):
         try:

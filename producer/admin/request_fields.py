@@ -25,19 +25,19 @@ class EndedAttempt(BaseModel):
 
 
 def whole(value: str | bytes | None) -> int:
-    """Parses a whole number; 0 if the text is not one."""
+    """Parses a whole number. Returns 0 if `value` is no whole number."""
     text = text_of(value or "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
 
 
 def json_object(text: str | bytes | None) -> dict[str, Any]:
-    """Parses a JSON object; {} if the text is not one."""
+    """Parses a JSON object. Returns {} if `text` is no JSON object."""
     value = _parsed(text)
     return value if isinstance(value, dict) else {}
 
 
 def object_in_parts(text: str | None) -> Work[dict[str, Any]]:
-    """Parses a JSON object in slices, because it may be large; {} if the text is not one."""
+    """Parses a large JSON object in slices. Returns {} if `text` is no JSON object."""
     try:
         return (yield from object_in(text or "", {}))
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The timeline of one request: its moments in order of time."""
+"""The timeline of one request: what happened to the request, in order of time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FIELDS = (
 
 
 class Happened(StrEnum):
-    """Kinds of moments. Moments at the same time are sorted in this order."""
+    """Kinds of moments. Moments with the same time are sorted in the order of this list."""
 
     ENQUEUED = "enqueued"
     CLAIMED = "claimed"
@@ -57,7 +57,7 @@ _RANKS = {what: rank for rank, what in enumerate(Happened)}
 
 
 class Moment(BaseModel):
-    """One moment of a request. `attempt` and `worker` are set if it belongs to an attempt."""
+    """One thing that happened to a request. In an attempt, `attempt` and `worker` are set."""
 
     at: int
     """Time in Unix milliseconds of the server."""
@@ -71,7 +71,7 @@ class Moment(BaseModel):
 class Timeline(BaseModel):
     """A request's fields in Redis, and its moments in order of time.
 
-    Of earlier attempts, only the beginning and the end are known.
+    Attempts before the last have no moments but their beginning, their end and a first token.
     """
 
     request_id: str
@@ -84,7 +84,7 @@ class Timeline(BaseModel):
     attempts: int = 0
     crashes: int = 0
     requeued_from: str = ""
-    """The id of the dead letter that was enqueued again as this request; empty if there is none."""
+    """The id of the dead letter that was enqueued again as this request; empty for others."""
     forked_from: str = ""
     """The id of the request whose output this request continues; empty if this is no fork."""
     forked_at: int | None = None
@@ -101,7 +101,7 @@ class Timeline(BaseModel):
 
 
 def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
-    """Reads a request's moments in order of time. Raises RequestNotFoundError."""
+    """Reads the timeline of a request. Raises RequestNotFoundError."""
     record: dict[str, str] = yield lookups.fields(keys, check_request_id(request_id), _FIELDS)
     if not record:
         raise RequestNotFoundError(f"request {request_id!r} is unknown, or ended long ago")

@@ -71,7 +71,7 @@ class AsyncClient:
     The client connects at the first call, or on entering `async with`. Any number of tasks may use
     the client in parallel. At most 32 calls run at a time, and further calls wait. All streams use
     one connection. If you pass a redis-py client, calls use at most half of its connections
-    (`max_connections`, by default 100). Several clients of one redis-py client may need 33 each.
+    (`max_connections`, by default 100). Clients that share one redis-py client may need 33 each.
     """
 
     def __init__(
@@ -126,17 +126,17 @@ class AsyncClient:
         """Enqueue a request. Returns its id: `request_id`, or by default a UUIDv7.
 
         `prompt` is text or token ids. `messages` is a chat, which the model's chat template
-        renders; instead of a picture's URL it may have the picture's bytes, or a `pathlib.Path`.
-        `fields` are those of `promptq.shared.protocol.request.Request` (`max_tokens`,
-        `temperature`, `priority`, ...). The request waits at least `delay_ms` milliseconds.
+        renders. A picture in it may be bytes or a `pathlib.Path` instead of a URL. `fields` are
+        those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
+        `priority`, ...). The request waits at least `delay_ms` milliseconds.
 
         Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply is lost, the
-        request is sent again, and the server recognises it. If the server stays away, the request
-        may or may not have arrived. With an `idempotency_key`, you can repeat the call safely.
+        client sends the request again, and the server accepts only one. If the server stays away,
+        the request may or may not have arrived. An `idempotency_key` makes repeated calls safe.
 
         With `durability="replicated"`, the call waits until all connected replicas have the
-        request. If they do not have it in time, or there is none, raises NotReplicatedError.
-        Repeating the call with the same `request_id` and fields then returns the id again.
+        request. If a replica is too slow, or no replica exists, raises NotReplicatedError. If you
+        then repeat the call with the same `request_id` and fields, it returns the same id.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         [own_id] = await self.enqueue_many([request])
@@ -187,7 +187,7 @@ class AsyncClient:
         `append`. If the worker that runs the fork has the prompt and these tokens in its prefix
         cache, computing them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the
         source's payload without its seed and idempotency key. `changes` are further fields, such as
-        `temperature`. `max_tokens` does not count these tokens and `append`.
+        `temperature`. `max_tokens` counts neither these tokens nor `append`.
 
         Raises InvalidRequestError, also for an `at` beyond the source's tokens. Raises
         RequestNotFoundError if the source is unknown or has expired, and the errors of `enqueue`.
@@ -231,7 +231,7 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue `n` requests with one prompt, and return all results within `timeout` seconds."""
+        """Enqueue `n` requests with one prompt. Wait up to `timeout` seconds for all results."""
         request_ids = await self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [await self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -255,7 +255,7 @@ class AsyncClient:
         vector. `query`: see `rerank`. `fields` are as in `enqueue`; fields for generation have no
         effect. `timeout` (seconds) is for all texts together.
 
-        Raises the errors of `enqueue` and `result`, and RequestFailedError without a vector.
+        Raises the errors of `enqueue` and `result`, and RequestFailedError if a vector is missing.
         """
         options = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         embed = {**options, "query": query}
@@ -266,7 +266,7 @@ class AsyncClient:
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     async def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        """Returns the server's score of each document for a query. Better answers score higher.
+        """Returns a score for each document: the better it answers the query, the higher the score.
         `options` and errors are those of `embed`."""
         found = await self.embed(documents, query=query, **options)
         return [score for (score,) in found.vectors]
@@ -281,8 +281,8 @@ class AsyncClient:
     async def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
         """Change the priority of a waiting request.
 
-        The request moves to the place that it would have if it had been enqueued with this
-        priority. A request that a worker holds keeps its priority. Raises InvalidRequestError.
+        The request moves in the queue as if it had been enqueued with this priority. A request that
+        a worker holds keeps its priority. Raises InvalidRequestError.
         """
         return await self._do(
             admin.queue_control.reprioritise(await self._keys(), request_id, priority)
@@ -293,7 +293,7 @@ class AsyncClient:
         return await self._do(lookups.state(await self._keys(), check_request_id(request_id)))
 
     async def timeline(self, request_id: str) -> admin.timeline.Timeline:
-        """Returns the moments of a request in order of time. Raises RequestNotFoundError."""
+        """Returns what happened to a request, in order of time. Raises RequestNotFoundError."""
         return await self._do(admin.timeline.timeline(await self._keys(), request_id))
 
     # The queue and its workers
@@ -311,7 +311,7 @@ class AsyncClient:
         return await self._do(admin.overview.worker(await self._keys(), worker_id))
 
     async def statistics(self, since_ms: int = 0) -> list[Sample]:
-        """Returns the statistics' samples since `since_ms` (Unix milliseconds of the server).
+        """Returns the samples of the statistics since `since_ms` (Unix milliseconds of the server).
 
         There is one sample for each 5 s of the last hour, oldest first.
         """
@@ -320,18 +320,18 @@ class AsyncClient:
     async def keep_statistics(self) -> None:
         """Write a sample of the statistics if one is due.
 
-        Call this regularly if all workers may be away.
+        Workers write samples, too. Call this regularly if there may be no worker.
         """
         await self._do(statistics.sample(statistics.Contribution()))
 
     async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns how many workers the queue needs for a wait of at most `target_seconds`."""
+        """Returns how many workers the queue needs to keep waits within `target_seconds`."""
         return await self._do(admin.autoscaling.scaling(await self._keys(), target_seconds))
 
     async def scalings(
         self, target_seconds: float = TARGET_SECONDS
     ) -> list[admin.autoscaling.Scaling]:
-        """Returns the scaling of each queue of the server that this Redis user may read."""
+        """Returns a `scaling` for each of the server's queues that this Redis user may read."""
         return await self._do(admin.autoscaling.scalings(await self._keys(), target_seconds))
 
     async def pause(self) -> None:
@@ -343,7 +343,7 @@ class AsyncClient:
         await self._do(admin.queue_control.resume(await self._keys()))
 
     async def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make one worker, or all, finish running requests and exit. Returns the workers' ids."""
+        """Drain one worker, or all: they finish requests and exit. Returns the workers' ids."""
         return await self._do(admin.queue_control.drain(await self._keys(), worker_id))
 
     # Dead letters
@@ -376,22 +376,22 @@ class AsyncClient:
         return await self._do(admin.queue_views.models(await self._keys()))
 
     async def queue_of_model(self, model: str) -> str:
-        """Returns the queue that serves a model, by the model's name or an alias.
+        """Returns the queue that serves a model. `model` is the model's name or an alias.
 
-        Of several queues, returns that with the fewest requests per worker. Raises
+        If several queues do, returns the one with the fewest requests per worker. Raises
         ModelNotServedError.
         """
         return await self._do(admin.queue_views.queue_of_model(await self._keys(), model))
 
     async def queue_of_request(self, request_id: str) -> str:
-        """Returns the queue that knows the request; this client's queue if none does."""
+        """Returns the queue that has the request; this client's queue if no queue has it."""
         return await self._do(admin.queue_views.queue_of_request(await self._keys(), request_id))
 
     async def set_alias(self, alias: str, model: str) -> None:
         """Set an alias of a model.
 
-        Raises ConfigurationError if the alias is invalid or a model's name, and ModelNotServedError
-        if no queue has the model.
+        Raises ConfigurationError if the alias is not valid, or is the name of a model. Raises
+        ModelNotServedError if no queue has the model.
         """
         await self._do(admin.queue_views.set_alias(await self._keys(), alias, model))
 
@@ -428,7 +428,7 @@ class AsyncClient:
     def stream(
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Yields events like `Client.stream`. To leave early, use `contextlib.aclosing`."""
+        """Yields events like `Client.stream`. To stop reading early, use `contextlib.aclosing`."""
         check_request_id(request_id)
 
         def begin() -> Callable[[Any], Any]:
@@ -476,7 +476,7 @@ class AsyncClient:
                 await finish()
 
     async def close(self) -> None:
-        """End every wait and close the connections, unless you passed the redis-py client."""
+        """End every wait and close the connections, except a redis-py client that you passed."""
         if self._queue is not None:
             await self._queue.close()
         if self._subscriptions is not None:

@@ -28,8 +28,8 @@ HOW_TO_GET_A_SERVER = (
 
 
 def server_url(url: str | None = None) -> str:
-    """Returns the server's URL: `url`, that of the settings, or that of this user's `promptq up`.
-    Raises RedisUnavailableError if there is none."""
+    """Returns `url`, or else the URL in the settings, or else the URL of this user's `promptq up`.
+    Raises RedisUnavailableError if none of these exists."""
     if url:
         return url
     from promptq.shared.settings.common import read_settings
@@ -48,7 +48,7 @@ def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
 
 
 def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str:
-    """Returns the address of a redis-py client, for error messages."""
+    """Returns the address of the server that a redis-py client uses, for error messages."""
     if several := address_of_nodes(pool) or address_of_sentinels(pool):
         return several
     options = pool.connection_kwargs
@@ -62,8 +62,8 @@ def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str
 
 
 def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:
-    """Raises ConfigurationError if a client decodes replies, or encodes texts other than in
-    UTF-8."""
+    """Raises ConfigurationError if the pool's connections decode replies to texts, or use another
+    encoding than UTF-8."""
     options = pool.connection_kwargs
     if options.get("decode_responses"):
         raise ConfigurationError("redis: give a client that was made without decode_responses=True")

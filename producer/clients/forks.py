@@ -44,8 +44,8 @@ class ForkSource:
     token_ids: list[int]
 
     def fork(self, at: int | None, append: str) -> tuple[dict[str, Any], ForkPoint]:
-        """Returns the fields of a fork after `at` tokens and the text `append`, and its fork point.
-        Raises InvalidRequestError that names the wrong argument."""
+        """Returns a fork's payload fields and its fork point. The fork continues after `at` tokens
+        and the text `append`. Raises InvalidRequestError that names the wrong argument."""
         if not isinstance(append, str):
             raise InvalidRequestError("append: must be text", field="append")
         point = ForkPoint(self.request_id, self._position(at))
@@ -61,8 +61,8 @@ class ForkSource:
         return kept, point
 
     def compose_fork(self, at: int | None, append: str, changes: Mapping[str, Any]) -> NewRequest:
-        """Returns a fork after `at` tokens and the text `append`, with the fields in `changes`.
-        Raises InvalidRequestError."""
+        """Returns a fork that continues after `at` tokens and the text `append`, with the fields in
+        `changes`. Raises InvalidRequestError."""
         fields, point = self.fork(at, append)
         if self.tenant:
             fields["tenant"] = self.tenant

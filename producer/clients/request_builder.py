@@ -23,9 +23,10 @@ Messages = list[dict[str, Any]]
 def compose(
     requests: Iterable[Mapping[str, Any]], account: TokenAccount | None = None
 ) -> list[NewRequest]:
-    """Builds a request from each mapping of payload fields, `request_id`, `delay_ms`, `durability`.
+    """Builds one request from each mapping of fields.
 
-    Output is charged to the rate limit `account`. Raises InvalidRequestError for a wrong field.
+    The fields are those of a payload, and optionally `request_id`, `delay_ms` and `durability`. All
+    output is charged to the rate limit `account`. Raises InvalidRequestError for a wrong field.
     """
     composed = [_compose_one(dict(fields)) for fields in requests]
     return [replace(new, account=account) for new in composed] if account else composed
@@ -106,7 +107,7 @@ def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields with a request id: the fields' id, or else a new id."""
+    """Returns the fields with a valid `request_id`, which is new if they have none."""
     request_id = fields.get("request_id")
     checked_id = new_request_id() if request_id is None else check_request_id(request_id)
     return {**fields, "request_id": checked_id}

@@ -13,7 +13,7 @@ from promptq.shared.protocol.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The results of several samples of one prompt, in the order of their ids."""
+    """The results of several samples of one prompt, in the order of `request_ids`."""
 
     request_ids: list[str]
     results: list[Result]
@@ -50,7 +50,7 @@ class Embeddings:
 
 
 def countdown(timeout: float | None) -> Callable[[], float | None]:
-    """Returns a function that returns the seconds left of `timeout`; None for no timeout."""
+    """Returns a function that returns how many seconds of `timeout` are left; None: no timeout."""
     if timeout is None:
         return lambda: None
     deadline = time.monotonic() + timeout
@@ -69,7 +69,7 @@ def checked_vector(request_id: str, result: Result) -> Result:
 
 
 def fold(request_id: str, events: list[TokenEvent], check: bool) -> Result:
-    """Combines a stream's events into a result. With `check`, raises RequestFailedError."""
+    """Combines events into a result. With `check`, a request's error raises RequestFailedError."""
     result = Result.fold(events)
     if check and result.finish_reason is FinishReason.ERROR:
         error_type = result.error.type if result.error else "unknown"

@@ -1,9 +1,9 @@
 """The rules for one request's stream: replay, repetitions, gaps, silence, lost connections.
 
 This module does no I/O. `follow` yields actions and receives their results, so both clients use the
-same rules and only carry out the actions. In short: an event from the channel is used only if it
-continues the delivered events. Whenever an event may be missing (at the start, after a
-reconnection, when `index` jumps, after some silence), the log is read.
+same rules and only carry out the actions. In short: the stream delivers an event of the pub/sub
+channel only if the event continues the delivered events. Whenever an event may be missing (at the
+start, after a reconnection, when `index` jumps, after some silence), the stream reads the log.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LARGE_BYTES = 65_536
 """Bytes up to which an event is parsed in one go. A larger event is parsed in slices."""
 
 SILENCE_SECONDS = 3.0
-"""Seconds without an event after which the log is read, because the last event may be lost."""
+"""Seconds without an event after which the stream reads the log, as an event may be lost."""
 
 GIVE_UP_SECONDS = 60.0
 """Seconds for which a stream tries to reconnect."""
@@ -47,7 +47,7 @@ _BACKOFF = EqualJitterBackoff(cap=4.0, base=0.1)
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Action: subscribe the stream to this channel, and no longer to the last. The answer is
+    """Action: subscribe the stream to `channel` instead of its previous channel. The answer is
     None."""
 
     channel: str
@@ -106,9 +106,9 @@ def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
 
 
 def advance(steps: Steps, answer: Any) -> Action | None:
-    """Resumes a stream with the answer to its last action. An error is raised inside the stream.
+    """Resumes a stream with the answer to its last action.
 
-    Returns the next action; None if the stream has ended.
+    The stream raises an answer that is an exception. Returns the next action; None at the end.
     """
     try:
         return steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
@@ -125,12 +125,12 @@ def follow(
     timeout: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Steps:
-    """Streams a request's events, beginning with that of token `from_index` (counted from 0).
+    """Streams a request's events. The first one contains token `from_index` (counted from 0).
 
-    After a request's end, its result replaces the log. Then all undelivered output is one event.
-    With a `from_index` inside the output, this event has `index` 0 and contains the whole output,
-    because a result does not show which text belongs to which token. A Redis user who may not read
-    requests' records gets only events of the log and the channel, and waits if there is no log.
+    After a request's end, its result replaces the log. Then one event delivers all remaining
+    output. If `from_index` is above 0 and inside the output, this event has `index` 0 and the whole
+    output, because a result does not show which text belongs to which token. A Redis user who may
+    not read requests' records gets only events of the log and the channel, and waits for these.
 
     Raises RequestNotFoundError, SpoiltRecordError, StreamChangedError, TimeoutError after `timeout`
     seconds, and the errors of redis-py if the server stays away.
@@ -139,7 +139,7 @@ def follow(
 
 
 class _Folded(BaseModel):
-    """The output of an ended request in its record's field `result`, which outlives the log."""
+    """The output of an ended request: the record's field `result`, which outlives the log."""
 
     text: str
     token_ids: list[StoredTokenId]
@@ -158,8 +158,7 @@ _WITHOUT_PROMPT: _Readers = {**_READERS, "prompt_logprobs": lambda item: None}
 
 
 def _read_in_parts(kind: type[_Kind], text: bytes, readers: _Readers) -> Work[_Kind | None]:
-    """Parses JSON as a `kind`, in slices because the text may be large; None if the text is not
-    valid."""
+    """Parses JSON as a `kind`, in slices. Returns None if the JSON is not valid."""
     try:
         return kind.model_validate((yield from object_in(text.decode(), readers)))
     except (ValueError, RecursionError):
@@ -173,7 +172,7 @@ def _folded_in(result: bytes) -> Generator[Action, Any, _Folded | None]:
 def _event_in(
     text: bytes, readers: _Readers = _READERS
 ) -> Generator[Action, Any, TokenEvent | None]:
-    """Parses an event, in slices if it is large. Returns None if the text is no event."""
+    """Parses an event, in slices if the text is large. Returns None if the text is no event."""
     if len(text) > _LARGE_BYTES:  # such an event has the logprobs of a whole prompt
         return (yield from sliced(_read_in_parts(TokenEvent, text, readers), Sleep(0)))
     try:
@@ -241,7 +240,7 @@ class _Stream:
                 self._failures = 0  # the server has answered, even if the next call fails
 
     def _continue(self, event: TokenEvent) -> Steps:
-        """Delivers an event of the log or the channel, without tokens delivered before."""
+        """Delivers an event of the log or the channel, without already delivered tokens."""
         self._check(event.index, event.token_ids)
         if not event.is_last and event.end <= self._position:
             return
@@ -256,7 +255,7 @@ class _Stream:
         yield self._delivered(event)
 
     def _check(self, index: int, token_ids: list[int]) -> None:
-        """Raises StreamChangedError if delivered tokens from `index` on differ from `token_ids`."""
+        """Raises StreamChangedError if `token_ids` at `index` differ from the delivered tokens."""
         if self._text_from is None or index >= self._position:
             return
         start = max(index, self._text_from)
@@ -280,10 +279,10 @@ class _Stream:
         return event
 
     def _beyond(self, event: TokenEvent) -> Generator[Action, Any, TokenEvent]:
-        """Returns the event without the tokens that were delivered before.
+        """Returns the event without already delivered tokens.
 
-        After a failover that lost a part of the log, another worker sends that part again, in
-        events that may begin at other tokens.
+        After a failover that lost a part of the log, another worker sends this part again. The new
+        events may begin at other tokens than the lost events.
         """
         text = ""
         call = lookups.log_after(self.keys, self.id, 0)
@@ -303,7 +302,7 @@ class _Stream:
         )
 
     def _catch_up(self) -> Steps:
-        """Delivers new events of the log. If the log has none, delivers the record's result."""
+        """Delivers new events of the log. If there are none, delivers the result in the record."""
         if (yield from self._read_log()):
             return
         record = yield from self._read_record()
@@ -334,7 +333,7 @@ class _Stream:
         yield self._delivered(event)
 
     def _read_log(self) -> Generator[Action, Any, bool]:
-        """Delivers the log's events that continue the stream. Returns whether there was one."""
+        """Delivers the log's events that continue the stream. Returns whether there were any."""
         before = self._position
         call = lookups.log_after(self.keys, self.id, before)
         for entry in (yield from self._ask(call, list[bytes]())):
@@ -345,11 +344,10 @@ class _Stream:
         return self._ended or self._position > before
 
     def _read_record(self) -> Generator[Action, Any, _Ending | None]:
-        """Returns the record's state, last event and result; None if this user may not read the
-        record.
+        """Returns the record's state, last event and result; None if the Redis user may not read
+        the record.
 
-        After a refusal, the stream does not try again, so that the server's log of refusals stays
-        short.
+        After a refusal, the stream does not try again, to keep the server's log of refusals short.
         """
         if self._may_not_read:
             return None
@@ -376,7 +374,7 @@ class _Stream:
         return False
 
     def _rest(self, last_event: TokenEvent, result: _Folded) -> TokenEvent:
-        """Returns the last event with that part of the result that was not delivered before."""
+        """Returns the last event with the output in `result` that is not delivered yet."""
         start, text_start = self._position, self._text_length
         if self.from_index >= len(result.token_ids):
             start, text_start = len(result.token_ids), len(result.text)
@@ -397,7 +395,7 @@ class _Stream:
         )
 
     def _ask(self, call: Call[T], otherwise: T) -> Generator[Action, Any, T]:
-        """Makes a call. Returns its value, or `otherwise` if its Redis key has the wrong type."""
+        """Returns a call's value, or the value `otherwise` if the call's key has a wrong type."""
         try:
             answer: T = yield Ask(call)
         except redis.ResponseError as error:
@@ -407,7 +405,7 @@ class _Stream:
         return answer
 
     def _patience(self) -> float:
-        """Returns the seconds to wait for an event. Raises TimeoutError if the time is over."""
+        """Returns how many seconds to wait for an event. Raises TimeoutError after `timeout`."""
         if self._deadline is None:
             return self.silence
         left = self._deadline - self.clock()

@@ -1,10 +1,10 @@
 """Subscribes to the channels of all streams of one asyncio client, through one connection.
 
-While any stream listens, a separate task, the keeper, owns the connection. The keeper puts messages
-into the mailboxes of the streams that follow the channel. A stream handles a message immediately,
-unless it is busy. After a lost connection, the keeper reconnects once for all streams. Of
-redis-py's PubSub only the connection is used. PubSub reconnects in whichever task notices the loss,
-so it is not safe to read in one task and subscribe from others.
+While any stream listens, a separate task, the keeper, owns the connection. The keeper puts each
+message into the mailboxes of all streams that follow the message's channel. A stream that is not
+busy handles the message immediately. After a lost connection, the keeper reconnects once for all
+streams. From redis-py's PubSub, this module uses only the connection. PubSub itself reconnects in
+the task that notices the loss, so one task cannot safely read while other tasks subscribe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from promptq.shared.errors import QueueClosedError
 from promptq.shared.runtime.tasks import end, heeding_cancels
 
 MAX_UNREAD = 256
-"""Limit of messages that wait for a stream. One more message replaces all of them by `MISSED`."""
+"""Most messages that wait for a stream. If one more arrives, `MISSED` replaces all of them."""
 
 _MAX_RECONNECT_SECONDS = 0.1
 
@@ -65,7 +65,7 @@ class Subscriptions:
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Puts each new message of a channel into a mailbox. Raises QueueClosedError.
+        """Puts each new message of a channel into a mailbox. Raises QueueClosedError when closed.
 
         Messages that were sent before the mailbox got its first `SUBSCRIBED` may be missing.
         """
@@ -109,8 +109,8 @@ class Subscriptions:
                 self._fail(error)
 
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
-        """Reads replies until the connection is lost. Raises the connection's error if no reply
-        came."""
+        """Reads replies until the connection is lost. If no reply came before the loss, raises the
+        connection's error."""
         self._requested.clear()
         self._unanswered.clear()
         self._leaving.clear()
@@ -139,8 +139,8 @@ class Subscriptions:
             await end(beside)  # before the connection is opened again
 
     async def _send_changes(self, connection: Any) -> None:
-        """Sends all changes in one write, one command each, so that an error is about one
-        channel."""
+        """Subscribes to new channels and unsubscribes from old ones, all in one write. Each channel
+        has a separate command, so that an error is about one channel."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -155,9 +155,9 @@ class Subscriptions:
             await _send(connection, commands)
 
     async def _give_up_if_quiet(self, connection: Any) -> None:
-        """Disconnects if the server does not even answer a PING: the connection may be dead.
+        """Disconnects if the server sends nothing and does not answer a PING.
 
-        The streams would not notice a dead connection: each reads missed events from the log.
+        Such a connection may be dead. The streams would not notice, as they also read the log.
         """
         seconds = connection.socket_timeout
         while seconds is not None and not self._is_quiet:
@@ -188,7 +188,7 @@ class Subscriptions:
                 raise redis.ConnectionError("the cluster has moved the channel to another node")
 
     def _refuse(self, error: redis.ResponseError) -> None:
-        """Passes the error to the oldest subscription without a reply: replies come in order.
+        """Passes the error to the oldest subscription without a reply, as replies come in order.
 
         If a stream still waits for a refused channel, the next `_send_changes` subscribes again.
         """
@@ -312,5 +312,5 @@ async def _send(connection: Any, commands: Sequence[tuple[str | bytes, ...]]) ->
 
 
 async def _unlogged(response: Any) -> Any:
-    """Replaces redis-py's handler. That handler also formats each response for an unread log."""
+    """Returns the response. redis-py's handler would also format it for a log that nobody reads."""
     return response

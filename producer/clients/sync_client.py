@@ -63,16 +63,16 @@ class Client:
 
     Thread-safe: any number of threads may use one client. A thread that reads a stream uses one
     connection, and each call uses another connection until the call returns. If you pass a redis-py
-    client, it must allow this number of connections (its `max_connections`, by default 100).
+    client, its `max_connections` (by default 100) must allow all these connections.
 
-    `server` is a URL or a redis-py client, which you close yourself. The default is the server of
-    PROMPTQ_REDIS_URL, or of the `promptq up` that runs on this machine. Use the client as a context
-    manager, or call `close`. With `tracing` (see `promptq.shared.runtime.tracing`) each request
-    gets a span, the parent of its worker's spans.
+    `server` is a URL or a redis-py client. You must close such a redis-py client yourself. The
+    default is the server of PROMPTQ_REDIS_URL, or of the `promptq up` that runs on this machine.
+    Use the client as a context manager, or call `close`. With `tracing` (see
+    `promptq.shared.runtime.tracing`) each request gets a span, the parent of its worker's spans.
 
     Instead of a `queue` you may name a `model`. Then the client uses the queue that serves the
-    model; of several queues, that with the fewest requests per worker. Only the queue that got a
-    request knows the request; `client.queue.keys.queue` is the name of that queue.
+    model. If several queues do, it uses the one with the fewest requests per worker. No other queue
+    knows this client's requests; `client.queue.keys.queue` is the queue's name.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError,
     ModelNotServedError. When the server goes away, all methods may raise the first three.
@@ -126,17 +126,17 @@ class Client:
         """Enqueue a request. Returns its id: `request_id`, or by default a UUIDv7.
 
         `prompt` is text or token ids. `messages` is a chat, which the model's chat template
-        renders; instead of a picture's URL it may have the picture's bytes, or a `pathlib.Path`.
-        `fields` are those of `promptq.shared.protocol.request.Request` (`max_tokens`,
-        `temperature`, `priority`, ...). The request waits at least `delay_ms` milliseconds.
+        renders. A picture in it may be bytes or a `pathlib.Path` instead of a URL. `fields` are
+        those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
+        `priority`, ...). The request waits at least `delay_ms` milliseconds.
 
         Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply is lost, the
-        request is sent again, and the server recognises it. If the server stays away, the request
-        may or may not have arrived. With an `idempotency_key`, you can repeat the call safely.
+        client sends the request again, and the server accepts only one. If the server stays away,
+        the request may or may not have arrived. An `idempotency_key` makes repeated calls safe.
 
         With `durability="replicated"`, the call waits until all connected replicas have the
-        request. If they do not have it in time, or there is none, raises NotReplicatedError.
-        Repeating the call with the same `request_id` and fields then returns the id again.
+        request. If a replica is too slow, or no replica exists, raises NotReplicatedError. If you
+        then repeat the call with the same `request_id` and fields, it returns the same id.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         [own_id] = self.enqueue_many([request])
@@ -187,7 +187,7 @@ class Client:
         `append`. If the worker that runs the fork has the prompt and these tokens in its prefix
         cache, computing them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the
         source's payload without its seed and idempotency key. `changes` are further fields, such as
-        `temperature`. `max_tokens` does not count these tokens and `append`.
+        `temperature`. `max_tokens` counts neither these tokens nor `append`.
 
         Raises InvalidRequestError, also for an `at` beyond the source's tokens. Raises
         RequestNotFoundError if the source is unknown or has expired, and the errors of `enqueue`.
@@ -231,7 +231,7 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue `n` requests with one prompt, and return all results within `timeout` seconds."""
+        """Enqueue `n` requests with one prompt. Wait up to `timeout` seconds for all results."""
         request_ids = self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -255,7 +255,7 @@ class Client:
         vector. `query`: see `rerank`. `fields` are as in `enqueue`; fields for generation have no
         effect. `timeout` (seconds) is for all texts together.
 
-        Raises the errors of `enqueue` and `result`, and RequestFailedError without a vector.
+        Raises the errors of `enqueue` and `result`, and RequestFailedError if a vector is missing.
         """
         options = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         embed = {**options, "query": query}
@@ -266,7 +266,7 @@ class Client:
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        """Returns the server's score of each document for a query. Better answers score higher.
+        """Returns a score for each document: the better it answers the query, the higher the score.
         `options` and errors are those of `embed`."""
         found = self.embed(documents, query=query, **options)
         return [score for (score,) in found.vectors]
@@ -281,8 +281,8 @@ class Client:
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
         """Change the priority of a waiting request.
 
-        The request moves to the place that it would have if it had been enqueued with this
-        priority. A request that a worker holds keeps its priority. Raises InvalidRequestError.
+        The request moves in the queue as if it had been enqueued with this priority. A request that
+        a worker holds keeps its priority. Raises InvalidRequestError.
         """
         return self._do(admin.queue_control.reprioritise(self._keys(), request_id, priority))
 
@@ -291,7 +291,7 @@ class Client:
         return self._do(lookups.state(self._keys(), check_request_id(request_id)))
 
     def timeline(self, request_id: str) -> admin.timeline.Timeline:
-        """Returns the moments of a request in order of time. Raises RequestNotFoundError."""
+        """Returns what happened to a request, in order of time. Raises RequestNotFoundError."""
         return self._do(admin.timeline.timeline(self._keys(), request_id))
 
     # The queue and its workers
@@ -309,7 +309,7 @@ class Client:
         return self._do(admin.overview.worker(self._keys(), worker_id))
 
     def statistics(self, since_ms: int = 0) -> list[Sample]:
-        """Returns the statistics' samples since `since_ms` (Unix milliseconds of the server).
+        """Returns the samples of the statistics since `since_ms` (Unix milliseconds of the server).
 
         There is one sample for each 5 s of the last hour, oldest first.
         """
@@ -318,16 +318,16 @@ class Client:
     def keep_statistics(self) -> None:
         """Write a sample of the statistics if one is due.
 
-        Call this regularly if all workers may be away.
+        Workers write samples, too. Call this regularly if there may be no worker.
         """
         self._do(statistics.sample(statistics.Contribution()))
 
     def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns how many workers the queue needs for a wait of at most `target_seconds`."""
+        """Returns how many workers the queue needs to keep waits within `target_seconds`."""
         return self._do(admin.autoscaling.scaling(self._keys(), target_seconds))
 
     def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[admin.autoscaling.Scaling]:
-        """Returns the scaling of each queue of the server that this Redis user may read."""
+        """Returns a `scaling` for each of the server's queues that this Redis user may read."""
         return self._do(admin.autoscaling.scalings(self._keys(), target_seconds))
 
     def pause(self) -> None:
@@ -339,7 +339,7 @@ class Client:
         self._do(admin.queue_control.resume(self._keys()))
 
     def drain(self, worker_id: str | None = None) -> list[str]:
-        """Make one worker, or all, finish running requests and exit. Returns the workers' ids."""
+        """Drain one worker, or all: they finish requests and exit. Returns the workers' ids."""
         return self._do(admin.queue_control.drain(self._keys(), worker_id))
 
     # Dead letters
@@ -372,22 +372,22 @@ class Client:
         return self._do(admin.queue_views.models(self._keys()))
 
     def queue_of_model(self, model: str) -> str:
-        """Returns the queue that serves a model, by the model's name or an alias.
+        """Returns the queue that serves a model. `model` is the model's name or an alias.
 
-        Of several queues, returns that with the fewest requests per worker. Raises
+        If several queues do, returns the one with the fewest requests per worker. Raises
         ModelNotServedError.
         """
         return self._do(admin.queue_views.queue_of_model(self._keys(), model))
 
     def queue_of_request(self, request_id: str) -> str:
-        """Returns the queue that knows the request; this client's queue if none does."""
+        """Returns the queue that has the request; this client's queue if no queue has it."""
         return self._do(admin.queue_views.queue_of_request(self._keys(), request_id))
 
     def set_alias(self, alias: str, model: str) -> None:
         """Set an alias of a model.
 
-        Raises ConfigurationError if the alias is invalid or a model's name, and ModelNotServedError
-        if no queue has the model.
+        Raises ConfigurationError if the alias is not valid, or is the name of a model. Raises
+        ModelNotServedError if no queue has the model.
         """
         self._do(admin.queue_views.set_alias(self._keys(), alias, model))
 
@@ -426,9 +426,9 @@ class Client:
     ) -> Iterator[TokenEvent]:
         """Yields the events of a request, from the first to the last, each once and in order.
 
-        You may read a stream at any time, even after its end. With `from_index`, the stream begins
-        with the event that contains this token. After a lost connection, the stream reconnects. If
-        the request fails, its last event has the error, and no error is raised.
+        You may read a stream at any time, even after the request's end. `from_index` is a token,
+        counted from 0; the first event contains this token. After a lost connection, the stream
+        reconnects. If the request fails, the last event has the error, and no error is raised.
 
         Raises RequestNotFoundError, TimeoutError after `timeout` seconds, and StreamChangedError if
         the server lost delivered tokens and sent other tokens in their place.
@@ -439,7 +439,7 @@ class Client:
         return self._carry_out(steps)
 
     def close(self) -> None:
-        """End every wait and close the connections, unless you passed the redis-py client."""
+        """End every wait and close the connections, except a redis-py client that you passed."""
         self.queue.close()
         if self._owned is not None:
             self._owned.close()

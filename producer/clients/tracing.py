@@ -14,9 +14,9 @@ from promptq.shared.runtime.tracing import Tracing
 def enqueueing(
     tracing: Tracing | None, queue: str, new: list[NewRequest]
 ) -> Iterator[list[NewRequest]]:
-    """Yields the requests with their spans. The `with` block must enqueue these requests.
+    """Yields copies of the requests with new spans. The `with` block must enqueue these copies.
 
-    The parent of a span is the request's `trace_context`, otherwise the caller's current span.
+    The parent of a span is the request's `trace_context`, or else the caller's current span.
     """
     if tracing is None:
         yield new

@@ -19,7 +19,7 @@ def names_queue(queue: str | None) -> bool:
 
 
 def open_client_of(redis: str | None, queue: str | None, request_id: str) -> Client:
-    """Returns the client of `--queue`, or else of the queue that knows the request."""
+    """Returns a client of the queue `--queue`, or else of the queue that has the request."""
     client = open_client(redis, queue)
     if names_queue(queue):
         return client

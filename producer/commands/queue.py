@@ -117,7 +117,7 @@ def drain(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Make workers stop claiming, finish their running requests and exit, like SIGTERM.
+    """Drain workers, like SIGTERM: they stop claiming, finish running requests and exit.
 
     A supervisor such as `promptq up` may start them again.
     To stop the queue, pause it first.
@@ -225,7 +225,7 @@ def requeue(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Run dead letters again, each as a new request that runs alone in its worker.
+    """Run dead letters again, each as a new request that shares its worker with no other request.
 
     Examples:
 

@@ -75,7 +75,7 @@ def submit(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Enqueue a request and print its text as it is generated. Ctrl-C cancels it.
+    """Enqueue a request and print its output as it is generated. Ctrl-C cancels the request.
 
     Examples:
 
@@ -184,7 +184,7 @@ def embed(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Turn texts into vectors and print each as a line of JSON. Ctrl-C cancels them.
+    """Turn texts into vectors and print each vector as a line of JSON. Ctrl-C cancels the requests.
 
     Examples:
 
@@ -249,7 +249,7 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
 
 
 def _print_or_leave(client: Client, request_id: str, *, detach: bool, as_json: bool) -> None:
-    """Prints the stream of an enqueued request; with `detach`, only its id."""
+    """Prints the stream of an enqueued request; with `detach`, only the request's id."""
     if detach:
         write(json.dumps({"id": request_id}) if as_json else request_id)
         return
@@ -270,9 +270,9 @@ def _prompt_fields(prompt: str | None, chat: bool, system: str | None) -> dict[s
 
 
 def _fields(options: dict[str, Any], params: Param, taken: list[str]) -> dict[str, Any]:
-    """Returns a request's fields: those of `options` that are not None, and those of `--param`.
+    """Returns a request's fields: the `options` that are not None, and the fields of `--param`.
 
-    Raises InvalidRequestError if a parameter is wrong, sets a field again, or is in `taken`.
+    Raises InvalidRequestError if a `--param` is no FIELD=JSON, or its field is set or `taken`.
     """
     fields = {name: value for name, value in options.items() if value is not None}
     for param in params or []:

@@ -70,8 +70,8 @@ def acl(
     """Print users for a server's ACL file, with new random passwords.
 
     There is one user for each role; docs/security.md says what each may do. If
-    the queue is not `default`, names of users end in its name. The server reads
-    the file when it starts, or when the user `admin` sends ACL LOAD.
+    a queue is not `default`, its users' names end in the queue's name. The server
+    reads the file when it starts, or when the user `admin` sends ACL LOAD.
 
     Examples:
 

@@ -72,9 +72,9 @@ def top(
 
 
 class _Screen:
-    """The screen: the queues, if there are several, and the overview of one of them.
+    """The screen of `promptq top`: the queues, if there are several, and the overview of one queue.
 
-    Its clients stay open until `stack` closes. With `--queue`, the screen shows only that queue.
+    The clients stay open until `stack` closes. With `--queue`, the screen shows only that queue.
     """
 
     def __init__(self, stack: ExitStack, redis: str | None, queue: str | None) -> None:
@@ -94,7 +94,7 @@ class _Screen:
         self._shown = self._names[at % len(self._names)]
 
     def look(self, width: int, hint: str = "") -> Any:
-        """Reads the queues. Returns the screen, with a `hint` how to see another queue."""
+        """Reads the queues. Returns the screen; `hint` stands below a list of several queues."""
         from rich.console import Group
 
         from promptq.producer.commands.screens.overview_screen import overview_screen, queues_list
@@ -115,7 +115,7 @@ class _Screen:
 
 
 def _watch(console: Console, screen: _Screen) -> None:
-    """Shows the screen until the user exits. Only errors of the first reading are raised."""
+    """Shows the screen until the user exits. After the first reading, also shows server errors."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text

@@ -38,7 +38,7 @@ def secret(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) 
     If two secrets are valid, the newest comes first.
 
     Run this command as the same user and with the same settings as
-    `promptq jobs`, because it reads the folder for files.
+    `promptq jobs`, because the command reads the folder for files.
 
     Examples:
 

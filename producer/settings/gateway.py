@@ -92,7 +92,7 @@ class GatewaySettings(FilesSettings):
 
     @property
     def served_queues(self) -> tuple[str, ...]:
-        """Names of the queues to serve; `*` stands for all. If none is set, all are served."""
+        """Names of the queues to serve; `*` stands for all others. See `queues` for the default."""
         if not self.queues:
             return (self.queue,) if "queue" in self.model_fields_set else (self.queue, ALL_QUEUES)
         names = [name for name in self.queues if name != ALL_QUEUES] or [self.queue]

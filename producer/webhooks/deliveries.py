@@ -1,11 +1,11 @@
 """Calls the webhooks of requests that have ended, many at once. Tenants and receivers take turns.
 
-Only the leader does this. The queue's Redis stores the waiting webhooks: the request's id, the
-number of attempts and the time of the next attempt. The message is made from the request's hash
-when it is sent. So an attacker with RQ's server alone cannot make promptq send or sign anything.
+Only the process that leads the jobs calls webhooks. For each waiting webhook, the queue's Redis
+stores the request's id, the number of attempts and the time of the next attempt. An attempt makes
+its message from the request's hash. So an attacker who controls only RQ's server cannot make
+promptq send or sign anything.
 
-Other programs may write to the queue, too. An entry that is not a webhook is deleted with a line in
-the log, so that it does not block later entries.
+Other programs may write to the queue, too. An entry that is not a webhook is logged and deleted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PAGE = 500
 _PAGES = 4
 """The most pages of ended requests to read before the leader renews its lead."""
 _RECORD_MS = 26 * 3_600_000
-"""Milliseconds to keep a record for its webhook, more than all attempts take; as in ending.lua."""
+"""Milliseconds to keep a webhook's request: more than all attempts take; as in ending.lua."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300
@@ -95,7 +95,7 @@ class _Outcome(BaseModel):
 
 
 class Deliveries:
-    """The waiting webhooks, and the threads that call them. All other work is in one thread."""
+    """The waiting webhooks, and the threads that call webhooks. All other work is in one thread."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Deliveries:
         self._forget()
 
     def go_on(self) -> None:
-        """Stores the outcomes of calls, reads new webhooks, and calls those that are due."""
+        """Stores the outcomes of calls, reads new webhooks, and calls the webhooks that are due."""
         try:
             self._note()
             if not self._is_known:
@@ -132,14 +132,14 @@ class Deliveries:
         self._begin()
 
     def pause(self) -> None:
-        """Starts no new calls while another process leads. The next `go_on` reads all webhooks."""
+        """Only stores outcomes: another process leads. The next `go_on` reads all webhooks."""
         if self._is_known:
             self._forget()
             self._is_known = False
         self._note()
 
     def wait(self, seconds: float) -> bool:
-        """Waits for a call to end, up to `seconds`. Returns whether any was running before."""
+        """Waits up to `seconds` until one of the running calls ends. Returns False if none runs."""
         if not self._under_way:
             time.sleep(seconds)
             return False
@@ -147,7 +147,7 @@ class Deliveries:
         return True
 
     def close(self, seconds: float) -> None:
-        """Begins no more calls, and waits for up to `seconds` for calls in progress."""
+        """Begins no more calls, and waits up to `seconds` for the running calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         wait(self._under_way, seconds)
         self._note()
@@ -280,7 +280,7 @@ class Deliveries:
                 self._make_ready(request_id)
 
     def _write(self, request_id: str, outcome: _Outcome) -> None:
-        """Stores the outcome of a call. After a redis.RedisError, the caller must call it again."""
+        """Stores a call's outcome. After a redis.RedisError, `_write` must be called again."""
         item = self._waiting.get(request_id)
         if outcome.receiver is not None and item is not None:
             self._receivers[request_id] = outcome.receiver

@@ -1,10 +1,10 @@
-"""Chooses the webhook to call next, because the number of calls at a time (places) is limited.
+"""Chooses the webhook to call next. Each running call occupies one of a limited number of places.
 
-Tenants take turns, and so do the receivers of a tenant. No tenant can occupy all places: a call
-begins only if the free places outnumber the places of its tenant plus those of its receiver (a
-dynamic threshold: A. Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory
-Packet Switches, 1998). Places of a tenant's only receiver count twice: a slow one gets a third of
-all places. Slow tenants leave places for other tenants; a tenant without competitors gets many.
+Tenants take turns, and each tenant's receivers take turns. A call begins only if the free places
+outnumber the sum of its tenant's places and its receiver's places (a dynamic threshold: A.
+Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, 1998). So
+a tenant with one slow receiver occupies about a third of all places, and a tenant with many
+receivers about half. Other tenants still find free places.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Turns:
             self._due.clear()
 
     def take(self) -> str | None:
-        """Returns the webhook to call next; None if none may begin. `give_back` frees its place."""
+        """Returns the webhook to call next, or None. The webhook has a place until `give_back`."""
         with self._lock:
             may_begin = self._room()
             for tenant, by_receiver in self._due.items():
@@ -63,7 +63,7 @@ class Turns:
             del self._held[request_id]
 
     def _room(self) -> Callable[[str, str | None], bool]:
-        """Returns a function of tenant and receiver: whether a call may begin now."""
+        """Returns a function that says whether a call of a tenant to a receiver may begin now."""
         num_free = self._places - len(self._held)
         of_tenant = Counter(tenant for tenant, _ in self._held.values())
         of_receiver = Counter(held for held in self._held.values() if held[1] is not None)

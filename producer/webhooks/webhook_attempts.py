@@ -1,4 +1,4 @@
-"""Calls a webhook: sends a signed message that a request has ended, until the URL accepts it."""
+"""Calls a webhook: sends to its URL a signed message which says that a request has ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UndeliverableError(PromptqError):
 
 
 class DeliveryError(PromptqError):
-    """The webhook was not accepted. The jobs will try again."""
+    """The receiver did not accept the webhook. The jobs will try again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
 
 
 def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> int:
-    """Makes one attempt. Returns the status of the answer. Raises DeliveryError if another attempt
-    may succeed, otherwise UndeliverableError."""
+    """Sends a message once. Returns the answer's HTTP status, 2xx. After a failure, raises
+    DeliveryError if another attempt may succeed, and UndeliverableError if none can."""
     timestamp = int(time.time())
     headers = {
         "content-type": "application/json; charset=utf-8",

@@ -28,7 +28,7 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.settings.common import ENV_PREFIX
 
 OVERLAP_SECONDS = 86_400
-"""Seconds after a rotation in which the previous secret signs, too."""
+"""Seconds after a rotation for which the previous secret signs, too."""
 _PREFIX = "whsec_"
 
 
@@ -71,7 +71,7 @@ class WebhookSecrets:
         return [self._make(tenant, version) for version in versions]
 
     def rotate(self, tenant: str) -> str:
-        """Creates and returns a tenant's secret. The last one stays valid for OVERLAP_SECONDS."""
+        """Creates and returns a tenant's new secret. The old one is valid for OVERLAP_SECONDS."""
         with _explained(self._rotations), _locked(self._rotations.with_suffix(".lock")):
             secrets = self._read()
             last = secrets.get(self._name(tenant))
@@ -95,7 +95,7 @@ class WebhookSecrets:
         return f"{self._queue}:{tenant}"
 
     def _make(self, tenant: str, version: int) -> str:
-        """Derives a secret. Nobody can compute the master secret or other secrets from it."""
+        """Derives a secret from the master secret. The result does not reveal other secrets."""
         what = f"promptq webhook {version} {self._queue} {tenant}".encode()
         return _encode(hmac.digest(self._master, what, hashlib.sha256))
 

@@ -50,9 +50,9 @@ class WorkerRange:
 class Autoscaler:
     """Runs the number of workers that one queue needs. The workers' names are `NAME 1`, `NAME 2`.
 
-    Workers on other machines count too: the autoscaler only starts the missing ones. It calls the
-    server in a separate thread, so that nothing waits while the server is away. A worker is stopped
-    only after a smaller number of workers has been enough for `hold_seconds`.
+    Workers on other machines count too: the autoscaler only starts the missing ones. A separate
+    thread calls the server, so that `adjust` never waits. The autoscaler stops a worker only after
+    fewer workers have been enough for `hold_seconds`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Autoscaler:
         self._is_over.set()
 
     def adjust(self) -> None:
-        """Starts or stops workers according to the load that was read last, without waiting."""
+        """Starts or stops workers according to the latest known load. Returns immediately."""
         latest, self._latest = self._latest, None
         if latest is None:
             return
@@ -116,7 +116,7 @@ class Autoscaler:
                 self._supervisor.remove(name)
 
     def _add(self, needed: int, num_staying: int, scaling: Scaling, num_others: int) -> None:
-        """Starts workers. Draining ones count towards the maximum: they still use GPUs."""
+        """Starts workers. Draining workers count towards the maximum: they still use GPUs."""
         num_processes = len(self._supervisor.processes(self._command))
         num_added = min(needed - num_staying, self._range.most - num_processes)
         if num_added <= 0:

@@ -42,10 +42,10 @@ def _command(module: str, args: Sequence[str]) -> list[str]:
 
 
 class ChildProcess:
-    """A process and its output. The process ends with its parent.
+    """A child process and its output. The child ends when its parent ends.
 
-    The child is ready when a line of its output begins with `ready`. `show` is called from a thread
-    with each line of output.
+    The child is ready when a line of its output begins with `ready`. A thread calls `show` with
+    each line of output.
     """
 
     def __init__(

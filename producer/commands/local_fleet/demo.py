@@ -93,7 +93,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
 
 @contextmanager
 def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator[ChildProcess]:
-    """Context manager with a worker. After it is ready, its warnings and errors are shown."""
+    """Context manager that runs a worker. After `ready`, shows the worker's warnings and errors."""
     env = {
         f"{ENV_PREFIX}REDIS_URL": url,
         f"{ENV_PREFIX}LOG_LEVEL": "warning",
@@ -150,7 +150,7 @@ async def _wait_until_ready(console: Console, worker: ChildProcess) -> None:
 
 
 async def _watch(worker: ChildProcess, is_over: Callable[[], bool]) -> None:
-    """Waits until `is_over` is true. Raises WorkersFailedError if the worker ends before that."""
+    """Waits until `is_over()` is true. Raises WorkersFailedError if the worker ends earlier."""
     while not is_over():
         if (exit_code := worker.exit_code) is not None:
             raise WorkersFailedError(
@@ -209,7 +209,7 @@ def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[ob
 async def _read_missing_times(
     queue: AsyncRequestQueue, ids: Sequence[str], shown: Sequence[Shown]
 ) -> None:
-    """Reads the times of requests that a script has ended: these have no statistics."""
+    """Reads queue times of requests that have no statistics: a Redis script has ended them."""
     for request_id, one in zip(ids, shown, strict=True):
         if one.queue_ms is None:
             record = await queue.run(lookups.record(queue.keys, request_id))

@@ -65,8 +65,8 @@ class Supervisor:
     ) -> None:
         """Keeps the processes running until `is_over` returns True.
 
-        Calls `at_each_look` regularly, and `once_ready` when all processes are ready for the first
-        time. Raises WorkersFailedError if a process cannot run.
+        Calls all `at_each_look` regularly, and `once_ready` as soon as all processes are ready, but
+        only once. Raises WorkersFailedError if a process cannot run.
         """
         while not is_over():
             for place in [*self._places]:
@@ -79,7 +79,7 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def add(self, name: str, command: Sequence[str], *, is_extra: bool = False) -> None:
-        """Starts one more process. If an extra process keeps exiting, the others continue."""
+        """Starts one more process. If it `is_extra` and keeps exiting, the others continue."""
         process = self._start(name, command)
         place = _Place(name, tuple(command), process, time.monotonic(), is_extra=is_extra)
         self._places.append(place)
@@ -96,14 +96,15 @@ class Supervisor:
         return [place for place in self._places if place.command == tuple(command)]
 
     def remove(self, name: str) -> None:
-        """Lets one process finish its work and exit, without restarting it."""
+        """Makes one process finish its work and exit. The process is not restarted."""
         for place in self._places:
             if place.name == name:
                 place.is_leaving = True
                 place.process.drain()
 
     def drain(self, is_enough: Callable[[], bool]) -> None:
-        """Lets all processes finish. Kills them once `is_enough()`, or after DRAIN_SECONDS."""
+        """Makes all processes finish their work and exit. Kills the remaining processes when
+        `is_enough()` is true, or after DRAIN_SECONDS."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for place in self._places:
             place.process.drain()

@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.1
 
 @dataclass
 class UpOptions:
-    """Options of `promptq up`. Without the `redis_url` of a server, an embedded one is started."""
+    """Options of `promptq up`. If `redis_url` is None, `promptq up` starts an embedded server."""
 
     redis_url: str | None = None
     redis_port: int | None = None
@@ -76,7 +76,7 @@ class StopSignals:
 
 
 def run_up(options: UpOptions, console: Console) -> None:
-    """Runs everything until a stop signal. Raises PromptqError if a process does not start."""
+    """Runs all processes until a stop signal. Raises PromptqError if a process does not start."""
     if options.http_port and not is_free(options.http_port):
         raise ConfigurationError(
             f"--port: {options.http_port} on 127.0.0.1 is taken; name another one, or 0 for any"

@@ -61,7 +61,7 @@ class Shown:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second by the worker's statistics; without them, by the client's clock."""
+        """Tokens per second from the worker's statistics, or else by the client's clock."""
         if self.worker_rate:
             return self.worker_rate
         if self.first_token is None or self.last_token is None or self.num_tokens < 2:
@@ -84,7 +84,7 @@ class Shown:
 
 
 class Board:
-    """All requests side by side. Each panel has the lines that fit into the terminal."""
+    """A panel for each request, side by side. The terminal's size limits a panel's lines."""
 
     def __init__(self, shown: Sequence[Shown], slots: int) -> None:
         self._shown = shown
@@ -146,7 +146,7 @@ def _panel(shown: Shown, width: int, lines: int) -> Panel:
 
 
 def finished_text(shown: Shown) -> Text:
-    """Returns a request that has ended as text, for output that is not a terminal."""
+    """Returns the text of an ended request, for output that is not a terminal."""
     headline = f"── {shown.title} (priority {shown.priority:+d}): {shown.state},"
     headline += f" {shown.num_tokens} tokens ──\n"
     return Text(headline + (shown.error or shown.prompt + shown.text).strip() + "\n")

@@ -111,7 +111,7 @@ def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
 def _peaks(
     samples: Sequence[Sample], value: Callable[[Sample], float | None], now_ms: int, columns: int
 ) -> list[float | None]:
-    """Returns the maxima of `value` in `columns` equal parts of the last hour; None: no samples."""
+    """Returns the highest `value` in each of `columns` parts of the last hour; None: no samples."""
     parts: list[list[float]] = [[] for _ in range(columns)]
     for sample in samples:
         at = (sample.at - (now_ms - _HOUR_MS)) * columns // _HOUR_MS
@@ -140,7 +140,7 @@ def _priorities(overview: Overview, width: int) -> RenderableType:
 
 
 def _workers(overview: Overview, width: int) -> RenderableType:
-    """Returns a table of workers. If the queue needs more or fewer, a line above says so."""
+    """Returns a table of workers. If the queue needs another number, a line above says so."""
     table = _workers_table(overview, width)
     wanted = overview.scaling
     if wanted.desired == wanted.workers:

@@ -45,7 +45,7 @@ class StreamPrinter:
         self._ends_in_newline = True
 
     def submit(self) -> int:
-        """Prints the stream. Ctrl-C or a closed pipe cancels it. Returns the exit code."""
+        """Prints the stream. Ctrl-C or a closed pipe cancels the request. Returns the exit code."""
         self._enqueued_at = time.monotonic()
         with self._cancelling_on_ctrl_c():
             try:
@@ -112,7 +112,7 @@ class StreamPrinter:
 
     @contextmanager
     def _explaining_silence(self) -> Iterator[Callable[[], None]]:
-        """At a terminal, explains long silence. Call the yielded function at each event."""
+        """At a terminal, says why no event comes. Call the yielded function at each event."""
         num_heard, is_over = 0, threading.Event()
 
         def heard() -> None:
@@ -153,9 +153,9 @@ class StreamPrinter:
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:
-        """Context manager. The first Ctrl-C cancels the request, whose last event then arrives.
+        """Context manager in which the first Ctrl-C cancels the request. The last event then comes.
 
-        A second Ctrl-C, or a long wait for the last event, raises KeyboardInterrupt.
+        A second Ctrl-C, or a wait of `_CANCEL_SECONDS` for this event, raises KeyboardInterrupt.
         """
         main_thread = threading.get_ident()
         give_up = threading.Timer(

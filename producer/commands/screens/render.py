@@ -31,7 +31,7 @@ _PAYLOAD_WIDTH = 20
 
 
 def why_no_worker(stats: QueueStats) -> Text:
-    """Returns a sentence why a queue has no worker that claims, with advice."""
+    """Returns a sentence that says why no worker claims a queue's requests, with advice."""
     return Text(f"{stats.why_no_worker[:1].upper()}{stats.why_no_worker[1:]}.")
 
 
@@ -75,7 +75,7 @@ def byte_size(value: float) -> str:
 
 
 def shortened(name: str, length: int) -> str:
-    """Returns a name of at most this length, at least 3. Of a longer one, the middle is left out,
+    """Returns the name. A name of more than `length` characters (at least 3) loses its middle,
     because similar names differ at their ends."""
     if len(name) <= length:
         return name
@@ -101,9 +101,9 @@ def width_of(columns: Mapping[str, Sequence[str]]) -> int:
 def fitting(
     columns: Mapping[str, Sequence[str]], width: int, dropped_first: Sequence[str]
 ) -> Mapping[str, Sequence[str]]:
-    """Returns those columns of a `plain_table` that fit into a terminal of this width.
+    """Returns the columns of a `plain_table` that fit into `width` characters.
 
-    Columns are dropped in the order of `dropped_first`, which may name columns that are not there.
+    Columns are dropped in the order of `dropped_first`, which may also name missing columns.
     """
     kept = dict(columns)
     for name in dropped_first:
@@ -136,8 +136,8 @@ def scaling_table(scalings: Sequence[Scaling]) -> Table:
 
 
 def dead_letters_table(letters: Sequence[DeadLetter], width: int) -> Table:
-    """Returns a table with one row for each dead letter. Ids are whole, so that they can be copied;
-    in a narrow terminal, columns are left out and payloads are cut."""
+    """Returns a table with one row for each dead letter. Ids stay whole, because people copy them.
+    In a narrow terminal, columns are left out and payloads are cut."""
     columns = {
         "id": [letter.request_id for letter in letters],
         "buried": [clock_time(letter.buried_at) for letter in letters],
@@ -168,7 +168,7 @@ def dead_webhooks_table(webhooks: Sequence[DeadWebhook]) -> Table:
 
 
 def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
-    """Returns a table with one row for each key; in a narrow terminal, a list of their facts."""
+    """Returns a table with one row for each key; in a narrow terminal, a list for each key."""
     now = time.time() * 1000
     columns = {
         "name": [key.name for key in keys],
@@ -222,9 +222,9 @@ def clock_time(unix_ms: float) -> str:
 
 
 def workers_tables(workers: Sequence[WorkerStats], width: int) -> Group:
-    """Returns tables with one column for each worker: there are more facts than workers.
+    """Returns tables with one column for each worker, because there are more facts than workers.
 
-    A table has as many workers as fit into a terminal of this width.
+    A table ends when no further worker fits into `width` characters.
     """
     tables: list[dict[str, list[str]]] = []
     for worker in workers:
@@ -283,7 +283,7 @@ def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
 
 
 def _as_typed(value: Any) -> str:
-    """Returns a value of a setting as it would stand in the environment variable."""
+    """Returns a setting's value in the form of an environment variable."""
     shown = json.dumps(value) if isinstance(value, bool | tuple | list) else value
     return "–" if value is None else str(shown)
 

@@ -1,7 +1,7 @@
 """Prints tables and messages with untrusted text safely.
 
 A terminal obeys escape sequences, and some characters hide their neighbours. So each unsafe
-character is written as an escape like `\\x1b`. Tables and messages are always escaped.
+character is written as an escape like `\\x1b`, even if the output is not a terminal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def console_for_list() -> SafeConsole:
 
 
 class SafeConsole(Console):
-    """A console that escapes unsafe characters in texts, but not its styles and cursor movements.
+    """A console that escapes unsafe characters in texts. Styles and cursor movements still work.
 
     Pass untrusted text as a `Text`, because a plain string may contain markup.
     """
@@ -31,7 +31,6 @@ class SafeConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Renders like other consoles, but escapes unsafe characters."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment
