@@ -107,8 +107,7 @@ def check_effort(field: str, effort: Any) -> None:
 
 
 def with_effort(effort: str, variables: Any) -> Any:
-    """Returns a chat template's variables with a reasoning effort, unless the variables have
-    one."""
+    """Returns a template's variables with a reasoning effort, unless the variables have one."""
     if not isinstance(variables, dict):
         return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
@@ -156,8 +155,7 @@ def check_size_of_call(
 
 
 def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
-    """Returns a list of the prompts in a field: one prompt or several, as text or token ids. Raises
-    InvalidRequestError."""
+    """Returns the list of prompts in a field: texts or token ids. Raises InvalidRequestError."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt or not all(isinstance(each, str | list) for each in prompt):

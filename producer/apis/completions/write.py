@@ -129,8 +129,7 @@ class ChoiceWriter:
         return self._chunk(event, text, (yield from self._logprobs(logprobs)))
 
     def _news(self, event: TokenEvent) -> tuple[str, list[FirstToken | TokenLogprob]] | None:
-        """Returns an event's unread text and log-probabilities; None if the client has read the
-        event."""
+        """Returns an event's unread text and log-probabilities; None if the client has all."""
         have, text, logprobs = self._have, event.text, event.logprobs or []
         if self._echo_only:
             text, logprobs = "", []
