@@ -33,7 +33,7 @@ _CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch. `number` is the number of its line, from 1; blank lines count too."""
+    """One request of a batch. `number` is the line's number, from 1; blank lines count too."""
 
     number: int
     custom_id: str

@@ -33,9 +33,9 @@ class Completion:
     """All data for the answer to a call, except the events of its requests.
 
     The request of choice number `i`, counted from 0, is `request_ids[i]`. The `n` choices of a
-    prompt follow each other. `echoes` is empty unless the answer repeats the prompts. Then it has
-    the prompt of each choice, or None for a prompt of token ids, whose text comes with the first
-    event. With `echo_only`, the answer has only the prompts.
+    prompt follow each other. `echoes` is empty unless the answer repeats the prompts. Then `echoes`
+    has the prompt of each choice, or None for a prompt of token ids, whose text comes with the
+    first event. With `echo_only`, the answer has only the prompts.
     """
 
     id: str

@@ -53,7 +53,7 @@ class Dispatcher:
         self._clock = clock
         self._starting: dict[str, float] = {}
         """For each starting batch, the time at which it was first seen. A batch is starting while a
-        worker has it but its run has no lease yet."""
+        worker has the batch, but the run has no lease yet."""
         self._served: dict[bytes, None] = {}
         """Tenants whose batches were started, as JSON texts. The latest is last."""
 

@@ -51,7 +51,7 @@ class ResponseCall:
 
     @property
     def unique(self) -> str:
-        """The response's id without its prefix. The ids of the response's items contain it."""
+        """The response's id without `resp_`. The ids of the response's items contain this text."""
         return self.id.removeprefix(_PREFIX)
 
     @property
