@@ -24,7 +24,7 @@ router = APIRouter(
 
 
 class Expiry(BaseModel):
-    """When the files with a batch's answers are deleted: `seconds` after their creation."""
+    """When a batch's output files are deleted: `seconds` after the creation of a file."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)

@@ -1,7 +1,7 @@
-"""The child process in which a gateway parses the bodies of calls. `CallReader` starts the process,
-and sends queries to its standard input. It answers one query at a time.
+"""The child process in which a gateway parses the bodies of calls. `CallReader` starts this
+process, and sends queries to its standard input. The process answers one query at a time.
 
-`python -m promptq.producer.apis.call_reader_process LOG_LEVEL LOG_FORMAT` runs it.
+`python -m promptq.producer.apis.call_reader_process LOG_LEVEL LOG_FORMAT` runs the process.
 """
 
 from __future__ import annotations

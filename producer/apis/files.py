@@ -99,8 +99,8 @@ async def upload(
 async def _charged(
     pieces: AsyncIterator[bytes], upload: Upload, counted: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the pieces, and charges their bytes to the tenant's file quota, except the first
-    `_FORM_BYTES` and the next `counted` bytes (charged before). Raises FileQuotaError."""
+    """Yields the pieces, and charges their bytes to the tenant's file quota. The first
+    `_FORM_BYTES` are free, the next `counted` bytes charged already. Raises FileQuotaError."""
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)

@@ -39,8 +39,8 @@ async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, object]]:
     """Maps each model's name and aliases to the object that describes the model. If several queues
-    serve a model, the object has the shortest of their context lengths. Its list of refused fields
-    has each field that at least one of the queues refuses."""
+    serve a model, the object has the shortest context length of these queues, and lists each field
+    that at least one of them refuses."""
     views: dict[str, list[QueueView]] = {}
     for _, view in await gateway.queues.views():
         if view.model:

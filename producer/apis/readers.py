@@ -1,4 +1,4 @@
-"""For each kind of call, the functions that read it and create its id."""
+"""The functions that read a call and create its id, for each kind of call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall])
 
 
 def _read_message_fork(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Parses a call that forks a message: the body of a chat, and the answer of a message."""
+    """Parses a call that forks a message. Its body is a chat, and its answer is a message."""
     call = read_chat(body, headers)
     if call.n > 1:
         raise wrong_field("n", "is not a field of messages")

@@ -50,13 +50,13 @@ router = APIRouter(
 )
 
 _BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
-"""A cancelled completion may have several requests, each with a status. The completion gets the
-first of these statuses that one of its requests has, or else `finished`."""
+"""Statuses of a cancelled completion, in the order of precedence. The completion gets the first
+status that any of its requests has; if none has such a status, `finished`."""
 
 
 class ForkOptions(BaseModel):
-    """The body of a call that forks a completion, the source. Each field without a name below
-    (`changes`) replaces that field of the source's call."""
+    """The body of a call that forks a completion, the source. All fields other than these
+    (`changes`) replace the fields of the same names in the source's call."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

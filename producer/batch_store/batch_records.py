@@ -39,7 +39,7 @@ class BatchOverError(PromptqError):
 
 class BatchRecord(BaseModel):
     """A batch as stored in Redis. Times are Unix seconds. Only the process that runs the batch
-    changes its record, except for `cancelling_at`."""
+    changes the record; any process may set `cancelling_at`."""
 
     id: str
     endpoint: str
@@ -135,15 +135,15 @@ class TooManyBatchesError(PromptqError):
 
 
 class Batches:
-    """The batches of a queue. All methods raise redis.RedisError if the server is away."""
+    """The batches of a queue. All methods raise redis.RedisError if Redis is unreachable."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue
         self._keys = queue.keys
 
     async def add(self, record: BatchRecord, max_unfinished: int = 0) -> None:
-        """Adds a batch, which `promptq jobs` will run. Raises TooManyBatchesError if the tenant has
-        `max_unfinished` batches; 0: no limit."""
+        """Adds a batch, which `promptq jobs` will run. Raises TooManyBatchesError if the tenant
+        already has `max_unfinished` unfinished batches; 0: no limit."""
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
         await self._reset_spoilt({own: "zset", unfinished: "set"})
         count = _command("ZINTERCARD", 2, unfinished, own)
@@ -170,7 +170,7 @@ class Batches:
             raise _too_many(max_unfinished)
 
     async def _reset_spoilt(self, types: Mapping[str, str]) -> None:
-        """Deletes keys of a wrong type, which other programs wrote, and logs this."""
+        """Deletes and logs each key whose Redis type is not the type in `types`."""
         calls: list[Call[str]] = [Call("", ["TYPE", key], text_of) for key in types]
         for key, kind in zip(types, await self._queue.run(calls), strict=True):
             if kind not in (types[key], "none"):
@@ -228,7 +228,7 @@ class Batches:
         return bool(await self._queue.run(call))
 
     async def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """Counts batches by tenant: those that wait for a process, and those that run."""
+        """Returns the number of waiting batches and of running batches, both by tenant."""
         key = self._keys.unfinished_batches
         members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
         calls = list[Call[Any]]()
@@ -245,7 +245,7 @@ class Batches:
         return waiting, run
 
     async def end(self, batch_id: str, status: Status, **changes: Any) -> None:
-        """Stores a batch's final status. The record then expires together with its files."""
+        """Stores a batch's final status. The record then expires with the batch's files."""
         key = self._keys.batch(batch_id)
         changes |= {"status": status, f"{status}_at": int(time.time())}
         ending = [
@@ -256,7 +256,7 @@ class Batches:
         await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
-        """Removes a batch from the unfinished ones. Its record is final or no longer exists."""
+        """Removes a batch, whose record is final or gone, from the set of unfinished batches."""
         await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
 
     def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:

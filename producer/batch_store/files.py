@@ -1,8 +1,8 @@
 """Uploaded files and the answers of batches, in a folder.
 
 A file is two entries: `ID.data` is its content; `ID.json` describes it and is written last. So a
-file is either complete or absent. There is no other record of it, so the folder can be copied,
-restored or put on a shared disk. Ids sort by time.
+file is either complete or absent. No other record exists, so the folder can be copied, restored or
+put on a shared disk. Ids sort by time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StoredFile(BaseModel):
 
 
 class FileStore:
-    """The files in a folder, which is created with the first file. Thread-safe."""
+    """The files in a folder. The first file creates the folder. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,7 +79,7 @@ class FileStore:
     ) -> StoredFile:
         """Adds a file: copies a stream, or moves a file from the same disk.
 
-        Does nothing if a file with the id exists. `entering(tenant, bytes)` returns a context
+        Returns an existing file with the id unchanged. `entering(tenant, bytes)` returns a context
         manager in which the file is added. If the manager raises an error, no file is added.
         """
         file_id = file_id or "file-" + new_request_id().replace("-", "")
@@ -123,7 +123,7 @@ class FileStore:
         return self._data(stored.id)
 
     def keep(self, file_id: str, tenant: str, path: Path) -> None:
-        """Links or copies a file's content to `path`, where it stays after the file is deleted.
+        """Links or copies a file's content to `path`. The copy stays after the file is deleted.
 
         If `path` exists, only sets its modification time to now. Raises FileMissingError.
         """
@@ -157,7 +157,7 @@ class FileStore:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
-        """Returns up to `limit` of the tenants' files after `after`, and whether there are more."""
+        """Returns up to `limit` of the tenants' files following `after`, and whether more exist."""
         is_newest_first = order == "desc"
         files = [
             file
@@ -180,7 +180,7 @@ class FileStore:
         return [file for file in known.values() if file.tenant in tenants]
 
     def sweep(self) -> int:
-        """Deletes expired files and remains of uploads. Returns the number of deletions."""
+        """Deletes expired files and leftovers of uploads. Returns the number of deletions."""
         count = 0
         known = set()
         for file_id in list(self._ids()):

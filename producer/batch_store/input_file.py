@@ -33,7 +33,7 @@ _CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch. `number` is the number of its line, from 1; blank lines count too."""
+    """One request of a batch. `number` is the line's number, from 1; blank lines count too."""
 
     number: int
     custom_id: str
@@ -42,7 +42,7 @@ class BatchLine:
 
 
 def new_batch_id() -> str:
-    """Returns an id that sorts after those of earlier batches."""
+    """Returns an id that sorts after the ids of earlier batches."""
     return "batch_" + new_request_id().replace("-", "")
 
 
@@ -92,7 +92,7 @@ class RefusedLineError(PromptqError):
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields number (from 1, also counting blank lines) and bytes of each line that is not blank.
+    """Yields the number (from 1, in the whole file) and the bytes of each line that is not blank.
 
     A line that is too long is cut to MAX_LINE_BYTES + 1 bytes, so that the caller can report it.
     """
@@ -112,10 +112,10 @@ def _goes_on(piece: bytes) -> bool:
 
 
 def count_lines(path: Path) -> int:
-    """Returns the number of lines in a file that are not blank.
+    """Returns the number of a file's lines that are not blank.
 
-    Raises BatchFileError if the file is empty, is larger than 200 MiB, has over 50,000 lines or
-    over 50,000 blank ones, or does not begin with valid UTF-8.
+    Raises BatchFileError if the file is larger than 200 MiB, does not begin in UTF-8, or has no
+    such line, over 50,000 such lines, or over 100,000 lines in all.
     """
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:

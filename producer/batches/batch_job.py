@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
 _SHORTEST_TURN_SECONDS = 5.0
-"""The least time that a batch runs before another batch may take its place, even if it only waits
-for its key's rate limits. With less, such batches would constantly replace each other."""
+"""The fewest seconds that a batch runs before another batch may replace it, if the batch only waits
+for its key's rate limits. With fewer, such batches would constantly replace each other."""
 
 LEASE_MS = 15_000
 """Milliseconds for which a process may run a batch before it must renew its lease."""
@@ -210,8 +210,8 @@ class _BatchJob:
     async def _gives_way(self, record: BatchRecord, run: BatchRun) -> bool:
         """Returns whether this run must stop so that a batch of another tenant can run.
 
-        After its turn, a batch stops for a tenant with fewer running batches. A batch that only
-        waits for its key's rate limits stops sooner, and for any other tenant.
+        After `batch_turn_seconds`, a batch stops if a tenant with fewer running batches waits. A
+        batch that only waits for its key's rate limits stops sooner, if any other tenant waits.
         """
         has_run, turn = time.monotonic() - self._began, self._settings.batch_turn_seconds
         only_waits = run.only_waits and has_run >= min(turn, _SHORTEST_TURN_SECONDS)
@@ -262,7 +262,7 @@ class _BatchJob:
 
 
 class RunnerLease:
-    """The right to run a batch. Only one process has it, and must renew it within LEASE_MS."""
+    """The right to run a batch. Only one process has the right, and renews it within LEASE_MS."""
 
     def __init__(self, queue: AsyncRequestQueue, batch_id: str) -> None:
         self._queue = queue
@@ -270,6 +270,6 @@ class RunnerLease:
         self._holder = secrets.token_hex(8)
 
     async def hold(self, ttl_ms: int = LEASE_MS) -> bool:
-        """Acquires or renews the lease; 0 releases it. Returns whether this process has it."""
+        """Acquires or renews the lease; 0 ends the lease. Returns whether this process has it."""
         call = scripts.hold(self._queue.keys, self._key, self._holder, ttl_ms)
         return await self._queue.run(call)

@@ -1,8 +1,8 @@
-"""The output file and the error file of a batch, which also record which lines are done.
+"""The output file and the error file of a batch. They also record which input lines are done.
 
-A line is written when its request has ended. The field `id` of the line contains the number of the
-input line. After a crash, the two files show which lines need not run again. There is no second
-record that could differ from them.
+Each line of these files is written when the request of an input line has ended. The field `id`
+contains the number of the input line. After a crash, the two files show which input lines need not
+run again. No second record exists that could differ.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class BatchIsRunningError(PromptqError):
 class Journal:
     """Appends answers to a batch's output file, and errors to its error file.
 
-    As a context manager, locks both files, and raises BatchIsRunningError if another process has
-    locked them. Cuts off an incomplete last line.
+    The constructor locks both files, and cuts off incomplete last lines. Raises BatchIsRunningError
+    if another process has locked a file.
     """
 
     def __init__(self, batch_id: str, output: Path, errors: Path) -> None:
@@ -145,7 +145,7 @@ def _open_locked(path: Path) -> BinaryIO:
 def _numbers_in(
     file: BinaryIO, on_body: Callable[[dict[str, Any]], object] | None = None
 ) -> set[int]:
-    """Returns the input line numbers in a file's complete lines. Cuts off an incomplete last line.
+    """Returns numbers of input lines in a file's complete lines. Cuts off an incomplete last line.
 
     Calls `on_body` with the body of each answer.
     """

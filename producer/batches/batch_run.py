@@ -1,9 +1,9 @@
 """Runs the lines of a batch, several at a time and each exactly once, even after a crash.
 
 The id of a line's request is made from the batch's id and the line's number. So a later process
-finds the requests of an earlier process, whether they wait, run or have finished, and enqueues none
-twice. Lines with a written answer do not run again. One call reads the results of all requests in
-flight, because nobody reads the tokens of a batch one by one.
+finds the requests of an earlier process, in any state, and enqueues no request twice. Lines with a
+written answer do not run again. One call reads the results of all requests in flight, because
+nobody reads the tokens of a batch one by one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _FILL_SECONDS = 2.0
-"""About the longest time in seconds between two reads of results. Pictures may take long."""
+"""Seconds for enqueueing lines before results are read again. Fetching pictures may take long."""
 _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LONGEST_FULL_SECONDS = 5.0
@@ -71,7 +71,7 @@ _SPOILT = Result(
 
 
 class _StoppedError(Exception):
-    """The run was stopped while the Redis server is away."""
+    """The run was stopped while the Redis server did not answer."""
 
 
 class BatchRun:
@@ -109,7 +109,7 @@ class BatchRun:
         """Runs the lines that are not done yet. Returns how the run ended.
 
         Calls `look` before each round of reading results; `look` may return a reason to end. Raises
-        redis.RedisError or RedisSideError if the server stays away. A later run can then continue.
+        redis.RedisError or RedisSideError if the server stays down. A later run can then continue.
         """
         try:
             while self._ending is None:
@@ -159,7 +159,7 @@ class BatchRun:
     async def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
     ) -> AsyncIterator[LineRequest | None]:
-        """Yields the lines to run; None while the next line's model or pictures are not there yet.
+        """Yields the lines to run. Yields None while the next line waits for its model or pictures.
 
         For a line that is not a request, writes an error instead.
         """
@@ -275,8 +275,8 @@ class BatchRun:
         parts: Sequence[tuple[LineRequest, U]],
         call: Callable[[AsyncRequestQueue, U], Call[T]],
     ) -> list[T]:
-        """Makes a call for each part of a line, such as a request, in one round trip per queue.
-        Returns values in order."""
+        """Runs `call(queue, part)` for each part of a line, such as a request, in one round trip
+        for each queue. Returns the replies in the order of `parts`."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
         for at, (item, _) in enumerate(parts):
             by_queue.setdefault(item.served.queue, []).append(at)
@@ -288,10 +288,10 @@ class BatchRun:
         return [results[at] for at in range(len(parts))]
 
     async def _expire_written(self) -> None:
-        """Writes the journal to the disk. Then makes the requests of its new lines, and pictures
-        that no other request needs, expire soon.
+        """Writes the journal to the disk. Then shortens the expiry of the requests in its new
+        lines, and of pictures that no other request needs.
 
-        Dead letters never expire, so that people can find out why they failed.
+        Dead letters never expire, so that people can find out why the requests failed.
         """
         done, self._written = self._written, []
         self._synced_at = time.monotonic()
@@ -360,7 +360,7 @@ class BatchRun:
         ]
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeats a call while the server is away or refuses it. The call must be safe to repeat.
+        """Repeats `call` while the server refuses or is down. `call` must be safe to repeat.
 
         Gives up after `retry_seconds`. Raises errors about credentials and permissions at once.
         """
@@ -382,7 +382,7 @@ class BatchRun:
 def _state_and_result(
     queue: AsyncRequestQueue, new: NewRequest
 ) -> Call[tuple[RequestState | None, Result | None]]:
-    """Reads the state of a request (None if unknown) and, if it has ended, its result.
+    """Reads the state of a request (None if unknown), and the result of an ended request.
 
     If the record breaks the protocol, the state is `failed`.
     """

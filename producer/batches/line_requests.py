@@ -1,4 +1,4 @@
-"""Converts a batch's line into requests, and their results into an answer, as the gateway does."""
+"""Converts the lines of a batch into requests, and results into answers, as the gateway does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LineRequest:
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """The part of the line's cost that does not count towards the caller's rate limits yet."""
+    """The part of the line's cost that the caller's rate limits do not count yet."""
     served: ServedQueue
     """The queue that serves the line's model."""
     results: dict[str, Result] = field(default_factory=dict)
@@ -62,9 +62,9 @@ class LineGateway:
         self._is_closed = False
 
     async def of(self, line: BatchLine) -> LineRequest | None:
-        """Converts a line into requests; None while a worker is still loading the line's model, or
-        the line's pictures are still being fetched: then repeat the call. Raises RefusedLineError
-        if the gateway would refuse the line."""
+        """Converts a line into requests. Returns None while no worker has loaded the line's model,
+        or the line's pictures are being fetched: then call `of` again later. Raises
+        RefusedLineError if the gateway would refuse the line."""
         options, request_id = self._options, request_id_of(self._batch_id, line)
         aliases = await self._queues.aliases()
         with _refusing(line, request_id):
@@ -134,13 +134,13 @@ class LineGateway:
         return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
 
     def close(self) -> None:
-        """Fetches no further pictures: `of` returns None for a line that needs some."""
+        """Stops fetching pictures. `of` then returns None for a line that needs pictures."""
         self._is_closed = True
         for fetching in self._fetching.values():
             fetching.cancel()
 
     async def _pictures(self, line: BatchLine, call: CompletionCall) -> Mapping[str, str] | None:
-        """Returns data URLs for the URLs of the line's pictures; None if they take long."""
+        """Maps the URLs of the line's pictures to data URLs; None while these are being fetched."""
         try:
             with_pictures(call, {})
             return {}
@@ -158,7 +158,7 @@ class LineGateway:
         return self._fetching.pop(line.number).result()
 
     def _in_the_window(self, new: NewRequest) -> NewRequest:
-        """Returns the request with a deadline that is no later than the end of the batch."""
+        """Limits the request's deadline to the end of the batch."""
         if self._options.expires_at is None:
             return new
         left = max(1, int((self._options.expires_at - time.time()) * 1000))

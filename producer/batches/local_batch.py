@@ -140,7 +140,7 @@ def _check_apart(source: Path, *others: Path) -> None:
 
 
 def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
-    """Returns the id, stored in the file `mark`, of the run that wrote the output, or a new id."""
+    """Returns the id of the run that wrote the output, from the file `mark`; otherwise a new id."""
     with source.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if mark.exists() and output.exists():  # the output is created before any request is enqueued

@@ -45,12 +45,12 @@ class RunOptions:
     caller: ApiKey | None = None
     """The key whose rights limit the lines; None: no limits."""
     fetch: Callable[[Sequence[str], str], Awaitable[Mapping[str, str]]] | None = None
-    """Returns data URLs for the URLs, or ids of files, of pictures in a field. None: no pictures
-    are fetched."""
+    """Maps the URLs or file ids of a field's pictures to data URLs. None: no pictures are
+    fetched."""
     expires_at: float | None = None
     """Unix time in seconds at which the batch and its requests expire; None: never."""
     retry_seconds: float = 60.0
-    """Seconds for which calls are repeated while the server is away. Then the error is raised."""
+    """Seconds for which calls are repeated while the server does not answer."""
 
 
 def stop_signals(pipe: int | None = None) -> asyncio.Event:

@@ -15,7 +15,7 @@ MAX_CHOICES = 256
 
 
 class Extra(Protocol):
-    """Data that the answer of a call needs, and that its payloads do not contain."""
+    """Data that a call's answer needs and the call's payloads do not contain."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -88,7 +88,7 @@ class CompletionCall:
         return self.body_bytes * self.num_choices
 
     def for_answer(self) -> CompletionCall:
-        """Returns the call without the data, perhaps megabytes, that only its payloads need."""
+        """Returns the call without the data, perhaps megabytes, that only the payloads need."""
         needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
         kept: dict[str, Any] = {name: self.fields[name] for name in needed if name in self.fields}
         kept |= needed_of(self.fields)

@@ -1,8 +1,8 @@
 """Reads the body and the headers of a call of an API, such as a chat.
 
-Each API describes the fields that it adds to a payload's fields, or names differently. All other
-fields of a body are fields of `promptq.shared.protocol.request.Request`, which checks them. So a
-new field of a payload works over HTTP without new code, and a misspelt field is refused by name.
+Each API describes only the fields that a payload lacks or names differently. All other fields of a
+body are fields of `promptq.shared.protocol.request.Request`, which checks them. So a new field of a
+payload works over HTTP without new code, and a misspelt field is refused by name.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class BodyOptions(BaseModel):
 
 
 class GeneratingOptions(BodyOptions):
-    """The fields that endpoints accept in addition if a model generates their answer."""
+    """The additional fields of endpoints whose answers a model generates."""
 
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     detach: bool = Field(
@@ -107,7 +107,7 @@ def check_effort(field: str, effort: Any) -> None:
 
 
 def with_effort(effort: str, variables: Any) -> Any:
-    """Returns a chat template's variables with a reasoning effort, unless they set one."""
+    """Returns a template's variables with a reasoning effort, unless the variables have one."""
     if not isinstance(variables, dict):
         return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
@@ -141,8 +141,8 @@ def read_options(
 def check_size_of_call(
     num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int = 1, named: str = "n"
 ) -> None:
-    """Raises InvalidRequestError, which names the field `named`, if the payloads of a call with a
-    body of `num_bytes` would together be too large."""
+    """Raises InvalidRequestError if a call's payloads together would exceed MAX_CALL_BYTES.
+    `num_bytes` is the size of the body. `named` is the field in the error."""
     total = n * num_bytes
     if num_prompts > 1:  # each prompt has its own copy of the fields
         total += n * (num_prompts - 1) * len(to_json(fields))
@@ -155,7 +155,7 @@ def check_size_of_call(
 
 
 def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
-    """Returns a field's prompts (text or token ids; one or a list). Raises InvalidRequestError."""
+    """Returns the list of prompts in a field: texts or token ids. Raises InvalidRequestError."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt or not all(isinstance(each, str | list) for each in prompt):
@@ -198,7 +198,7 @@ def refuse(
     fields: Mapping[str, Any], names: Iterable[str], instead: Mapping[str, str] = {}
 ) -> None:
     """Raises InvalidRequestError if a call has one of the fields `names`, which its endpoint does
-    not support. `instead` has the endpoint's names for some of them."""
+    not support. `instead` maps some of these names to the endpoint's names."""
     for name in names:
         if name in fields:
             advice = f"; use {instead[name]}" if name in instead else ""

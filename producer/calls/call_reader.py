@@ -2,7 +2,7 @@
 
 Reading, checking and writing megabytes of JSON takes hundreds of milliseconds. A thread would hold
 the interpreter's lock for that time, and all streams would stop. Another process has its own lock,
-can be killed, and has limited memory, as `{}`, two characters of JSON, uses 72 bytes.
+can be killed, and has limited memory. (`{}`, two characters of JSON, uses 72 bytes.)
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""The most seconds of a process for a call. Then the status is 503: the machine may be busy."""
+"""The most seconds of a process for a call. After this time, the call gets status 503."""
 LENGTH_BYTES = 4
-"""Bytes of the number that begins each message between the processes: its header's length."""
+"""Bytes of the first number of each message between processes: the length of the header."""
 OUT_OF_MEMORY = 3
 """Exit code of a process that has run out of memory."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
-"""Exit codes at a limit of memory or CPU time. Native code aborts when it gets no memory."""
+"""Exit codes of a process that reached a limit of memory or CPU time. Native code aborts when it
+gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """Environment variables that a new process inherits, to find the interpreter and this package.
 Other variables may hold passwords."""
@@ -72,8 +73,8 @@ Parts = list[list[bytes]]
 
 
 Read = Callable[[bytes, Mapping[str, str], str, bytes | None], CompletionCall]
-"""A function that returns the call with this body, these headers, this id and this history: items
-of earlier responses, None if they were not read yet.
+"""A function that parses a call from its body, headers, new id and history. The history has the
+items of earlier responses; it is None if these were not read yet.
 
 Raises InvalidRequestError, HistoryNeededError.
 """
@@ -108,7 +109,7 @@ class _Reading:
 
 
 class CallReader:
-    """Reads the calls of one gateway, large ones in other processes.
+    """Reads the calls of one gateway. Other processes read the large calls.
 
     These processes start when they are needed, and write to the gateway's log. Of the large bodies
     of one tenant, only one is read at a time.
@@ -133,11 +134,10 @@ class CallReader:
     ) -> Prepared:
         """Reads a call whose body is a list of pieces, and builds its payloads.
 
-        `aliases` maps aliases to names of models. `fetch` maps URLs of pictures, in a
-        field, to data URLs.
-        `history_of(id)` returns the items of the
-        response with this id and of all responses before it, one on each line. Raises
-        InvalidRequestError, ApiError, and the errors of `fetch` and `history_of`.
+        `aliases` maps aliases to names of models. `fetch(urls, field)` maps the URLs of a field's
+        pictures to data URLs. `history_of(id)` returns the items of the response with this id and
+        of all responses before it, one on each line. Raises InvalidRequestError, ApiError, and the
+        errors of `fetch` and `history_of`.
         """
         reader = self._readers[endpoint]
         reading = _Reading(endpoint, reader, headers, caller, reader.new_id(), aliases)
@@ -169,8 +169,8 @@ class CallReader:
             await _end(self._idle.pop())
 
     async def _read(self, reading: _Reading, body: list[bytes], history: bytes | None) -> Prepared:
-        """Reads a call, in another process if the call is large. Raises HistoryNeededError if
-        `history` is None and the call needs it, and PicturesNeededError."""
+        """Reads a call, in another process if the call is large. Raises HistoryNeededError if the
+        call needs a history and `history` is None. Raises PicturesNeededError."""
         if sum(map(len, body)) + len(history or b"") + reading.num_bytes <= _SMALL_BYTES:
             body_at_once = b"".join(body)
             call = reading.reader.read(body_at_once, reading.headers, reading.new_id, history)
@@ -200,8 +200,8 @@ class CallReader:
     async def _reply_to(
         self, query: Mapping[str, Any], parts: Parts, caller: Caller
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Waits until no other large body of the caller's tenant is read, sends a query to a
-        process, and returns the reply. Raises the error in the reply, or ApiError 503."""
+        """Sends a query to a process and returns the reply. First waits until no other large body
+        of the caller's tenant is being read. Raises the error in the reply, or ApiError 503."""
         query = {**query, "cpu_seconds": _MOST_CPU_SECONDS}
         tenants_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
         try:
@@ -225,8 +225,8 @@ class CallReader:
     async def _ask_one(
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Sends a query to an idle process or a new one, and returns the reply. If the process
-        ends, raises ApiError 400 because of its limits, otherwise EOFError or OSError."""
+        """Sends a query to an idle process or a new one, and returns the reply. If the process ends
+        at a limit, raises ApiError 400; if it ends otherwise, EOFError or OSError."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
         try:

@@ -1,4 +1,4 @@
-"""Makes the payloads of a call of an API, such as a chat, after checking its caller's rights.
+"""Checks the rights of a call's caller, and makes the payloads of the call, such as a chat.
 
 `compose` (clients/request_builder.py) builds and checks each payload.
 """
@@ -82,8 +82,8 @@ def composed(
 
 
 def check_pictures_served(view: QueueView, names: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError if all live workers of a queue refuse pictures. `names` are those
-    of the call."""
+    """Raises InvalidRequestError if all live workers of a queue refuse pictures. `names` is the
+    attribute of the call."""
     if "pictures" in view.refused:
         why = "messages: no live worker's engine serves pictures"
         message, field = in_api_names(names, why, "messages")
@@ -91,7 +91,7 @@ def check_pictures_served(view: QueueView, names: Mapping[str, str]) -> None:
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
-    """Returns the call with the tenant and priority of its caller where the call sets none. Raises
+    """Returns the call, with the caller's tenant and priority where the call sets none. Raises
     ApiError 403 if the caller may not use the tenant or priority that the call sets."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     if tenant is not None:

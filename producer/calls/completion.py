@@ -33,9 +33,9 @@ class Completion:
     """All data for the answer to a call, except the events of its requests.
 
     The request of choice number `i`, counted from 0, is `request_ids[i]`. The `n` choices of a
-    prompt follow each other. If the answer repeats the prompts, `echoes` has the prompt of each
-    choice, or None for a prompt of token ids, whose text comes with the first event; otherwise
-    `echoes` is empty. With `echo_only`, the answer has only the prompts.
+    prompt follow each other. `echoes` is empty unless the answer repeats the prompts. Then `echoes`
+    has the prompt of each choice, or None for a prompt of token ids, whose text comes with the
+    first event. With `echo_only`, the answer has only the prompts.
     """
 
     id: str
@@ -172,8 +172,8 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
 
 
 def shown_fields(payload: bytes, with_prompt: bool) -> dict[str, Any]:
-    """Returns the fields of a payload that `stream_completion` needs, with the prompt only if the
-    answer repeats it. Slow for a large payload. Raises InvalidRequestError."""
+    """Returns those fields of a payload that `stream_completion` needs. The prompt is None unless
+    `with_prompt` is true. Slow for a large payload. Raises InvalidRequestError."""
     request = Request.parse(payload)
     prefix = request.output_prefix
     return {
@@ -232,8 +232,8 @@ def _uuid_of(completion_id: str) -> UUID:
 
 
 def _prefill(token_ids: Sequence[int] = (), text: str = "") -> str:
-    """Returns the text of an output prefix, which the answer does not repeat. Returns '' for token
-    ids: these come from a fork, whose answer repeats them."""
+    """Returns the text of an output prefix, which the answer leaves out. Returns '' for token ids:
+    these come from a fork, and a fork's answer repeats them."""
     return "" if token_ids else text
 
 

@@ -67,7 +67,7 @@ _ABSENCE_LOGGED_SECONDS = 60.0
 
 
 def _default_code(status: int) -> str:
-    """Returns the code of an error with this status that sets none, such as `not_found`."""
+    """Returns the default code of errors with this status, such as `not_found`."""
     phrase = "invalid request" if status == 400 else HTTPStatus(status).phrase
     return phrase.lower().replace(" ", "_")
 
@@ -120,7 +120,7 @@ class ApiError(Exception):
 def in_api_names(
     names: Mapping[str, str], message: str, field: str | None
 ) -> tuple[str, str | None]:
-    """Returns the message and the field of an error with an endpoint's names of fields.
+    """Returns an error's message and field, both with the endpoint's names of fields.
 
     A message begins with the path of a field in a payload, such as `stop.0: `. `names` maps names
     in a payload to the endpoint's names. The form of a name decides where it is replaced:
@@ -196,7 +196,7 @@ def unknown_completion(request_id: str) -> RequestNotFoundError:
 
 
 def redis_side_error(error: RedisError, url: str, user: str) -> RedisSideError:
-    """Returns promptq's error for one of redis-py, to be logged. `user` is the Redis user."""
+    """Returns promptq's error for an error of redis-py, for the log. `user` is the Redis user."""
     try:
         with explained(url):
             raise error

@@ -77,8 +77,8 @@ def completion_logprobs(
 
 def prompt_logprobs(source: Result) -> Work[list[dict[str, Any] | None] | None]:
     """Returns the prompt's log-probabilities in vLLM's format; None if the result has none. Each
-    position has a mapping from token ids to log-probabilities: of the prompt's token and of the
-    likeliest tokens. The first position has None."""
+    position maps the ids of the prompt's token and of the likeliest tokens to their
+    log-probabilities. The first position has None."""
     if source.prompt_logprobs is None:
         return None
     tokens = []

@@ -1,5 +1,4 @@
-"""Reads the pictures of a chat that are uploaded files, and fetches those with an http(s) URL, by
-the rules of webhooks."""
+"""Gets the pictures of a chat: reads uploaded files, and fetches URLs by the rules of webhooks."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from promptq.shared.protocol.pictures import MAX_PICTURES, data_url, is_picture,
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES
 
 _MOST_BYTES = MAX_PAYLOAD_BYTES * 3 // 4
-"""Of all pictures of a call: as base64, they need a third more."""
+"""The most bytes of all pictures of a call. As base64, they need a third more."""
 _LONGEST_URL = 2048
 _FILE = "file-"
 _NOT_HERE = ("http://", "https://", _FILE)
@@ -40,8 +39,8 @@ class PicturesNeededError(InvalidRequestError):
 
 
 def with_pictures(chat: CompletionCall, fetched: Mapping[str, str]) -> CompletionCall:
-    """Returns the call with data URLs, which `fetched` has, in place of http(s) URLs and ids of
-    files. Raises PicturesNeededError if some are missing."""
+    """Returns the call with a data URL from `fetched` in place of each picture's http(s) URL or
+    file id. Raises PicturesNeededError if `fetched` lacks a picture."""
     urls = _urls_in(chat.fields.get("messages"))
     if missing := [*dict.fromkeys(url for url in urls if url not in fetched)]:
         raise PicturesNeededError(missing, chat.names.get("messages", "messages"))
@@ -69,7 +68,7 @@ def _fetched_part(part: Any, fetched: Mapping[str, str]) -> Any:
 
 
 def _url_of(part: Any) -> str | None:
-    """Returns the http(s) URL, or the file's id, of a part; None for any other part."""
+    """Returns the http(s) URL or the file id of a picture; None for any other part of a message."""
     if not is_picture(part):
         return None
     url = part.get("image_url")
@@ -79,7 +78,7 @@ def _url_of(part: Any) -> str | None:
 
 
 class PictureFetcher:
-    """Gets pictures in threads. Each tenant gets those of one call at a time."""
+    """Gets pictures in threads. Gets the pictures of only one call of a tenant at a time."""
 
     def __init__(self, files: FileStore | None) -> None:
         self._files = files
@@ -89,8 +88,8 @@ class PictureFetcher:
     async def fetch(
         self, urls: Sequence[str], field: str, caller: Caller, *, allow_private: bool = False
     ) -> dict[str, str]:
-        """Returns a data URL for each URL or id of a file. Raises InvalidRequestError, which names
-        the field, and ApiError 403 for a file if the caller may not read files."""
+        """Maps each URL or file id to a data URL. Raises InvalidRequestError, which names the
+        field, and ApiError 403 for a file if the caller may not read files."""
         if len(urls) > MAX_PICTURES:
             raise InvalidRequestError(
                 f"{field}: {len(urls)} pictures are more than the {MAX_PICTURES} allowed", field

@@ -1,4 +1,4 @@
-"""Finds a model's or a request's queue among those of a gateway, and reads their states."""
+"""Finds the queue of a model or a request among a gateway's queues, and reads queues' states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from promptq.shared.queue.call import Call, carry_out_async
 _FRESH_SECONDS = 1.0
 """Seconds after which the state of a queue, or the list of queues and aliases, is read again."""
 _MOST_OPENED = 4 * MOST_QUEUES
-"""The most queues that a gateway opens. None is closed, because old streams may need it."""
+"""The most queues that a gateway opens. They stay open, because old streams may need them."""
 _REFUSED_SECONDS = 60.0
 """Seconds for which the gateway skips a queue that it cannot read."""
 _AWAY_SECONDS = 1.0
@@ -79,9 +79,9 @@ class ServedQueues:
     The first of `names` is the gateway's own queue, which has the API keys, files and batches. `*`
     (ALL_QUEUES) stands for all other queues of the server.
 
-    Methods that call the server raise redis.RedisError if the server of the gateway's own queue is
-    away. Another queue that cannot be read is skipped: for a minute if its server refuses, and
-    otherwise until its server answers again.
+    Methods that call the server raise redis.RedisError if the server of the gateway's own queue
+    does not answer. Another queue that cannot be read is skipped: for a minute if its server
+    refuses; if its server is away (does not answer), until it answers.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class ServedQueues:
         )
 
     async def aliases(self) -> Mapping[str, str]:
-        """Maps aliases to names of models, without aliases that are names of served models."""
+        """Maps aliases to names of models. Leaves out aliases that are names of served models."""
         aliases = (await self._read()).aliases
         if not aliases:
             return aliases
@@ -174,7 +174,7 @@ class ServedQueues:
         With `known_as`, the call has an idempotency key, and must not run in two queues. `known_as`
         maps the `Keys` of a queue to the Redis key that exists if the queue got the call before. If
         several queues serve the model, returns the queue whose key exists. If no key exists,
-        returns the queue with the highest `_rank`, if possible among those with claiming workers.
+        returns the queue with the highest `_rank`, preferably a queue with claiming workers.
         """
         own = self.own, await self.own.view()
         is_alone = len(self._names) == 1 and not self._finds_others
@@ -194,8 +194,8 @@ class ServedQueues:
         return max(serving, key=lambda at: (at[1].hands_out, _rank(known_as(at[0].queue.keys))))
 
     def _of_model_to_come(self, model: str, views: Sequence[Found]) -> Found:
-        """Returns the queue for a model that no queue serves yet: the gateway's only queue if this
-        has no model yet, because its first worker may serve the model. Otherwise raises
+        """Returns the queue for a model that no queue serves: the gateway's only queue, if this has
+        no model yet. (The queue's first worker may serve the model.) Otherwise raises
         ModelIsLoadingError, ModelNotServedError, or the error of a queue whose server is away."""
         if len(views) == 1 and not views[0][1].model:
             return views[0]
@@ -249,7 +249,7 @@ class ServedQueues:
         return time.monotonic() < self._refused.get(name, 0.0)
 
     def _leave_out(self, queue: ServedQueue, error: BaseException) -> None:
-        """Skips a queue from now on, because reading it has raised `error`. If the queue is the
+        """Skips a queue for some time, because reading it has raised `error`. If the queue is the
         gateway's own, raises `error` again."""
         if queue is self.own or not isinstance(error, RedisError | SpoiltRecordError):
             raise error
@@ -260,7 +260,7 @@ class ServedQueues:
             self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
 
     def _raise_if_away(self) -> None:
-        """Raises the error of a queue that is away, if any: it may have the model or request."""
+        """If a queue's server is away, raises its error, because that queue was not searched."""
         for name, error in self._away.items():
             if name in self._names or name in self._directory.names:
                 raise error
@@ -272,7 +272,7 @@ class ServedQueues:
 
 
 def log_unreadable(name: str, why: str) -> None:
-    """Logs that a queue cannot be read: `on_unreadable` for processes that configure a log."""
+    """Logs that a queue cannot be read. Processes with a log pass this as `on_unreadable`."""
     from promptq.shared.runtime.logs import get_logger  # local batches may lack structlog
 
     get_logger().warning("a queue cannot be read, and is not served", of=name, why=why)

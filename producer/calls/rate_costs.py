@@ -25,8 +25,8 @@ async def take_of_queues(
     """Takes a call's tokens from the rate in the queue that serves the call, and its requests from
     the rate in the gateway's own queue. Takes nothing if one of the rates does not suffice.
 
-    If the two queues differ, the `wait_ms` of a refusal concerns only one rate: that of tokens if
-    it does not suffice, otherwise that of requests.
+    If the two queues differ, the `wait_ms` of a refusal concerns only one rate: tokens if this rate
+    does not suffice, otherwise requests.
     """
     if serving is own:
         return await own.run(take_of_rates(holder, rates))
@@ -48,7 +48,7 @@ async def take_of_queues(
 
 
 def too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
-    """Returns the message for a call that costs more than is left of a rate for now."""
+    """Returns the message for a call that costs more than a rate has left at the moment."""
     reasons = []
     for rate in rates:
         left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
@@ -66,9 +66,8 @@ def rates_of(
 ) -> list[Rate]:
     """Returns the costs of `requests` (fields as for `Client.enqueue_many`) in the caller's rates.
 
-    Each request has these `pictures`. The tokens of the rest of a prompt are estimated as a quarter
-    of the payload's bytes. Output tokens are
-    charged later, to `account_of` the caller, while they are generated.
+    Each request has these `pictures`. The rest of a prompt is estimated as one token for four bytes
+    of the payload. Output tokens are charged while they are generated, to `account_of` the caller.
     """
     rates = rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:

@@ -111,6 +111,6 @@ def _reduce_garbage_collection() -> None:
 
 
 def allow_many_connections() -> None:
-    """Raises this process's limit of open files, usually 1,024, because each stream uses one."""
+    """Increases this process's limit of open files, usually 1,024: each stream uses one file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

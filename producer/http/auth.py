@@ -77,7 +77,7 @@ async def admin_of(caller: ThisCaller) -> Caller:
 
 
 ThisCaller = Annotated[Caller, Depends(caller_of)]
-"""Type of a route's parameter that receives the caller. A route without it needs no API key."""
+"""Type of a route's parameter that receives the caller. Other routes need no API key."""
 
 ThisAdmin = Annotated[Caller, Depends(admin_of)]
 """Type of a route's parameter that receives the caller, which must be an administrator."""
@@ -118,8 +118,8 @@ def _is_from_this_machine(request: Request) -> bool:
 
 
 def _names_this_machine(host: str) -> bool:
-    """Returns whether a Host header names this machine. False if it is malformed, or if another
-    name resolves to this machine, as in DNS rebinding."""
+    """Returns whether a Host header names this machine. Returns False for a malformed header, and
+    for another name that resolves to this machine (DNS rebinding)."""
     match = _HOST.fullmatch(host)
     name = (match[1] or match[2]).lower() if match else ""
     return name == "localhost" or _is_loopback(name)

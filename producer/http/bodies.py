@@ -72,7 +72,7 @@ class BodyBudget:
 
     @contextmanager
     def hold(self, tenant: str) -> Iterator[Hold]:
-        """Context manager with an empty part of the budget, which can grow until the block ends."""
+        """Context manager with an empty part of the budget. It can grow until the block ends."""
         hold = Hold(self, tenant)
         try:
             yield hold
@@ -81,7 +81,7 @@ class BodyBudget:
 
     def take(self, tenant: str, num_bytes: int) -> None:
         """Takes bytes from the budget. Raises ApiError 429 if the tenant would exceed its limit,
-        and 503 if all tenants together would exceed theirs."""
+        and 503 if all tenants together would exceed the limit for all."""
         wanted = self._of_tenants[tenant] + num_bytes
         if wanted > self._most_of_tenant:
             raise ApiError(

@@ -41,8 +41,8 @@ _WINDOW_BYTES = 65_536
 _MOST_DROPPED_BYTES = 1 << 28
 _DROPPED_BYTES_A_SECOND = 8 << 20
 _DROP_SECONDS = 30.0
-"""The most seconds for which the gateway reads and drops the rest of a body that it has answered
-already. If it closed the connection earlier, a client that still sends might lose the answer."""
+"""The most seconds for which the gateway reads and drops the rest of a body after the answer. If
+the gateway closed the connection earlier, a client that still sends might lose the answer."""
 _UNREAD_SECONDS = 600.0
 """Seconds after which a client that reads nothing of an answer is disconnected."""
 _MOST_SMALL_PIECES = 4096
@@ -65,7 +65,7 @@ _FULL = ApiError(
 
 
 class _StayingParser(httptools.HttpRequestParser):
-    """A parser that ignores offers to change to another protocol, such as HTTP/2 in Java's client.
+    """A parser that ignores offers to change to another protocol, such as offers of HTTP/2 by Java.
 
     httptools stops after the head of such a request, and uvicorn would drop the body. So a new
     parser reads a made-up head with the body's length, while `continues` is set, and then the body.

@@ -58,7 +58,7 @@ _SERVED = "gzip, deflate, zstd"
 
 
 def _decoder_of(coding: str, begin: bytes) -> tuple[_Decoder, type[Exception]]:
-    """Returns a decoder for a member that begins with `begin`, and its exception for wrong data."""
+    """Returns a decoder for a member that begins with `begin`, and the decoder's exception."""
     if coding == "zstd":
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -91,8 +91,8 @@ def codings_of(headers: Sequence[str]) -> list[str]:
 
 
 async def decoded(pieces: AsyncIterable[bytes], coding: str) -> AsyncGenerator[bytes, None]:
-    """Yields the decoded pieces of a body. Lets other tasks run after each. Raises ApiError 400 if
-    the body is not in this coding, or ends too early."""
+    """Yields the decoded pieces of a body. Lets other tasks run after each piece. Raises ApiError
+    400 if the body is not in this coding, or ends too early."""
     decoder: _Decoder | None = None
     wrong_data: type[Exception] = zlib.error
     num_members = num_bytes = 0

@@ -1,6 +1,6 @@
 """Reads bodies that a pydantic model describes, after the caller was identified.
 
-FastAPI would read a body of any size before that, and would report all of the body's errors.
+FastAPI would read a body of any size before it knows the caller, and report every error in it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MOST_FIELDS = 100
 
 
 def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
-    """Returns a dependency for routes, which reads the body as JSON of this model or type. It
-    raises ApiError, InvalidRequestError or RequestValidationError."""
+    """Returns a dependency of routes that reads the body as JSON of this model or type. The
+    dependency raises ApiError, InvalidRequestError or RequestValidationError."""
     adapter = TypeAdapter(kind)
 
     async def read(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Any:

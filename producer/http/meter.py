@@ -24,7 +24,7 @@ _TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 
 def _is_call(path: str) -> bool:
-    """Returns whether a path is neither polled nor a file of the dashboard. A page loads twenty."""
+    """Returns False for polled paths and the dashboard's files. Each visit loads twenty files."""
     return path not in POLLED and path != "/" and not path.startswith(_FILES)
 
 

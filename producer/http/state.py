@@ -28,24 +28,24 @@ from promptq.shared.queue.spoilt import errors_logged
 from promptq.shared.runtime.logs import get_logger
 
 _EVERY_SECONDS = 60.0
-"""The shortest time between two records that an API key was used."""
+"""The shortest time in seconds between two records of an API key's use."""
 _MOST_SECONDS = 1.0
-"""The longest delay of a refusal. Meanwhile the call uses only its connection."""
+"""The longest delay of a refusal, in seconds. A delayed call uses only its connection."""
 _TRY_SECONDS = 60.0
 _PAUSE_SECONDS = 0.5
 _LAST_SECONDS = 2.0
-"""How long a stopping gateway waits until its requests are cancelled."""
+"""The most seconds that a stopping gateway waits until its requests are cancelled."""
 
 
 class KeyUses:
-    """Records in the queue when each API key was last used."""
+    """Stores the time of each API key's last use in the queue."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue
         self._noted: dict[str, float] = {}
 
     async def note(self, secret: str) -> None:
-        """Records the use of a key, at most once a minute. Does nothing if the server is away."""
+        """Records the use of a key, at most once a minute. Ignores an unreachable server."""
         hashed, now = api_keys.hash_of(secret), time.monotonic()
         if now - self._noted.get(hashed, -math.inf) < _EVERY_SECONDS:
             return
@@ -118,7 +118,7 @@ ThisGateway = Annotated[Gateway, Depends(gateway_of)]
 
 
 class BackgroundCancels:
-    """Cancels requests in background tasks. If the server is away, each task tries for a minute."""
+    """Cancels requests in background tasks. If the server is down, each task tries for a minute."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

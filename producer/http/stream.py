@@ -147,7 +147,7 @@ def frame_bytes(frames: str) -> bytes:
 
 
 class FramesInTurns(StreamingResponse):
-    """Streams a complete answer. Builds the frames in slices, when the client can receive more."""
+    """Streams an ended answer. Builds the frames in slices, as fast as the client receives them."""
 
     def __init__(self, turns: Turns, frames: Iterator[str]) -> None:
         async def parts() -> AsyncIterator[bytes]:

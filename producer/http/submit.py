@@ -25,8 +25,8 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import bind
 
 History = Callable[[str, Caller, Callable[[int], None]], Awaitable[bytes]]
-"""A function that returns the items of a response and of all responses before it. It gets the id of
-the response, the caller who must own it, and a function to call with the number of bytes so far."""
+"""A function that returns the items of a response and of all responses before it. Arguments: the
+response's id, the caller as its owner, and a function to call with the number of bytes so far."""
 
 
 def with_headers(headers: Mapping[str, str], response: Response) -> Response:
@@ -39,7 +39,7 @@ def with_headers(headers: Mapping[str, str], response: Response) -> Response:
 class IncomingCall:
     """A call that was read: its HTTP request, its gateway, its caller and its payloads.
 
-    `hold` is the memory that the call uses of the budget for bodies; None if it uses none.
+    `hold` is the call's part of the budget for bodies; None if the call has no part.
     """
 
     request: Request

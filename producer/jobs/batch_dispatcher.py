@@ -1,4 +1,4 @@
-"""Enqueues in RQ the batches that no process runs, while an RQ worker is free. Tenants take turns.
+"""Enqueues batches in RQ if no process runs them and an RQ worker is free. Tenants take turns.
 
 Other programs may write to the queue, too. An entry that is not a batch is deleted with a line in
 the log, so that it does not block later entries.
@@ -36,7 +36,7 @@ _MAX_TENANTS = 10_000
 
 
 class Dispatcher:
-    """Enqueues batches in RQ. Of several dispatchers only one, the leader, does so."""
+    """Enqueues batches in RQ. Of several dispatchers, only the leader enqueues."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Dispatcher:
         self._clock = clock
         self._starting: dict[str, float] = {}
         """For each starting batch, the time at which it was first seen. A batch is starting while a
-        worker has it but its run has no lease yet."""
+        worker has the batch, but the run has no lease yet."""
         self._served: dict[bytes, None] = {}
         """Tenants whose batches were started, as JSON texts. The latest is last."""
 
@@ -90,8 +90,8 @@ class Dispatcher:
         return len(chosen)
 
     def _in_turn(self, ids: set[str], count: int) -> list[str]:
-        """Chooses up to `count` batches one by one: the oldest of the tenant served least
-        recently."""
+        """Chooses up to `count` batches. Each choice is the oldest batch of the tenant whose last
+        start was the longest time ago."""
         waiting: dict[bytes, list[str]] = {}
         listed = sorted(ids)
         keys = [self._keys.batch(batch_id) for batch_id in listed]

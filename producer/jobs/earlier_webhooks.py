@@ -1,4 +1,4 @@
-"""Moves webhooks that releases before 0.3 enqueued in RQ from there to the queue's Redis."""
+"""Moves webhooks from RQ, where releases before 0.3 enqueued them, to the queue's Redis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
     """Moves webhooks that wait in the server `jobs` to the server `own`. Returns their number.
 
     Each call reads and deletes one page of each list. Of a job, only the request's id is read, so a
-    forged job causes no more than one further call of the webhook that the request names.
+    forged job causes at most one further call of the webhook that the request names.
     """
     client: Any = jobs
     name = rq_queue_name(keys.queue, "webhooks")

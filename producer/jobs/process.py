@@ -78,7 +78,7 @@ def run_jobs(settings: JobsSettings) -> None:
 
 
 def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis]) -> redis.Redis:
-    """Connects to a server, and waits for it if it does not answer yet."""
+    """Connects to a server. Waits up to `redis_wait` seconds for its first answer."""
     until = time.monotonic() + settings.redis_wait
     while True:
         try:
@@ -167,7 +167,7 @@ class _Processes:
         return time.monotonic() >= self._logged_at + _LOG_AGAIN_SECONDS
 
     def stop(self) -> None:
-        """Stops all processes. Batches stop at once, to be continued; webhook calls may finish."""
+        """Stops all processes. A later run continues stopped batches. Webhook calls may finish."""
         os.close(self._writing)
         until = time.monotonic() + _END_SECONDS
         for process in [place.process for place in self._places if place.process is not None]:
@@ -186,8 +186,8 @@ class _Processes:
 
 
 def _carry_out(work: Work, settings: JobsSettings, logs_error: bool) -> None:
-    """Runs the work of a process. If the server is away or refuses a command, the process exits
-    without a traceback; if `logs_error`, with a warning."""
+    """Runs the work of a process. If the server is down or refuses a command, the process exits
+    without a traceback. With `logs_error`, it first logs a warning."""
     try:
         work(settings)
     except (redis.RedisError, RedisSideError) as error:

@@ -43,7 +43,7 @@ MAX_DATA_BYTES = 4096
 """The most bytes of a compressed call. promptq's calls have under 300 bytes. RQ decompresses a call
 before `JobJson` checks it, and 4096 bytes can become 4 MiB."""
 UPKEEP, BATCHES = "upkeep", "batches"
-"""The kinds of work. RQ has a queue for each, whose name ends in it."""
+"""The kinds of work. RQ has a queue for each kind; the queue's name ends in the kind."""
 REAP, SWEEP, ROLL_UP = upkeep.reap, upkeep.sweep, upkeep.roll_up
 _TABLE = {
     work: {f"{function.__module__}.{function.__qualname__}" for function in functions}
@@ -121,7 +121,7 @@ class ListedJob(Job):
             raise NoSuchJobError(f"not a job of promptq: {id}") from None
 
     def restore(self, raw_data: Any) -> None:
-        """Sets the job's fields. Raises ValueError or DeserializationError for other jobs."""
+        """Sets a job's fields. Raises ValueError or DeserializationError if it is not promptq's."""
         data, queue, work = raw_data.get(b"data", b""), self.serializer.queue, self.serializer.work
         if len(data) > MAX_DATA_BYTES:
             raise ValueError("the job is too large for a job of promptq")
@@ -132,7 +132,7 @@ class ListedJob(Job):
 
     @property
     def dependents_key(self) -> str:
-        """A key that nobody writes. RQ reads there which jobs wait for this one."""
+        """A random key, which nobody writes. RQ reads there which jobs wait for this job."""
         return f"{self.key}:{secrets.token_hex(8)}"
 
 
@@ -140,13 +140,13 @@ class ListedWorker(Worker):
     """RQ's worker, limited to one queue. With several queues, RQ may lose a job."""
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        """Sends a heartbeat. Also registers the worker again, in case the server has lost it."""
+        """Sends a heartbeat, and registers the worker again, in case the server has lost it."""
         super().heartbeat(timeout, pipeline)
         if pipeline is None:
             register(self)
 
     def subscribe(self) -> None:
-        """Does nothing. Otherwise commands on RQ's channel could stop a worker or kill its job."""
+        """Does nothing, because commands on RQ's channel could stop a worker or kill its job."""
 
     def run_maintenance_tasks(self) -> None:
         """Cleans the lists of this queue. RQ would also clean lists that all queues share."""
@@ -183,7 +183,7 @@ def _delete_strangers(queue: Queue) -> None:
 
 
 def _delete_entry(entry: bytes, reason: str, delete: Callable[[bytes], int]) -> None:
-    """Deletes an entry of a list that is not promptq's, and logs this in one line."""
+    """Deletes an entry that is not promptq's from a list, and logs this in one line."""
     if delete(entry):
         get_logger().warning("job entry removed", job_id=shown(entry), reason=reason)
 
@@ -275,7 +275,7 @@ def num_workers(queue: Queue) -> int:
 def is_queued_or_started(queue: Queue, batch_id: str) -> bool:
     """Returns whether a batch waits or runs according to RQ's record.
 
-    If its worker has died, the record may still say so for hours, or for ever.
+    If the batch's worker has died, the record may be wrong for hours, or for ever.
     """
     status = queue.connection.hget(Job.key_for(_BATCH_JOB + batch_id), "status")
     return status in (b"queued", b"started")

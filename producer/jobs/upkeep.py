@@ -34,7 +34,7 @@ _MINUTES_KEPT = 7 * 24 * 60
 def reap(settings: JobsSettings) -> str:
     """Returns dead workers' requests to the queue, ends expired requests, keeps statistics.
 
-    If this job has not run for a while, the server may have been away, so that no worker could
+    If this job has not run for a while, the server may have been down, so that no worker could
     renew its leases. Then the job reaps nothing for half a lease, so that workers can renew first.
     """
     queue = settings.queue
@@ -69,7 +69,7 @@ def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> boo
 
 
 def _watched(client: Any, keys: Keys) -> tuple[int, int]:
-    """Returns when reaping last ran, and since when it runs without interruption.
+    """Returns the time of the last reaping, and the time since which reaping has never paused.
 
     Both are Unix milliseconds; 0: unknown.
     """
@@ -80,7 +80,7 @@ def _watched(client: Any, keys: Keys) -> tuple[int, int]:
 
 
 def sweep(settings: JobsSettings) -> str:
-    """Deletes expired files, and remains of interrupted uploads and old batches."""
+    """Deletes expired files, and leftovers of interrupted uploads and old batches."""
     folder = settings.files_dir
     count = FileStore(folder).sweep() + _sweep_old(folder / "running")
     if count:

@@ -1,4 +1,4 @@
-"""Ids of a stream's events. An id states how much the client has read after the event.
+"""Ids of a stream's events. An event's id states how much a client with this event has read.
 
 `chatcmpl-ID/12-57` means that the call has one choice, of which the client has read 12 tokens (57
 characters). An `e` after the numbers means that the client has read the choice's end, too. The
@@ -20,8 +20,8 @@ _CHOICE = re.compile(r"(\d{1,9})-(\d{1,9})(e?)")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The part of a choice that a client has read, in tokens and characters, and whether that is
-    all."""
+    """Numbers of tokens and characters of a choice that a client has read. With `ended`, the client
+    has also read the choice's end."""
 
     tokens: int = 0
     chars: int = 0
@@ -36,13 +36,13 @@ class Position:
 
 
 def event_id(completion_id: str, positions: Iterable[str]) -> str:
-    """Returns the id of an event. `positions` has the client's position in each choice after the
-    event."""
+    """Returns an event's id. For each choice, `positions` states how much a client with this event
+    has read."""
     return f"{completion_id}{_SEPARATOR}{'.'.join(positions)}"
 
 
 def read_event_id(text: str) -> tuple[str, list[Position]]:
-    """Returns a completion's id and positions from an event's id. Raises InvalidRequestError."""
+    """Returns a completion's id and the positions in an event's id. Raises InvalidRequestError."""
     completion_id, _, rest = text.strip().rpartition(_SEPARATOR)
     matches = [_CHOICE.fullmatch(part) for part in rest.split(".")]
     if not completion_id or None in matches:

@@ -151,7 +151,7 @@ def stream_of(
 ) -> EventStream:
     """Returns the stream of a completion. The stream skips what its client has read: `have` has a
     position for each choice, or is empty if the client has read nothing. Raises InvalidRequestError
-    if `have` has another number of positions."""
+    for any other number of positions."""
     have = have or [Position()] * completion.num_choices
     if len(have) != completion.num_choices:
         raise wrong_field(

@@ -1,7 +1,6 @@
-"""Fields that clients of OpenAI's API and of vLLM's server send: those without effect in promptq,
-and those that promptq names differently.
+"""Fields of OpenAI's API and of vLLM's server that have no effect or another name in promptq.
 
-Programs for these servers work unchanged. A value for an unsupported feature is refused.
+Programs for that API and that server work unchanged. A value for an unsupported feature is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _log = logging.getLogger("promptq.calls")  # local batches may lack structlog
 
 
 class FieldsWithoutEffect(BaseModel):
-    """Fields that may have any value of their type. The log has one warning for each field."""
+    """Accepted fields without effect. Only a value's type is checked. Each field is logged once."""
 
     model_config = ConfigDict(strict=True)
 
@@ -74,8 +73,8 @@ def warn_of(field: str) -> None:
 
 
 def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a body in which fields with vLLM's names have promptq's names instead. Keeps only the
-    tools that `tool_choice` allows.
+    """Returns a body with promptq's names of fields in place of vLLM's names. Keeps only the tools
+    that `tool_choice` allows.
 
     Raises InvalidRequestError for `functions` and `function_call` (OpenAI's former names of `tools`
     and `tool_choice`), and for an unsupported feature.
@@ -104,8 +103,8 @@ def in_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_in(body: Mapping[str, Any]) -> dict[str, str]:
-    """Maps `response_format` to the name that a body uses instead, such as `guided_json`, so that
-    errors name that field (see `in_api_names`). Empty if the body has no such field."""
+    """Maps `response_format` to the body's name for this field, such as `guided_json`, for error
+    messages (see `in_api_names`). Returns {} if the body has no such name."""
     name = next((name for name in _FORMS if name in body), None)
     if name is None:
         return {}

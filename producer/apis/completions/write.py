@@ -92,7 +92,7 @@ def _choice(
 
 
 class ChoiceWriter:
-    """Writes the chunks of one choice, from all of its events, after the position `have`."""
+    """Writes one choice's chunks. Reads all events, but skips what the client has read (`have`)."""
 
     def __init__(
         self, completion: Completion, index: int, have: Position, style: OutputStyle | None
@@ -129,7 +129,7 @@ class ChoiceWriter:
         return self._chunk(event, text, (yield from self._logprobs(logprobs)))
 
     def _news(self, event: TokenEvent) -> tuple[str, list[FirstToken | TokenLogprob]] | None:
-        """Returns an event's unread text and log-probabilities; None if the client has read all."""
+        """Returns an event's unread text and log-probabilities; None if the client has all."""
         have, text, logprobs = self._have, event.text, event.logprobs or []
         if self._echo_only:
             text, logprobs = "", []
@@ -211,7 +211,7 @@ def is_large(event: TokenEvent) -> bool:
 
 
 def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
-    """Returns the first chunks of a chat with several choices: one for each choice, with its role.
+    """Returns the first chunks of a chat with several choices: one chunk for each choice's role.
 
     The chunks are in order, because OpenAI's `chat.completions.stream` appends choices to a list.
     """

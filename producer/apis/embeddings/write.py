@@ -1,4 +1,4 @@
-"""Writes vectors in the form of OpenAI's API, and scores in those of Jina's and vLLM's."""
+"""Writes vectors as in OpenAI's API, rankings as in Jina's, and scores as in vLLM's."""
 
 from __future__ import annotations
 

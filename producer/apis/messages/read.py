@@ -38,7 +38,7 @@ NAMES = {
 _WITHOUT_ANSWER = ("prompt", "embed", "tokenize", "logprobs", "prompt_logprobs")
 """Fields of a payload that are refused, because a message cannot show their effect."""
 _UNSUPPORTED = ("thread", "context_management")
-"""Refused fields of Anthropic's tool runners, which send `thread` only until the refusal."""
+"""Fields that are refused. After the refusal, Anthropic's tool runners no longer send `thread`."""
 _THINKING = ("type", "budget_tokens", "display")
 _THINKING_TYPES = ("enabled", "disabled", "adaptive")
 
@@ -180,9 +180,9 @@ def chat_of(
     messages: Sequence[Mapping[str, Any]], system: str | Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[Message], str]:
     """Returns the messages of a chat, and the text with which the answer begins: the text of a last
-    message of the assistant, otherwise ''.
+    message by the assistant (which is left out of the messages), otherwise ''.
 
-    Joins successive messages of one role. Raises InvalidRequestError, such as for a document.
+    Joins successive messages of one role. Raises InvalidRequestError, for example for a document.
     """
     chat: list[Message] = []
     if system:

@@ -142,21 +142,21 @@ class MessageWriter:
 
 
 class _Prefill:
-    """Removes the prefill (the beginning of the output that a call sets) from the output."""
+    """Removes the prefill from the output: the text with which a call makes the output begin."""
 
     def __init__(self, completion: Completion, style: OutputStyle | None) -> None:
         self._prefill = completion.prefill
         self._parser = OutputText(style, completion.expected)  # gets only the prefill
         self._mark = "" if style is None else style.reasoning_before
         self._held: OutputPiece | None = None
-        """The end of the prefill that parsers hold back, because it may begin a mark."""
+        """The last part of the prefill. Parsers hold it back, because it may begin a mark."""
 
     def split(self, event: TokenEvent) -> tuple[str, str]:
         """Splits the text of the first event into the prefill and the rest.
 
         If the chat template has begun the reasoning, a mark like `<think>` may precede the prefill.
-        A missing prefill means that the tokenizer has changed its text. Then the whole event is the
-        prefill, because a worker sends the prefill as one event.
+        A missing prefill means that the tokenizer has changed the prefill's text. Then the text of
+        the whole event is the prefill, because a worker sends the prefill as one event.
         """
         text = event.text
         at = text.find(self._prefill, 0, len(self._mark) + len(self._prefill))
@@ -167,8 +167,8 @@ class _Prefill:
         return text[:end], text[end:]
 
     def without(self, pieces: list[OutputPiece]) -> list[OutputPiece]:
-        """Returns pieces of the output without the end of the prefill. The parser of the output had
-        held back this end, so the first pieces contain it."""
+        """Removes the last part of the prefill (`_held`) from pieces of the output. The output's
+        parser had held back this part, so the first pieces begin with it."""
         output = []
         for piece in pieces:
             held, self._held = self._held, None

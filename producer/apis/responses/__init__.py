@@ -1,6 +1,6 @@
 """/v1/responses: OpenAI's responses, and their records in Redis.
 
-A response has one request, with the same id. The queue has the request's state and output, which
-are also those of the response. The response's record has everything else, and a copy of the output
-after the request has ended.
+A response has one request, with the same id. The response's state and output are those of the
+request, in the queue. The response's record has all other data, and after the request's end a copy
+of the output.
 """

@@ -35,7 +35,8 @@ class Ending(BaseModel):
 
 
 class EndedOutput(BaseModel):
-    """The output of a response, as the events that each later stream of the response sends.
+    """The output of an ended response, with one piece for each event of the response's later
+    streams.
 
     `model` and `style` (JSON) are those of the queue when the response ended.
     """

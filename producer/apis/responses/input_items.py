@@ -24,11 +24,11 @@ _PREFIXES = {
 
 
 def read_items(text_or_items: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:
-    """Returns the items of an `input` in their full form: with ids, which contain `unique`, and
-    with default values of missing members.
+    """Returns an `input` as a list of full items, which have ids and default values for missing
+    members. The ids contain `unique`.
 
     The id is the first member of each item, so that `id_of` need not read the rest. Raises
-    InvalidRequestError for all items but messages, function calls, their outputs and reasoning.
+    InvalidRequestError for an item that is no message, function call, function output or reasoning.
     """
     if isinstance(text_or_items, str):
         text_or_items = [{"role": "user", "content": text_or_items}]
@@ -50,8 +50,8 @@ def id_of(line: bytes) -> bytes:
 
 
 def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns items as the messages of a chat. Reasoning is added to the assistant's message that
-    follows it. A function call is added to the assistant's message that precedes it."""
+    """Returns items as the messages of a chat. Adds reasoning to the assistant's next message, and
+    a function call to the assistant's previous message."""
     messages: list[dict[str, Any]] = []
     reasoning = ""
     for item in items:
@@ -117,8 +117,8 @@ def _checked(place: str, item: Any) -> dict[str, Any]:
 
 
 def _parts(place: str, name: str, content: Any, default: str) -> list[dict[str, Any]]:
-    """Returns an item's content as parts; a text is one `default` part. Raises
-    InvalidRequestError."""
+    """Returns an item's content as a list of parts. A text becomes one part of the type `default`.
+    Raises InvalidRequestError."""
     if isinstance(content, str):
         content = [{"type": default, "text": content}]
     if not isinstance(content, list):

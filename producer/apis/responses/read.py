@@ -147,7 +147,7 @@ def read_response(
 def read_input_count(
     body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
 ) -> CompletionCall:
-    """Parses a call that counts a conversation's tokens. Raises `read_response`'s errors."""
+    """Parses a call that counts a conversation's tokens. Raises the errors of `read_response`."""
     options, fields = read_options(InputOptions, body, headers)
     payload_format(options.text)
     _set_chat(options, fields, response_id, history)

@@ -30,7 +30,7 @@ from promptq.shared.runtime.logs import bind
 
 JSON = "application/json"
 _LARGE_BYTES = 65_536
-"""Frames with at least this many bytes are sent alone. Smaller frames are sent together."""
+"""The last frames of a stream are collected, and sent as soon as they have more bytes than this."""
 
 
 async def respond(incoming: IncomingCall, records: ResponseRecords) -> Response:

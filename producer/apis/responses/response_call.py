@@ -24,7 +24,7 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """All data for a response, except its output.
+    """All data of a response except the output.
 
     `echo` has those members of the response object that repeat the call's fields, as JSON without
     braces. These members may be megabytes, so they are written once and never parsed.
@@ -51,7 +51,7 @@ class ResponseCall:
 
     @property
     def unique(self) -> str:
-        """The response's id without its prefix. The ids of the response's items contain it."""
+        """The response's id without `resp_`. The ids of the response's items contain this text."""
         return self.id.removeprefix(_PREFIX)
 
     @property

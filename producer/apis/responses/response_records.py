@@ -1,7 +1,7 @@
 """Reads the state of stored responses, and stores their output after they have ended.
 
-The queue keeps a result for an hour by default. The first read of a response that has ended stores
-its output in its record. For responses that nobody reads, a task of each gateway does this.
+The queue keeps a result for an hour by default. The first read of an ended response stores the
+output in the response's record. For responses that nobody reads, a task of each gateway does this.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOOK_SECONDS = 5.0
 _NOT_SINCE_MS = 10_000  # between two checks of one response
 _PAGE = 200
 MOST_LINKS = 500
-"""The most responses of one conversation. Each call reads all of them, one after the other."""
+"""The most responses in one conversation. Each call reads all of them, one after the other."""
 _BEGIN_SECONDS = 60.0
 """The most seconds between storing a response and enqueueing its request."""
 
@@ -125,7 +125,7 @@ class ResponseRecords:
     async def history(
         self, response_id: str, caller: Caller, on_size: Callable[[int], object]
     ) -> bytes:
-        """Returns the items of a response and of all earlier responses, as lines of JSON.
+        """Returns the items of a response and of all responses before it, as lines of JSON.
 
         After each response, calls `on_size` with the number of bytes so far. Raises ApiError 400 if
         a response is unknown or has not ended, or if there are more than MOST_LINKS responses.
@@ -183,7 +183,7 @@ class ResponseRecords:
             try:
                 due = await self.stored.unfinished(_NOT_SINCE_MS, _PAGE)
                 for stored in due:
-                    # ApiError: this gateway does not serve its queue, and another one may.
+                    # ApiError: this gateway does not serve the response's queue, but another may.
                     with errors_logged(f"response {stored.call.id}"), suppress(ApiError):
                         await self.output(stored)
             except (RedisError, RedisSideError) as error:

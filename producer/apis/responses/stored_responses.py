@@ -53,7 +53,7 @@ class StoredResponses:
     def __init__(
         self, queue: AsyncRequestQueue, turns: Turns, *, seconds: int, most: int, most_bytes: int
     ) -> None:
-        """Records expire after `seconds`. `most` and `most_bytes` limit a tenant's records; 0: no
+        """Records expire after `seconds`. A tenant may have `most` records and `most_bytes`; 0: no
         limit."""
         self._queue = queue
         self._keys = queue.keys
@@ -62,7 +62,7 @@ class StoredResponses:
         self._limits = (seconds * 1000, most, most_bytes)
 
     async def add(self, new: NewResponse, tenant: str, queue: str) -> None:
-        """Stores a new response. Raises ApiError 413 if its tenant would exceed a limit."""
+        """Stores a new response. Raises ApiError 413 if the tenant would exceed a limit."""
         call = new.call
         options = asdict(call)
         del options["id"], options["echo"]
@@ -78,7 +78,7 @@ class StoredResponses:
             raise self._full(tenant, reply[1], int(reply[2]))
 
     async def end(self, stored: StoredResponse, output: EndedOutput) -> None:
-        """Stores the output, unless the record already has one or was deleted."""
+        """Stores the output, unless the record already has an output or was deleted."""
         result = await self.turns.run(output.to_json())
         await self._run("end", stored.tenant, stored.call.id, {"result": result})
 

@@ -40,7 +40,7 @@ _LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
 
 
 class ResponseWriter:
-    """Writes those events of a response whose number is above `after`, as frames.
+    """Writes a response's events as frames. Skips the events with numbers up to `after`.
 
     Call `opening`, then `write` for each event of the request, then `end`.
     """
@@ -273,7 +273,7 @@ class _Item:
 
 
 def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
-    """Returns the writer of an ended response: `whole` and `items` are complete, without frames."""
+    """Returns a writer with the `whole` and `items` of an ended response, without frames."""
     writer = ResponseWriter(call, after=sys.maxsize)
     for _ in frames_of(writer, output):
         yield
@@ -290,7 +290,7 @@ def frames_of(writer: ResponseWriter, output: EndedOutput) -> Iterator[str]:
 
 
 def error_frame(error: ApiError, number: int) -> str:
-    """Returns the event that reports why a stream ends early: an error to OpenAI's client."""
+    """Returns the event `error`, which reports why a stream ends early."""
     details: Any = error.body["error"]
     shown = {name: details[name] for name in ("code", "message", "param")}
     body = {"type": "error", "sequence_number": number, **shown, "error": details}

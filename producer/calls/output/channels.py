@@ -51,8 +51,8 @@ class ChannelText:
         return self._num_calls if self._object is None else self._object.num_calls
 
     def feed(self, text: str) -> tuple[str, str, list[ToolDelta]]:
-        """Reads more text. Returns new reasoning, content and pieces of calls. Holds back text that
-        may be the beginning of a mark."""
+        """Reads more text. Returns the new reasoning, the new content, and new pieces of calls.
+        Holds back text that may be the beginning of a mark."""
         for start in range(0, len(text), _SLICE):
             self._held += text[start : start + _SLICE]
             if self._forced and self._is_at_start and self._held.lstrip().startswith("{"):
@@ -126,8 +126,8 @@ class ChannelText:
         return True
 
     def _read_arguments(self, json: JsonDepth) -> bool:
-        """Reads a call's JSON object, in which no text is a mark. Drops the rest of the message.
-        Returns False if this needs more text."""
+        """Reads a call's JSON object, whose text never counts as a mark. Drops the rest of the
+        message. Returns False if the object needs more text."""
         begun = self._held.lstrip() if self._is_empty else self._held
         if self._is_empty and begun and not begun.startswith("{"):
             self._json = None  # not an object: all text up to the next mark

@@ -1,4 +1,4 @@
-"""Converts a call's arguments to JSON from literals, such as city="Paris", days=[1, None]."""
+"""Converts literals, such as city="Paris", days=[1, None], to the JSON of a call's arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LiteralArguments:
         self._state: Callable[[str], str] = self._outside
 
     def feed(self, letter: str) -> str:
-        """Reads the arguments' next character. Returns the next piece of their JSON, or ''."""
+        """Reads the next character. Returns the next piece of the arguments' JSON, or ''."""
         return self._state(letter)
 
     def _outside(self, letter: str) -> str:
@@ -90,7 +90,7 @@ class LiteralArguments:
         return word
 
     def _item(self) -> str:
-        """Returns the JSON before the next value: a comma between the values of a list, or ''."""
+        """Begins a value. Returns ', ' if its list has an earlier value, otherwise ''."""
         self._lacks_value = False
         if self._closers[-1] != "]":
             return ""

@@ -9,8 +9,8 @@ def squeezed(text: str) -> str:
 
 
 def without(text: str, mark: str) -> str:
-    """Returns the text without the mark with which it ends, and without white space at either end.
-    White space between the mark's letters may differ."""
+    """Removes `mark` from the end of the text, and white space from both ends. White space between
+    the letters of the mark does not matter."""
     for letter in reversed(squeezed(mark)):
         text = text.rstrip().removesuffix(letter)
     return text.strip()

@@ -1,4 +1,4 @@
-"""Separates a model's answer from its reasoning, which is between marks at the beginning."""
+"""Separates the reasoning between marks, at the beginning of a model's text, from the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts a call's arguments to JSON from tags, such as <parameter=city>Paris</parameter>."""
+"""Converts tags, such as <parameter=city>Paris</parameter>, to the JSON of a call's arguments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TaggedArguments:
         self._state: Callable[[], str] = self._between
 
     def feed(self, letter: str) -> str:
-        """Reads the arguments' next character. Returns the next piece of their JSON, or ''."""
+        """Reads the next character. Returns the next piece of the arguments' JSON, or ''."""
         self._held += letter
         return self._state()
 
@@ -125,7 +125,7 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
 
 
 def inside(text: str) -> str:
-    """Returns the text as JSON string, without the quotation marks around it."""
+    """Returns the text as a JSON string without its quotation marks."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -104,7 +104,7 @@ class ToolText:
             self._expect(0)
 
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """Reads text. Returns new content and pieces of calls. Holds back what may begin a mark."""
+        """Reads text. Returns content, and pieces of calls. Holds back what may begin a mark."""
         for letter in text:
             if (
                 letter == _HALF_CHARACTER
@@ -116,7 +116,7 @@ class ToolText:
         return self._take()
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """Ends the text. Returns the content and pieces of calls that `feed` has held back."""
+        """Ends the text. Returns the content and the pieces of calls that `feed` has held back."""
         self._hold_blank()
         if self._forced:
             if self._state == self._in_head and self._name and not self.num_calls:
@@ -170,8 +170,8 @@ class ToolText:
             self._follows_call = False
 
     def _mark_begun(self) -> str:
-        """Returns the held text without white space: the possible beginning of a mark. '' if white
-        space begins the text and counts as content, as it does before the first call."""
+        """Returns the held text without white space: the possible beginning of a mark. Returns ''
+        if the text begins with white space before the first call: there, white space is content."""
         return "" if self._held[0].isspace() and not self.num_calls else squeezed(self._held)
 
     def _in_plain(self, letter: str) -> None:
@@ -248,7 +248,7 @@ class ToolText:
             self._no_call()
 
     def _next_element(self, argument: str = "") -> None:
-        """Goes to the next element of a call's head. `argument`: text already read."""
+        """Goes to the next element of a call's head. `argument` was already read."""
         self._matched = self._dense = ""
         self._element += 1
         if self._element == 2:
@@ -259,8 +259,8 @@ class ToolText:
                 self._state(letter)
 
     def _no_call(self) -> None:
-        """Handles held text that is not the head of a call: a call may begin later in this text. An
-        object that has begun is read to its end first: its members may come in another order."""
+        """Handles held text that is no head of a call. A call may begin later in this text. An
+        object that has begun is read to its end: it may be a call with another order of members."""
         held, self._held = self._held, ""
         if self._is_object and self._before and self._element > 1 and not self._forced:
             self._held, self._object = held[: self._opened_at], []
@@ -348,7 +348,7 @@ class ToolText:
         return (name if is_call else None), arguments
 
     def _in_tail(self, letter: str) -> None:
-        """Reads the text after a call's arguments: the mark that ends it, or the next call."""
+        """Reads the text after a call's arguments: the mark after the call, or the next call."""
         self._held += letter
         end = squeezed(self._held)
         if self._between and end == self._between:
@@ -376,7 +376,7 @@ class ToolText:
 
 
 def call_id(request_id: str, index: int) -> str:
-    """Returns the id of a request's tool call number `index`, which is the same for all readers."""
+    """Returns the id of a request's tool call number `index`. All readers get the same id."""
     digest = hashlib.sha256(f"{request_id}\n{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"
 

@@ -58,7 +58,7 @@ class Move(One):
 
 
 class DeadLetters(BaseModel):
-    """Dead letters: those with these ids. If `all` is set, the latest MAX_DEAD ones instead."""
+    """The dead letters with these ids, or if `all` is set, the latest MAX_DEAD dead letters."""
 
     ids: list[str] = Field([], max_length=MAX_DEAD, fail_fast=True)
     all: bool = False

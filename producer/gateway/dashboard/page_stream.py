@@ -18,7 +18,7 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.tasks import end
 
 SILENCE_SECONDS = 15.0
-"""Seconds without a message after which a comment shows proxies and pages that the stream lives."""
+"""Seconds of silence after which a comment is sent, so that proxies and pages see a live stream."""
 CHECK_SECONDS = 3.0
 """Seconds between two checks whether the caller's key is still valid."""
 
@@ -31,7 +31,7 @@ def message(event: str, data: str) -> str:
 def event_response(
     request: Request, gateway: Gateway, messages: AsyncGenerator[str, None]
 ) -> StreamingResponse:
-    """Returns a response that sends messages until they, the connection or the gateway end.
+    """Returns a response that sends messages until the messages, the connection or the gateway end.
 
     It also ends when the caller may no longer read. The page then reconnects, and gets the reason.
     """

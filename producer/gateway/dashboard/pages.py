@@ -80,7 +80,6 @@ class _OpenPage:
         return poller
 
     def send(self, messages: AsyncGenerator[str, None]) -> StreamingResponse:
-        """Returns a response that sends these messages."""
         return event_response(self._request, self._gateway, messages)
 
     def send_polled(self, *kind_and_id: str) -> StreamingResponse:
@@ -143,7 +142,7 @@ async def live_dead(page: OpenPage) -> StreamingResponse:
 async def requests(
     served: ThisQueue, state: str = "", tenant: str = "", prefix: str = "", cursor: str = ""
 ) -> FoundRequests:
-    """Returns a page of the requests with this `state`, `tenant` and `prefix` of the id."""
+    """Returns a page of requests by `state`, `tenant` and `prefix` (the beginning of the id)."""
     return await request_search.search(
         served.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
     )
@@ -207,8 +206,8 @@ async def _overview(served: ServedQueue, poller: Poller) -> AsyncGenerator[str, 
 async def _request(
     served: ServedQueue, request_id: str, timeline: Timeline
 ) -> AsyncGenerator[str, None]:
-    """Yields a request's timeline and tokens as messages. They wait in a mailbox of limited size,
-    so reading the stream waits for a slow page."""
+    """Yields a request's timeline and tokens as messages. The messages wait in a mailbox of limited
+    size, so a slow page slows the reading of the stream."""
     mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
     is_over = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Reads the data of open pages once a second, once for all pages that show the same."""
+"""Reads the data of open pages once a second. Pages with the same data share one reading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Topic = tuple[str, ...]
 
 @dataclass(slots=True)
 class _Watched:
-    """A topic that pages watch. It keeps its latest value, so a slow page misses older ones."""
+    """A topic that pages watch. Keeps only the latest value, so a slow page misses older ones."""
 
     num_watchers: int = 0
     latest: str | None = None
@@ -42,7 +42,7 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
 
     async def watch(self, topic: Topic) -> AsyncGenerator[str | None, None]:
-        """Yields the topic's JSON at once, and after each reading; None after a failed one."""
+        """Yields the topic's JSON at once, and after each reading; None if a reading failed."""
         watched = self._topics.setdefault(topic, _Watched())
         watched.num_watchers += 1
         try:

@@ -32,7 +32,7 @@ _WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
-    """A found request. Times are Unix milliseconds of the server, None before their event."""
+    """A found request. Times are the server's Unix milliseconds; None until the event."""
 
     request_id: str
     state: str
@@ -96,7 +96,7 @@ class _Search:
 
     async def in_sets(self, start: int) -> FoundRequests:
         """Returns the page that begins at a position of the state's sorted set. Each tenant has a
-        set of waiting requests; without a tenant, these sets follow each other."""
+        set of waiting requests; without a tenant, these sets are read as one."""
         names = await self._set_names()
         sizes = await self._queue.run([Call("", ["ZCARD", name], int, int) for name in names])
         total, at, left = sum(sizes), start, PAGE
@@ -153,7 +153,7 @@ class _Search:
         )
 
     async def with_this_id(self) -> list[FoundRequest]:
-        """Returns the matching request whose id is exactly the prefix; an empty list if none is."""
+        """Returns a list of the request whose whole id is the prefix, if that request matches."""
         return self._matching(await self._rows([self._prefix.encode()]))
 
     async def _set_names(self) -> list[str]:

@@ -39,7 +39,7 @@ class Scrapes:
         encode: Callable[[CollectorRegistry], bytes],
         content_type: str,
     ) -> bytes:
-        """Returns the metrics, read after this call begins, encoded by `encode`."""
+        """Returns the metrics, encoded by `encode`. They are read after this call has begun."""
         called_at = time.monotonic()
         async with self._making:
             if self._begun_at < called_at:
@@ -53,7 +53,7 @@ class Scrapes:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def scrape(request: Request, gateway: ThisGateway) -> Response:
-    """All metrics. While a queue cannot be read, it has only `queue_up`, which is 0."""
+    """All metrics. A queue that cannot be read has only `queue_up`, which is 0."""
     try:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
     except (TypeError, ValueError):  # an unknown version
