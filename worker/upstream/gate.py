@@ -1,8 +1,8 @@
 """Limits a worker's streams on a server that other clients use too.
 
 The limit rises additively and falls multiplicatively, so several workers come closer to even shares
-(Chiu and Jain, 1989). This needs workers that agree on the server's room. So the room is a part of
-the streams that run while others wait, and does not depend on a worker's earlier limits.
+(Chiu and Jain, 1989). This needs workers that agree on the server's room. So the room comes from
+the server's numbers of running and waiting requests, and not from a worker's earlier limits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ _INTERVAL_SECONDS = 1.0
 _STEPS = 16
 """The limit rises to all slots in this number of intervals."""
 _FULL_SHARE = 0.9
-_KEPT = 0.75
-"""The part of a full server that is used from then on, so that other clients find room."""
-_FORGET_SECONDS = 500.0
-"""In this time, a server's known room grows by its own size. A request of another client may have
-to wait each time that the known room reaches the real one, after about 150 s."""
+_KEPT = 15 / 16
+"""The most of a server that is used after another client had to wait, so that the next one finds
+room."""
+_KEPT_UNDER_PRESSURE = 0.75
+"""The part of the streams that stays when the server refuses one, and in each interval while its KV
+cache is full."""
+_FORGET_SECONDS = 300.0
+"""After this time in which no other client waited, the worker uses all slots again. Then a request
+of another client may have to wait once."""
 
 
 class Gate:
@@ -41,6 +45,7 @@ class Gate:
         self._num_slots = num_slots
         self._most = float(num_slots)
         self._room = math.inf  # for streams of all clients
+        self._seconds_since_wait = 0.0
         self._num_others = 0.0  # streams of other clients
         self._reason = ""
 
@@ -86,7 +91,8 @@ class Gate:
 
     def overloaded(self, num_streams: int) -> None:
         """Lower the limit: the server accepts no more than these streams."""
-        self._room = max(1.0, _KEPT * (num_streams + self._num_others))
+        self._room = max(1.0, _KEPT_UNDER_PRESSURE * (num_streams + self._num_others))
+        self._seconds_since_wait = 0.0
         self._set_limit(num_streams, "the server refused requests for now")
 
     def _read(self, load: ServerLoad | None, own: int, silent: int, num_streams: int) -> None:
@@ -99,18 +105,19 @@ class Gate:
         kept = _KEPT * load.num_running
         if num_waiting > 0:
             reason = f"{num_waiting:.0f} requests of other clients wait at the server"
+            self._seconds_since_wait = 0.0
             if not is_full:  # else the size of the requests is the reason, and not their number
-                self._room = min(self._room, max(1.0, kept))
+                self._room = min(self._room, max(1.0, min(kept, load.num_running - num_waiting)))
         else:
             reason = f"the server is {load.used_share:.0%} full" if is_full else ""
-            self._room = max(self._room, kept) * (1 + 1 / _FORGET_SECONDS)
-        self._set_limit(num_streams, reason, load.used_share / _FULL_SHARE if is_full else 0.0)
+            self._seconds_since_wait += _INTERVAL_SECONDS
+            has_forgotten = self._seconds_since_wait > _FORGET_SECONDS
+            self._room = math.inf if has_forgotten else max(self._room, kept)
+        self._set_limit(num_streams, reason, 1 / _KEPT_UNDER_PRESSURE if is_full else 0.0)
 
     def _set_limit(self, num_streams: int, reason: str, pressure: float = 0.0) -> None:
         """Lower the limit in proportion to the streams if there is pressure, else raise it."""
         pressure = max(pressure, (num_streams + self._num_others) / self._room)
-        if reason:
-            pressure = max(pressure, 1 / _KEPT)
         self._reason = reason or "the server was full lately"
         if pressure > 1:
             self._most = min(self._most, num_streams / pressure)
