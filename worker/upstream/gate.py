@@ -2,7 +2,8 @@
 
 The limit rises additively and falls multiplicatively, so several workers come closer to even shares
 (Chiu and Jain, 1989). For this, workers must agree on the server's room, a number of streams. So a
-worker computes the room from the streams that run while others wait, not from its earlier limits.
+worker computes the room from the server's numbers of running and waiting requests, not from its
+earlier limits.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ _INTERVAL_SECONDS = 1.0
 _STEPS = 16
 """The limit rises to all slots in this number of intervals."""
 _FULL_SHARE = 0.9
-_KEPT = 0.75
-"""The part of a full server's streams that is used afterwards, so that other clients find room."""
-_FORGET_SECONDS = 500.0
-"""A server's known room grows by 1 / _FORGET_SECONDS each second. After about 150 s it exceeds the
-real room, and a request of another client may have to wait."""
+_KEPT = 15 / 16
+"""The most of a server that is used after another client had to wait, so that the next one finds
+room."""
+_KEPT_UNDER_PRESSURE = 0.75
+"""The part of the streams that stays when the server refuses one, and in each interval while its KV
+cache is full."""
+_FORGET_SECONDS = 300.0
+"""After this time in which no other client waited, the worker uses all slots again. Then a request
+of another client may have to wait once."""
 
 
 class Gate:
@@ -41,6 +46,7 @@ class Gate:
         self._num_slots = num_slots
         self._most = float(num_slots)
         self._room = math.inf  # for streams of all clients
+        self._seconds_since_wait = 0.0
         self._num_others = 0.0  # streams of other clients
         self._reason = ""
 
@@ -85,7 +91,8 @@ class Gate:
 
     def overloaded(self, num_streams: int) -> None:
         """Lower the limit, because the server accepts no more than `num_streams` of this worker."""
-        self._room = max(1.0, _KEPT * (num_streams + self._num_others))
+        self._room = max(1.0, _KEPT_UNDER_PRESSURE * (num_streams + self._num_others))
+        self._seconds_since_wait = 0.0
         self._set_limit(num_streams, "the server refused requests for now")
 
     def _read(self, load: ServerLoad | None, own: int, silent: int, num_streams: int) -> None:
@@ -98,18 +105,19 @@ class Gate:
         kept = _KEPT * load.num_running
         if num_waiting > 0:
             reason = f"{num_waiting:.0f} requests of other clients wait at the server"
+            self._seconds_since_wait = 0.0
             if not is_full:  # else the size of the requests is the reason, and not their number
-                self._room = min(self._room, max(1.0, kept))
+                self._room = min(self._room, max(1.0, min(kept, load.num_running - num_waiting)))
         else:
             reason = f"the server is {load.used_share:.0%} full" if is_full else ""
-            self._room = max(self._room, kept) * (1 + 1 / _FORGET_SECONDS)
-        self._set_limit(num_streams, reason, load.used_share / _FULL_SHARE if is_full else 0.0)
+            self._seconds_since_wait += _INTERVAL_SECONDS
+            has_forgotten = self._seconds_since_wait > _FORGET_SECONDS
+            self._room = math.inf if has_forgotten else max(self._room, kept)
+        self._set_limit(num_streams, reason, 1 / _KEPT_UNDER_PRESSURE if is_full else 0.0)
 
     def _set_limit(self, num_streams: int, reason: str, pressure: float = 0.0) -> None:
         """Lower the limit to `num_streams / pressure` if pressure exceeds 1; otherwise raise it."""
         pressure = max(pressure, (num_streams + self._num_others) / self._room)
-        if reason:
-            pressure = max(pressure, 1 / _KEPT)
         self._reason = reason or "the server was full lately"
         if pressure > 1:
             self._most = min(self._most, num_streams / pressure)
