@@ -171,13 +171,13 @@ class Worker:
         self._spawn(control_channel.act(messages, *listening))
         self._spawn(self._exchange.run_cancels())
         self._spawn(renew_leases(self.leases, self._exchange, self._watchdog, lease_ms))
-        self._spawn(self._every(INTERVAL_SECONDS, self._beat))
         self._spawn(self._every(lease_ms / 1000 / REAPS_PER_LEASE, self._reaper.run_once))
         self._spawn(self._every(_NOTE_SECONDS, self._note_queue))
         self._spawn(self._every(LOOK_SECONDS, self._look_at_maxmemory_policy))
         if (seconds := watchdog_seconds()) is not None:
             self._spawn(self._every(seconds, self._notify_service_manager))
         await keep_trying(self._beat, self._settings.redis_wait)  # reports a wrong role now
+        self._spawn(self._every(INTERVAL_SECONDS, self._beat))  # only now: one beat at a time
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
         await self._survive_redis(self._look_at_maxmemory_policy)

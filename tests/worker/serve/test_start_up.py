@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -16,13 +17,19 @@ import pytest
 from rich.console import Console
 
 from promptq.shared.errors import ConfigurationError
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
+from promptq.worker.engine.api.messages import EngineSnapshot
 from promptq.worker.engine.device.precision import has_fast_bf16_products
+from promptq.worker.serve import worker
 from promptq.worker.serve.build import build
+from promptq.worker.serve.engine_thread import EngineThread
 from promptq.worker.serve.process import _ready_line
 from promptq.worker.serve.start_up import StartUp
 from promptq.worker.shipped import MODEL_DIR
+from tests.support.model_free import finished, running_worker
 from tests.support.processes import Terminal, read_line
+from tests.support.requests import async_put
 from tests.support.roles import as_role
 from tests.support.waiting import Clock
 from tests.worker.engine.tiny_models import save_model
@@ -140,3 +147,20 @@ def test_weights_that_do_not_fit_are_refused_beforehand(tmp_path: Path) -> None:
         weights.truncate(8 * 2**40)  # takes no room on the disk
     with pytest.raises(ConfigurationError, match=r"--model: .* 8,192\.0 GiB, and [\d.,]+ GiB"):
         build(WorkerSettings(model=str(tmp_path), device="cpu"))
+
+
+async def test_the_first_heartbeat_may_take_longer_than_the_interval(
+    redis_url: str, queue: AsyncRequestQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The regular heartbeats begin after the first one: both would read the same snapshot."""
+    monkeypatch.setattr(worker, "INTERVAL_SECONDS", 0.001)
+    snapshot = EngineThread.snapshot
+
+    async def slow(engine: EngineThread) -> EngineSnapshot:
+        await asyncio.sleep(0.02)
+        return await snapshot(engine)
+
+    monkeypatch.setattr(EngineThread, "snapshot", slow)
+    async with running_worker(redis_url):
+        result = await finished(queue, await async_put(queue, prompt="a", max_tokens=3))
+    assert len(result["token_ids"]) == 3
