@@ -25,7 +25,7 @@ from promptq.producer.batch_store.batch_records import (
 from promptq.producer.batch_store.files import FileMissingError, FileStore
 from promptq.producer.batch_store.input_file import BatchFileError, count_lines, read_lines
 from promptq.producer.batches.batch_journal import BatchIsRunningError, Journal
-from promptq.producer.batches.batch_run import BatchRun
+from promptq.producer.batches.batch_run import LINES_AHEAD, BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions, stop_signals
 from promptq.producer.calls.picture_urls import PictureFetcher
 from promptq.producer.calls.queues import ServedQueues, log_unreadable
@@ -88,7 +88,7 @@ class _BatchJob:
         self._batches = Batches(queue)
         self._batch_id = batch_id
         self._store = FileStore(settings.files_dir)
-        self._pictures = PictureFetcher(self._store)
+        self._pictures = PictureFetcher(self._store, LINES_AHEAD)
         self._log = get_logger(batch_id=batch_id)
         self._stopped = stop_signals(stop_pipe)
         self._began = self._looked = self._renewed = time.monotonic()

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TypeVar
 
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from promptq.producer.batch_store.input_file import BrokenLineError, LineReader, RefusedLineError
+from promptq.producer.batch_store.input_file import (
+    BatchLine,
+    BrokenLineError,
+    LineReader,
+    RefusedLineError,
+)
 from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.line_requests import LineGateway, LineRequest
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
@@ -37,6 +41,8 @@ RequestOfLine = tuple[LineRequest, NewRequest]
 T = TypeVar("T")
 U = TypeVar("U")
 
+LINES_AHEAD = 4
+"""Number of lines that may wait for models or pictures at once."""
 _FILL_SECONDS = 2.0
 """Seconds for enqueueing lines before results are read again. Fetching pictures may take long."""
 _FIRST_WAIT_SECONDS = 0.01
@@ -159,29 +165,49 @@ class BatchRun:
     async def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
     ) -> AsyncIterator[LineRequest | None]:
-        """Yields the lines to run. Yields None while the next line waits for its model or pictures.
+        """Yields the lines to run. Yields None while the next lines wait for models or pictures.
 
         For a line that is not a request, writes an error instead.
         """
-        for number, raw in lines:
-            if number in self._journal.done:
-                with suppress(BrokenLineError):
-                    reader.parse(number, raw)  # the reader remembers the line's custom id
-                continue
-            try:
-                line = reader.parse(number, raw)
-                while (item := await self._persist(partial(self._gateway.of, line))) is None:
-                    if self._ending is not None:
-                        break
-                    yield None
+        parsed, waiting = self._parsed(lines, reader), list[BatchLine]()
+        while True:
+            waiting += islice(parsed, LINES_AHEAD - len(waiting))
+            if not waiting:
+                return
+            num_waiting = len(waiting)
+            for line in [*waiting]:
+                try:
+                    item = await self._persist(partial(self._gateway.of, line))
+                except RefusedLineError as error:
+                    self._journal.add_refusal(error)
                 else:
+                    if item is None:
+                        continue
                     yield item
-                    continue
-                self._journal.add_error(number, line.custom_id, *_UNFINISHED[self._ending])
+                waiting.remove(line)
+            if len(waiting) < num_waiting or await self._gateway.has_fetched():
+                continue
+            if self._ending is None:
+                yield None
+                continue
+            for line in waiting:
+                self._journal.add_error(line.number, line.custom_id, *_UNFINISHED[self._ending])
+            waiting.clear()
+
+    def _parsed(
+        self, lines: Iterable[tuple[int, bytes]], reader: LineReader
+    ) -> Iterator[BatchLine]:
+        """Yields the lines that are not done. For a broken line, writes an error instead."""
+        for number, raw in lines:
+            is_done = number in self._journal.done
+            try:
+                line = reader.parse(number, raw)  # the reader remembers the line's custom id
             except BrokenLineError as error:
-                self._journal.add_error(number, error.custom_id, error.code, str(error))
-            except RefusedLineError as error:
-                self._journal.add_refusal(error)
+                if not is_done:
+                    self._journal.add_error(number, error.custom_id, error.code, str(error))
+            else:
+                if not is_done:
+                    yield line
 
     async def _fill(self) -> None:
         until = time.monotonic() + _FILL_SECONDS

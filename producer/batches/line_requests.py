@@ -139,6 +139,15 @@ class LineGateway:
         for fetching in self._fetching.values():
             fetching.cancel()
 
+    async def has_fetched(self) -> bool:
+        """Waits a moment for the pictures of one more line. Returns whether they have come."""
+        fetching = [each for each in self._fetching.values() if not each.done()]
+        if not fetching:
+            return False
+        first = asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait(fetching, timeout=_FETCH_SECONDS, return_when=first)
+        return bool(done)
+
     async def _pictures(self, line: BatchLine, call: CompletionCall) -> Mapping[str, str] | None:
         """Maps the URLs of the line's pictures to data URLs; None while these are being fetched."""
         try:
@@ -153,7 +162,7 @@ class LineGateway:
             if fetching is None:
                 fetching = asyncio.ensure_future(self._options.fetch(needed.urls, needed.field))
                 self._fetching[line.number] = fetching
-        if not (await asyncio.wait([fetching], timeout=_FETCH_SECONDS))[0]:
+        if not fetching.done():
             return None
         return self._fetching.pop(line.number).result()
 

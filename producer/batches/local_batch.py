@@ -18,7 +18,7 @@ from promptq.producer.batch_store.input_file import (
     read_lines,
 )
 from promptq.producer.batches.batch_journal import Journal
-from promptq.producer.batches.batch_run import BatchRun
+from promptq.producer.batches.batch_run import LINES_AHEAD, BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions, stop_signals
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.picture_urls import PictureFetcher
@@ -71,7 +71,7 @@ def run_batch(
     """
     source, output = Path(input_file), Path(output_file)
     errors = errors_beside(output) if error_file is None else Path(error_file)
-    pictures = PictureFetcher(None)
+    pictures = PictureFetcher(None, LINES_AHEAD)
     options = RunOptions(
         fetch=partial(pictures.fetch, caller=Caller(name="batch")),
         max_in_flight=max_in_flight,

@@ -25,7 +25,8 @@ _FILE = "file-"
 _NOT_HERE = ("http://", "https://", _FILE)
 _TIMEOUT = 5.0
 _MOST_SECONDS = 30.0
-_NUM_THREADS = 8
+_NUM_TENANTS = 8
+"""Number of tenants whose pictures are fetched at once."""
 _REFUSALS = (AddressRefusedError, FileMissingError)
 _HEADERS = {"user-agent": "promptq", "accept": "image/png, image/jpeg, image/gif, image/webp"}
 
@@ -78,12 +79,13 @@ def _url_of(part: Any) -> str | None:
 
 
 class PictureFetcher:
-    """Gets pictures in threads. Gets the pictures of only one call of a tenant at a time."""
+    """Gets pictures in threads, for `calls_at_once` calls of a tenant at a time."""
 
-    def __init__(self, files: FileStore | None) -> None:
+    def __init__(self, files: FileStore | None, calls_at_once: int = 1) -> None:
         self._files = files
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "pictures")
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._calls_at_once = calls_at_once
+        self._threads = ThreadPoolExecutor(_NUM_TENANTS * calls_at_once, "pictures")
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def fetch(
         self, urls: Sequence[str], field: str, caller: Caller, *, allow_private: bool = False
@@ -98,7 +100,7 @@ class PictureFetcher:
         url = ""
         try:
             async with (
-                self._turns.setdefault(caller.party, asyncio.Lock()),
+                self._turns.setdefault(caller.party, asyncio.Semaphore(self._calls_at_once)),
                 asyncio.timeout(_MOST_SECONDS),
             ):
                 for url in urls:

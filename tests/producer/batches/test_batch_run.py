@@ -113,6 +113,33 @@ async def test_pictures_of_lines_are_fetched(
     assert said[1].endswith("there are no uploaded files here")
 
 
+async def test_pictures_of_four_lines_are_fetched_at_once(
+    tmp_path: Path, redis_url: str, own_worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fifth line, which needs no picture, waits: a batch reads only few lines ahead."""
+    monkeypatch.setattr("promptq.producer.calls.safe_http.is_public", lambda _: True)
+    monkeypatch.setattr("promptq.producer.calls.picture_urls._TIMEOUT", 600.0)
+    monkeypatch.setattr("promptq.producer.calls.picture_urls._MOST_SECONDS", 600.0)
+    gate, calls = threading.Event(), list[str]()
+    with pictures_server(calls, gate) as base:
+        messages = [{"role": "user", "content": [picture_part(f"{base}/slow")]}]
+        lines = [
+            line(number, url="/v1/chat/completions", body={"messages": messages})
+            for number in range(4)
+        ]
+        source, output = write_lines(tmp_path / "in.jsonl", [*lines, line(4)]), tmp_path / "out"
+        running = asyncio.create_task(run_beside(source, output, redis_url))
+        try:
+            await async_until(lambda: len(calls) == 4)
+            assert not own_worker.redis.keys(KEYS.request("*"))
+        finally:
+            gate.set()
+        for _ in range(5):
+            own_worker.finish(await asyncio.to_thread(own_worker.take_next), "Hi")
+        assert (await running).progress == BatchProgress(5, 5, 0, 0)
+    assert read_lines(output).keys() == {f"id-{number}" for number in range(5)}
+
+
 async def test_answers_are_on_the_disk_before_the_server_forgets_them(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from promptq import Client
+from promptq.shared.errors import RequestFailedError
 from promptq.worker.shipped import MODEL_DIR
 from tests.programs.engines.real_servers import real_server, why_missing
 from tests.support.processes import started
@@ -56,6 +57,19 @@ def test_vectors_are_those_of_transformers(
                 if normalize:
                     wanted = wanted / wanted.norm()
                 assert vector == pytest.approx(wanted.tolist(), rel=1e-3, abs=1e-4)
+
+
+def test_a_text_above_the_ubatch_size_of_llama_cpp_is_refused(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """The mean over all tokens needs them in one step, and llama.cpp answers with status 500."""
+    if why := why_missing(name := "llama.cpp"):
+        pytest.skip(why)
+    arguments = ("--embeddings", "--pooling", "mean")
+    with client_before(name, arguments, name, MODEL_DIR, tmp_path, redis_url) as client:
+        with pytest.raises(RequestFailedError, match=r"--ubatch-size .*input \(600 tokens\)"):
+            client.embed([[5] * 600])
+        assert len(client.embed([[5] * 512]).vectors) == 1
 
 
 def test_scores_are_those_of_transformers(redis_url: str, tmp_path: Path) -> None:

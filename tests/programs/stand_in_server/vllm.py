@@ -330,6 +330,10 @@ def pooling_routes(batch: Batch, model: str, only_scores: bool) -> list[web.Rout
             return web.json_response({"error": error}, status=404)
         if batch.fault == "break":
             return web.json_response({"error": {"message": "broken"}}, status=500)
+        if batch.fault == "too_long":
+            status = 500 if "embd_normalize" in body else 400  # llama.cpp's field and status
+            said = {"message": "input (9 tokens) is too large to process.", "code": status}
+            return web.json_response({"error": said}, status=status)
         vectors = []
         for number, token_ids in enumerate(body["input"]):
             vector = np.array(vector_of(token_ids), "<f4")

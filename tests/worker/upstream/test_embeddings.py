@@ -102,6 +102,20 @@ async def test_a_vector_that_is_no_number_ends_its_request_alone(
         assert_vector(await embedded(queue, **raw(engine)), engine)
 
 
+async def test_a_prompt_that_is_too_long_for_the_server_ends_its_request_alone(
+    redis_url: str, queue: AsyncRequestQueue, model: Path, engine: str, stand_in: StandIn
+) -> None:
+    async with running_worker(redis_url, await served(engine, stand_in.url, model)) as worker:
+        stand_in.fail("too_long")
+        result = await embedded(queue)
+        assert "input (9 tokens) is too large to process" in result["error"]["message"]
+        assert ("--ubatch-size" in result["error"]["message"]) is (engine == "llama.cpp")
+        assert result["stats"]["attempts"] == 1
+        assert worker.engine.is_accepting
+        stand_in.fail("")
+        assert_vector(await embedded(queue, **raw(engine)), engine)
+
+
 @pytest.mark.parametrize("fault", ["break", "refuse"])
 async def test_a_server_that_fails_gets_the_request_again(
     redis_url: str,

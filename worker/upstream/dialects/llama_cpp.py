@@ -12,6 +12,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.settings.worker import WorkerSettings
@@ -28,6 +31,7 @@ from promptq.worker.upstream.dialects.dialect import (
     with_pooling,
 )
 from promptq.worker.upstream.dialects.transport import (
+    AnsweredFaultError,
     RefusedError,
     Server,
     ServerFaultError,
@@ -42,6 +46,9 @@ _TOKENS_AT_ONCE = 8
 _REASONS = {"eos": FinishReason.STOP, "limit": FinishReason.LENGTH}
 _END_TOKEN = re.compile(rb"_?[<\[].+[>\[\]]", re.DOTALL)
 """Matches the texts by which llama.cpp recognises end tokens."""
+_TOO_LARGE = "too large to process"
+"""A part of the server's message for a prompt that it cannot compute in one step. Such a prompt
+has more tokens than --ubatch-size, and its vector is, for example, the mean over all tokens."""
 _RANDOM_SEED = 2**32 - 1
 """For this seed, the server draws a random seed."""
 
@@ -131,6 +138,17 @@ class LlamaCppDialect(Dialect):
         body = {"content": text, "add_special": False, "parse_special": True}
         tokens: list[int] = (await server.post("/tokenize", body))["tokens"]
         return tokens
+
+    async def embedding(
+        self, server: Server, request: EngineRequest, model: str
+    ) -> tuple[npt.NDArray[np.float32], int | None]:
+        try:
+            return await super().embedding(server, request, model)
+        except AnsweredFaultError as error:  # status 500, although the prompt is the cause
+            if _TOO_LARGE not in str(error):
+                raise
+            why = f"the prompt has more tokens than llama-server's --ubatch-size ({error})"
+            raise RefusedError(why, 413) from None
 
     async def _lora_fields(self, server: Server) -> dict[str, Any]:
         """Returns the field of a call for the adapter: its place in the server's list, which a
