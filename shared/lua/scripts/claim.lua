@@ -33,9 +33,9 @@
 --       {id, payload (with its pictures), fence, attempt, score, seed, enqueued_at,
 --        prompt_tokens ('' if never tokenised), cost, {event JSON, ...}, '1' for a suspect (hold nothing else
 --        beside it) or '', tokens in the log, turn, tenant, weight}. Without tenants the last three are left out.
---        `turn` is the lowest score when this request was taken (its own if it is given once more), `tenant` the
---        queue it was in. If an overflow worker with another model has had the request, '1' follows (the three
---        may then be empty)
+--        `turn` is the lowest score when the claim took this request; if the claim repeats an earlier one, `turn`
+--        is the request's score. `tenant` names the queue from which the claim took the request. If an overflow
+--        worker with another model has had the request, '1' follows (the three may then be empty)
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
 

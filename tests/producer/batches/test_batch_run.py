@@ -75,22 +75,28 @@ async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
     assert errors_beside(output).read_text() == ""
 
 
-async def test_pictures_of_lines_are_fetched(
-    tmp_path: Path, redis_url: str, own_worker: HandWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gateway fetches in this way, too. Meanwhile, answers of other lines are written."""
+@pytest.fixture
+def patient_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures may come from this machine, and take as long as a test needs."""
     monkeypatch.setattr("promptq.producer.calls.safe_http.is_public", lambda _: True)
     monkeypatch.setattr("promptq.producer.calls.picture_urls._TIMEOUT", 600.0)
     monkeypatch.setattr("promptq.producer.calls.picture_urls._MOST_SECONDS", 600.0)
+
+
+def line_with_picture(number: int, url: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": [picture_part(url)]}]
+    return line(number, url="/v1/chat/completions", body={"messages": messages})
+
+
+@pytest.mark.usefixtures("patient_fetches")
+async def test_pictures_of_lines_are_fetched(
+    tmp_path: Path, redis_url: str, own_worker: HandWorker
+) -> None:
+    """The gateway fetches in this way, too. Meanwhile, answers of other lines are written."""
     gate = threading.Event()
-
-    def looking(number: int, url: str) -> dict[str, Any]:
-        messages = [{"role": "user", "content": [picture_part(url)]}]
-        return line(number, url="/v1/chat/completions", body={"messages": messages})
-
     with pictures_server([], gate) as base:
         urls = [f"{base}/large", f"{base}/slow", f"{base}/none", f"file-{'0' * 32}"]
-        lines = [looking(number, url) for number, url in enumerate(urls)]
+        lines = [line_with_picture(number, url) for number, url in enumerate(urls)]
         source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
         running = asyncio.create_task(run_beside(source, output, redis_url))
         try:
@@ -113,20 +119,14 @@ async def test_pictures_of_lines_are_fetched(
     assert said[1].endswith("there are no uploaded files here")
 
 
+@pytest.mark.usefixtures("patient_fetches")
 async def test_pictures_of_four_lines_are_fetched_at_once(
-    tmp_path: Path, redis_url: str, own_worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, redis_url: str, own_worker: HandWorker
 ) -> None:
     """The fifth line, which needs no picture, waits: a batch reads only few lines ahead."""
-    monkeypatch.setattr("promptq.producer.calls.safe_http.is_public", lambda _: True)
-    monkeypatch.setattr("promptq.producer.calls.picture_urls._TIMEOUT", 600.0)
-    monkeypatch.setattr("promptq.producer.calls.picture_urls._MOST_SECONDS", 600.0)
     gate, calls = threading.Event(), list[str]()
     with pictures_server(calls, gate) as base:
-        messages = [{"role": "user", "content": [picture_part(f"{base}/slow")]}]
-        lines = [
-            line(number, url="/v1/chat/completions", body={"messages": messages})
-            for number in range(4)
-        ]
+        lines = [line_with_picture(number, f"{base}/slow") for number in range(4)]
         source, output = write_lines(tmp_path / "in.jsonl", [*lines, line(4)]), tmp_path / "out"
         running = asyncio.create_task(run_beside(source, output, redis_url))
         try:
