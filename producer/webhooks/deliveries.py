@@ -132,7 +132,8 @@ class Deliveries:
         self._begin()
 
     def pause(self) -> None:
-        """Only stores outcomes: another process leads. The next `go_on` reads all webhooks."""
+        """Stores outcomes but starts no delivery, because another process leads. The next `go_on`
+        reads all webhooks again."""
         if self._is_known:
             self._forget()
             self._is_known = False

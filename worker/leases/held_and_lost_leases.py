@@ -114,7 +114,7 @@ class Leases:
     def set_aside(self, lease: Lease) -> bool:
         """Set a lease aside for the slow lane. Until prepared, it counts for no slot or KV memory.
 
-        Returns False if this would exceed a limit on set-aside payloads, of all or of one tenant.
+        Returns False if set-aside payloads would exceed their limit, in all or for the tenant.
         """
         claim = lease.claim
         others = [other.claim for other in self if not other.counts]

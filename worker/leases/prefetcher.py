@@ -127,8 +127,8 @@ class Prefetcher:
 
     @property
     def hangs_on(self) -> Lease | None:
-        """The lease (perhaps lost) of a request whose preparation hangs; None if no preparation
-        hangs. Always None after `stop`, because then nothing waits for the thread that prepares."""
+        """The lease (perhaps lost) of a request whose preparation hangs, or None. After `stop`,
+        always None: nothing waits for the preparing thread any longer."""
         return next(iter(self._overdue), None) if self.is_running else None
 
     @property

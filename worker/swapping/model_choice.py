@@ -24,7 +24,7 @@ class SwapTimes:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The loaded model. Times are in seconds, by the clock of `choose(now)`."""
+    """The loaded model. Times are in seconds, on the clock that `choose` gets as `now`."""
 
     queue: str
     since: float

@@ -1,6 +1,7 @@
-"""Requests for calls that each continue an output. A server takes the output so far as prompt.
+"""Splits a request into several calls of a server that limits its calls.
 
-The calls together return the output that one call of an unlimited server would return.
+Each call continues the output: its prompt ends with the output so far. Together, the calls return
+the output that one call of an unlimited server would return.
 """
 
 from __future__ import annotations

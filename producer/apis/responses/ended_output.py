@@ -35,8 +35,8 @@ class Ending(BaseModel):
 
 
 class EndedOutput(BaseModel):
-    """The output of an ended response, with one piece for each event of the response's later
-    streams.
+    """The output of an ended response. A client that streams the response again gets one event for
+    each piece.
 
     `model` and `style` (JSON) are those of the queue when the response ended.
     """

@@ -42,11 +42,12 @@ def longest_chunk(layout: StepLayout) -> int:
 class PrefillWork:
     """Work lists (see `cut`) of a step's tiles, one for each tile size that layers request.
 
-    `room` is the size of the largest step, as (rows, chunks). With `room`, `fill` may replace the
-    step. Then lists keep their addresses, as CUDA graphs need, and are padded with empty tiles.
+    CUDA graphs need lists that keep their addresses. For these, pass `room`, the size (rows,
+    chunks) of the largest step: lists are padded with empty tiles, and `fill` writes the next step
+    into them.
 
-    If layers requested a tile size in an earlier step, the list for this size is copied to the
-    device with the step's inputs. Such copies are in `layout.lists`, or passed to `fill`.
+    A list whose tile size was requested in an earlier step is already on the device, because it
+    was copied with the step's inputs: see `layout.lists` and the argument of `fill`.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:

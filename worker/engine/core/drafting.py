@@ -64,7 +64,8 @@ value. So lookups are tried again, in case the text now repeats itself."""
 
 
 class PromptLookup:
-    """Finds the tokens that followed an earlier occurrence of a text's end. Takes constant time."""
+    """Looks up where the last tokens of a text occurred before, and what followed. Takes constant
+    time."""
 
     def __init__(self) -> None:
         self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: place after its last occurrence

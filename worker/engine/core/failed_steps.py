@@ -76,8 +76,8 @@ class StepRecovery:
     def compute(self, shares: list[ScheduledSequence]) -> list[SequenceOutput]:
         """Compute and commit shares, in smaller parts after a failure. Returns the outputs.
 
-        A sequence that fails even when no other is computed with it ends with an error. But after a
-        lack of memory, such a sequence waits or returns to the queue, as memory may become free.
+        If a sequence fails alone, too, it ends with an error. If it fails alone for lack of memory,
+        it waits or returns to the queue instead, as memory may become free.
         Raises the exception if the runner can no longer compute even a harmless batch.
         """
         batch = Batch(shares)

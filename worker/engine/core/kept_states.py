@@ -24,7 +24,7 @@ class KeptStates:
         self._pins: Counter[int] = Counter()
 
     def longest(self, block_hashes: list[bytes], most: int) -> int:
-        """Returns the largest n, up to `most`, with a kept state after n blocks; 0 without one."""
+        """Returns the largest n, up to `most`, with a state kept after n blocks, or 0."""
         counts = (
             count for count in range(most, 0, -1) if block_hashes[count - 1] in self._findable
         )

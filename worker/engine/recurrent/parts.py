@@ -120,13 +120,13 @@ class RecurrenceParts:
 
     @property
     def gate_inputs(self) -> int:
-        """The number of outputs in `inputs` that are gates or the inputs of `gates_up`."""
+        """The number of columns in `inputs` that hold gates, or what `gates_up` reads."""
         num_values = self.num_value_heads * self.value_size
         return num_values if self.gates_up is None else self.gates_up.in_features
 
     @property
     def time_inputs(self) -> int:
-        """The number of outputs in `inputs` that are time steps or the inputs of `times_up`."""
+        """The number of columns in `inputs` that hold time steps, or what `times_up` reads."""
         return len(self.time_bias) if self.times_up is None else self.times_up.in_features
 
     @property

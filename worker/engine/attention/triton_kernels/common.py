@@ -131,7 +131,7 @@ def scores_of(
     IS_LATENT: tl.constexpr,
 ) -> tl.tensor:
     """Returns [queries, keys]: attention scores times log2(e), for a softmax with exp2. In latent
-    attention, a key begins with `value`, and the query for it with `for_values`."""
+    attention, each key begins with `value`, and each query begins with `for_values`."""
     scores = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
     if IS_LATENT:
         scores = dot(for_values, tl.trans(widened(value, query)), scores)

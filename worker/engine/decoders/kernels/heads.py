@@ -93,7 +93,8 @@ def place_heads(
 
 @triton.jit
 def partner_of(column: tl.tensor, PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr) -> tl.tuple:
-    """Returns, for a rotated column: whether it is its pair's first, the pair, the other column."""
+    """Returns the place of a rotated column: (whether it is the first of its pair, pair, the other
+    column of the pair)."""
     if IS_INTERLEAVED:
         is_first, pair = column % 2 == 0, column // 2
         partner = tl.where(is_first, column + 1, column - 1)
