@@ -46,6 +46,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--server", choices=SERVERS, default="", help="default: redis-server if it is installed"
     )
+    parser.add_argument("--fleets", type=int, nargs="+", metavar="WORKERS", help=_HELP_OF_FLEETS)
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     arguments = parser.parse_args()
     if arguments.seeds < 1:
@@ -62,6 +63,9 @@ def _arguments() -> argparse.Namespace:
 _HELP_OF_MUTANTS = """names of mutants (`mutants.py`) with commas between, or `python`, `parts`,
 `scripts` or `all`: break promptq in one place, and stop at the first violation; several mutants are
 printed as a table of the number of worlds after which each is found"""
+
+
+_HELP_OF_FLEETS = """measure instead what fleets with these numbers of workers cost their server"""
 
 
 def _mutants(text: str) -> list[str]:
@@ -100,6 +104,8 @@ def main() -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         library = compile_library(folder)
+        if arguments.fleets:
+            return _print_fleets(arguments, library, kind)
         story = stack.enter_context(arguments.trace.open("w")) if arguments.trace else None
         for plan in plans:
             recorder = stack.enter_context(_recorder(arguments.record, plan))
@@ -129,6 +135,16 @@ def _print_table(arguments: argparse.Namespace, seeds: range) -> int:
         print(found, flush=True)
     print(f"{num_missed} of {len(names)} mutants not found")
     return int(num_missed > 0)
+
+
+def _print_fleets(arguments: argparse.Namespace, library: Path, kind: str) -> int:
+    from tests.programs.simulation.fleet_costs import HEAD, NUM_REQUESTS, measure
+
+    num_requests = arguments.most_requests or NUM_REQUESTS
+    print(HEAD, flush=True)
+    for num_workers in arguments.fleets:
+        print(measure(num_workers, num_requests, arguments.seed, library, kind), flush=True)
+    return 0
 
 
 @contextmanager

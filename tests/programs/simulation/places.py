@@ -59,6 +59,8 @@ class Place(Generic[P]):
         self.program: P | None = None
         self.programs: list[P] = []
         """All programs so far."""
+        self.make_random = random.Random
+        """Makes the random numbers of a program from a seed."""
         self._site = site
         self._name = name
         self._make = make
@@ -68,7 +70,7 @@ class Place(Generic[P]):
 
     def start(self) -> None:
         name = f"{self._name}.{len(self.programs) + 1}"
-        rng = random.Random(f"{self._site.seed} {name}")
+        rng = self.make_random(f"{self._site.seed} {name}")
         process = Process(self._site.loop, name, _clock_rate(rng))
         self._site.trace.note(process, "starts")
         self.program = self._make(process, rng)

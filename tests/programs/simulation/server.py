@@ -144,6 +144,11 @@ class ServerProcess:
                 reader.feed(self._control.recv(_PAGE))
         return replies
 
+    @property
+    def cpu_ms(self) -> float:
+        """Milliseconds of CPU that the server has used since its start."""
+        return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[0]) / 1e6
+
     def wait_for_writes(self) -> None:
         """Wait until the server has written everything that earlier commands caused."""
         assert self._ask(b"PING\r\n") == _PONG

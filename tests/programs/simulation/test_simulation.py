@@ -82,6 +82,14 @@ def test_a_failing_world_is_shrunk(tmp_path: Path) -> None:
     assert "worker-1.1" in story.read_text()
 
 
+def test_idle_workers_send_at_most_5_commands_a_second() -> None:
+    ended = simulate("--fleets", "1", "3", "--most-requests", "10")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [line.strip("| ").split(" | ") for line in ended.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["1", "3"]
+    assert all(1 < float(row[1]) <= 5 for row in rows), ended.stdout
+
+
 FAULT = {"at": 1.0, "kind": "kill a worker", "choice": 0.5, "seconds": 1.0}
 PLAN = {
     "seed": 1,

@@ -57,7 +57,6 @@ from tests.programs.simulation.watch import (
 )
 from tests.programs.traces.recorder import Recorder
 
-_MOST_CALLBACKS = 1_000_000
 _AGAIN_SECONDS = 0.5
 _DRAIN_SECONDS = 2.0
 """Seconds within which a worker without requests ends."""
@@ -87,11 +86,14 @@ class Result:
 class World:
     """The processes of one world, and the faults that happen to them."""
 
+    most_callbacks = 1_000_000
+    """The number of callbacks after which the world counts as standing still."""
+
     def __init__(
         self, plan: Plan, server: ServerProcess, story: TextIO | None, recorder: Recorder | None
     ) -> None:
         self.plan = plan
-        self.loop = SimulatedLoop(str(plan.seed), _MOST_CALLBACKS)
+        self.loop = SimulatedLoop(str(plan.seed), self.most_callbacks)
         self.trace = Trace(self.loop, story)
         self.network = Network(self.loop, self.trace)
         self.result = Result(plan)
