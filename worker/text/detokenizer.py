@@ -33,8 +33,7 @@ class IncrementalDecoder:
         """Whether the context has text, but no whole character at its end."""
 
     def push(self, token_id: int) -> str:
-        """Add a token. Returns new text that cannot change; empty while a character is incomplete.
-        """
+        """Add a token. Returns new text that cannot change, or '' if a character is incomplete."""
         if self._lacks_context:
             self._lacks_context = False
             alone = self._decode([token_id])
