@@ -1,5 +1,5 @@
-"""The command `promptq worker`, which serves one model, or several in turns, until it is
-stopped."""
+"""The command `promptq worker`. The worker serves one model, or several models that take turns,
+until somebody stops the worker."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _settings_of_each(
 
 
 class _WorkerCommand(click.Command):
-    """A command that passes the words after `--`, and no others, to the inference server."""
+    """A command that passes only the words after `--` to the inference server."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)

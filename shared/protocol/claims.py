@@ -61,7 +61,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ClaimContext:
-    """Facts about this worker's earlier claims, from which the server sees that a reply was lost.
+    """Facts about this worker's earlier claims. They show the server whether a reply was lost.
 
     `session` is a random id of the worker's queue object; if empty, the server notices no lost
     reply. `answered` is the nonce of the last claim whose reply had requests. `number` is the
@@ -97,7 +97,8 @@ class Claim:
     """Whether the request's log has an entry that is no event, so that no attempt can continue."""
     turn: tuple[float, str] | None = None
     """Sort key for the requests of all tenants; None without tenants. The first part is the lowest
-    score of all waiting requests. The second part is the claim's time and the place in it."""
+    score of all waiting requests. The second part is the time of the claim, then the request's
+    place in the claim's reply."""
     tenant: str = ""
     """Tenant in whose queue the request waited. The payload may name another tenant."""
     weight: float = 1.0
@@ -105,7 +106,8 @@ class Claim:
     is_suspect: bool = False
     """Whether the request must run alone, because workers crashed while they held this request."""
     is_foreign: bool = False
-    """Whether an overflow worker with another model or engine has this request, or had it."""
+    """Whether an overflow worker with another model or engine has claimed this request, perhaps in
+    an earlier attempt."""
     num_logged: int = 0
     """Number of output tokens in the request's log, according to the id of the last entry."""
     received_at: float = field(default_factory=time.monotonic, compare=False)

@@ -100,7 +100,8 @@ class Keys:
     webhooks = _Name("webhooks")
     """Sorted set of requests that have ended and have a webhook, by the time (ms) of their end."""
     webhooks_waiting = _Name("webhooks:waiting")
-    """Hash of waiting webhooks: for each, its attempts so far and the time of the next attempt."""
+    """Hash of waiting webhooks. Maps request ids to the number of attempts so far and the time of
+    the next attempt."""
     webhooks_dead = _Name("webhooks:dead")
     """The last few thousand webhooks that were given up."""
     jobs_leader = _Name("jobs:leader")
@@ -155,7 +156,7 @@ class Keys:
         return f"{self.prefix}response:{response_id}"
 
     def idempotency(self, key: str) -> str:
-        """Returns the key under which the id of the request with this idempotency key is stored."""
+        """Returns the Redis key that stores the id of the request with this idempotency key."""
         return f"{self.prefix}idempotency:{key}"
 
     def request(self, request_id: str) -> str:

@@ -113,7 +113,8 @@ def wanted_output(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if a tool is not a function with a name, or at too many parameters in all.
+    """Raises ValueError if a tool with a type is not a function with a name, or if all tools
+    together have too many parameters.
 
     A tool without a type is accepted, because some models' chat templates expect such tools.
     """

@@ -53,7 +53,8 @@ class OutputStyle:
 
     A parser that does not know the form finds no calls. In all forms except `named`, a forced call
     (one that `tool_choice` requires) that begins with `{` is read as an object. Earlier releases
-    write all forced calls as objects; this one does if the form cannot express the tool's schema.
+    write all forced calls as objects. This release writes a forced call as an object only if the
+    form cannot express the tool's schema.
     Gateways of earlier releases know only `arguments_key`, `before` and `after`, so a forced call
     in the form `object` uses only these marks.
     """

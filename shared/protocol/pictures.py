@@ -23,7 +23,7 @@ _HEADER = re.compile(r"data:image/(?:png|jpeg|gif|webp);base64,")
 _REMOTE = re.compile("https?://")
 _PIXELS_OF_TOKEN = 28 * 28
 _MOST_TOKENS = 16_384
-"""Most models scale a picture down to fewer tokens."""
+"""The largest estimate for one picture. Most models scale a picture down to fewer tokens."""
 _FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 """JPEG markers that begin a frame. The frame's header has the size of the picture."""
 

@@ -198,7 +198,8 @@ class SamplingParams(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def is_set(self, name: str) -> bool:
-        """Returns whether a field differs from its default; for `temperature`, from 0 (greedy)."""
+        """Returns whether a field differs from its default. For `temperature`, returns whether the
+        value is above 0 (greedy)."""
         value = getattr(self, name)
         return bool(value > 0.0 if name == "temperature" else value != getattr(NEUTRAL, name))
 
@@ -268,7 +269,8 @@ class OutputPrefix(BaseModel):
 
 
 _MEMBERS = frozenset({*Embed.model_fields, *OutputPrefix.model_fields, *TraceContext.model_fields})
-"""Field names of objects inside a request: the parts of pydantic's paths that messages show."""
+"""Field names of objects inside a request. After a request's field, error messages show only these
+parts of pydantic's path."""
 
 
 class Request(SamplingParams):

@@ -87,7 +87,8 @@ class Sample(_Observation):
     prompt_tokens_per_second: float = 0.0
     """Prompt tokens per second, without tokens found in the cache."""
     worker_tokens_per_second: float = 0.0
-    """Tokens per second of one worker while requests wait, from earlier samples; 0 if unknown."""
+    """Tokens per second that one worker generates while requests wait, measured in this sample and
+    earlier ones; 0 if unknown."""
     finished: int = 0
     ttft_p50_ms: float | None = None
     ttft_p95_ms: float | None = None

@@ -26,7 +26,7 @@ Argument = str | bytes | int | memoryview
 _LUA = resources.files("promptq.shared") / "lua"
 _USES = "-- uses: "
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
-"""Beginnings of the error if a script may not use a command. Redis 7.0 sends the first one."""
+"""First words of the error if a script may not use a command. Redis 7.0 sends the first text."""
 
 _FILES = (path.name for path in (_LUA / "scripts").iterdir())
 SCRIPT_NAMES = tuple(sorted(name.removesuffix(".lua") for name in _FILES if name.endswith(".lua")))

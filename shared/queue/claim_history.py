@@ -23,8 +23,8 @@ from promptq.shared.protocol.claims import ClaimContext, Claims
 _NUM_REPLIES = 64
 """Number of recent replies whose delays are compared."""
 _LONGEST_KEPT = 30.0
-"""After the last claim that returned no requests, later claims pass over `skip` requests for at
-most this many seconds. Then a claim begins at the front of the queue again."""
+"""For at most this many seconds after a claim without requests, the next claims pass over `skip`
+requests. Then a claim begins at the front of the queue again."""
 _LONGEST_DELAY = 5.0
 """The longest plausible delay of a reply in seconds. A longer delay shows a change of the clock."""
 
@@ -74,7 +74,8 @@ class ClaimHistory:
         return claims.next_skip if now - self._kept_since < _LONGEST_KEPT else 0
 
     def _remove_delay(self, claims: Claims) -> None:
-        """Subtracts from `received_at` how much slower this reply was than a recent quick reply."""
+        """If this reply was slower than the quickest recent reply, subtracts the difference from
+        `received_at`."""
         if claims:
             first = claims[0]
             difference = first.received_at - first.claimed_at_ms / 1000

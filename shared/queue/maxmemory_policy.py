@@ -23,7 +23,7 @@ _LOST = {
 
 
 def maxmemory_warning() -> Call[str]:
-    """Returns a warning if the server may delete keys; otherwise, or if this is unknown, ''."""
+    """Returns a warning if the server is known to delete keys when memory is full, otherwise ''."""
     return Call("", ["INFO", "memory"], _warning_of, of_refusal=str)
 
 

@@ -1,8 +1,8 @@
 """Waits until the replicas have the writes of a script. No code here does I/O.
 
-WAIT counts the replicas that have all earlier writes of its connection. So the script and WAIT are
-sent in one pipeline, which uses one connection to one node. If the call is sent again, the script
-recognises it, and writes to the request again, so that WAIT covers the first call's writes.
+WAIT counts the replicas that have all earlier writes of the same connection. So the script and WAIT
+are sent in one pipeline, which uses one connection to one node. If a call is sent again, the script
+recognises the call and writes to the request again. So WAIT covers the first call's writes too.
 """
 
 from __future__ import annotations

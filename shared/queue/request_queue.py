@@ -56,7 +56,8 @@ _CLEAR_PAGE = 500
 def new_request_id() -> str:
     """Returns a UUIDv7. Later ids sort after earlier ones, so equal scores stay first-in first-out.
 
-    RFC 9562: 48 bits of Unix milliseconds, version, 12 bits of their fraction, variant, 62 random.
+    The parts (RFC 9562): 48 bits of Unix milliseconds, the version, 12 bits of the millisecond's
+    fraction, the variant, 62 random bits.
     """
     nanoseconds = time.time_ns()
     milliseconds, rest = divmod(nanoseconds, 1_000_000)
@@ -288,9 +289,9 @@ class RequestQueue(_Queue):
         """Claims one request, waiting up to `timeout` seconds (None: without a limit).
 
         Returns None if the time is over or `abort` is set. Raises QueueClosedError if the queue is
-        closed during the wait. Use `take` only in a process that holds one request at a time: the
-        claim reports that the process holds no other, and may return a request with `is_suspect`
-        (docs/protocol.md, Crashes). A process that holds several requests uses `take_batch`.
+        closed during the wait. Use `take` only in a process that holds one request at a time.
+        `take` reports that the process holds no other request, and may return a request with
+        `is_suspect` (docs/protocol.md, Crashes). For several requests, use `take_batch`.
         """
         with self.redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
             wake_ups.subscribe(self.keys.control)

@@ -37,7 +37,8 @@ def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     """Adds all requests or none. Returns their ids. For a request with a known idempotency key,
     returns the earlier request's id.
 
-    With its `nonce`, which is made here if empty, the call can be sent again after a lost reply.
+    The `nonce` marks the call, so that it can be sent again after a lost reply. If `nonce` is
+    empty, this function makes one.
     Raises RequestExistsError, QueueFullError. If a request has `durability`, the queue waits for
     replicas.
     """
@@ -282,8 +283,8 @@ def set_paused(keys: Keys, paused: bool) -> Call[int]:
 
 
 def stand_by(keys: Keys, until_ms: int) -> Call[int]:
-    """Records that a worker which now runs another model will load this queue's model when the
-    queue's turn comes. The record is valid until `until_ms` (Unix milliseconds of the server)."""
+    """Records that a worker runs another model now, and will load this queue's model when it is the
+    queue's turn. The record is valid until `until_ms` (Unix milliseconds of the server)."""
     return Call("", ["HSET", keys.model, "standby_until", until_ms], int, int)
 
 

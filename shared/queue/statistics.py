@@ -11,7 +11,8 @@ from promptq.shared.queue.call import Call, named, text_map
 from promptq.shared.queue.spoilt import readable
 
 SOON_MS = 60_000
-"""Milliseconds. Delayed requests due within this time count as load: workers start slowly."""
+"""Delayed requests that are due within this many milliseconds count as load, because workers start
+slowly."""
 WINDOW_SECONDS = 30.0
 """Seconds over which `measure_work` averages the tokens that clients request."""
 _MOST_DEADLINES = 1000
@@ -72,7 +73,8 @@ def _sample_of(entry: tuple[bytes, Any]) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """Reads the number of waiting requests by priority (an estimate if more than hundreds wait)."""
+    """Reads the number of waiting requests by priority. If more than some hundreds wait, their
+    numbers for each priority are estimates."""
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))
@@ -95,7 +97,7 @@ class Work:
     num_delayed: int = 0
     """Number of delayed requests that are due within `SOON_MS`."""
     oldest_ms: int = 0
-    """Milliseconds that the oldest of the requests at the front of the queue has waited."""
+    """Age in milliseconds of the oldest request, among the requests at the front of the queue."""
     num_workers: int = 0
     """Number of workers that claim requests; draining workers do not."""
     num_slots: int = 0

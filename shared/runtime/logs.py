@@ -21,8 +21,8 @@ _ACCESS_LOG = "uvicorn.access"
 def configure_logs(level: str, form: str) -> None:
     """Sends log lines of at least `level` to standard error. `form` is auto, console or json.
 
-    Lines of the standard `logging` module get this form too. The engine and uvicorn (run it with
-    `log_config=None`) log from `level` on, other libraries only warnings and errors.
+    Lines of the standard `logging` module get this form too. The engine and uvicorn log lines of at
+    least `level`, other libraries log only warnings and errors. Run uvicorn with `log_config=None`.
     """
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console)

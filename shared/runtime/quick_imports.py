@@ -16,8 +16,8 @@ def quick_imports() -> Iterator[None]:
 
     An import creates many objects that stay. The garbage collector would spend a quarter of the
     import's time on searching these objects. redis-py imports the metrics if they are installed,
-    but uses them only if a program sets them up. promptq's processes never do that. A user's
-    program may, so promptq as a library imports redis-py normally.
+    but uses them only if a program sets them up. promptq's processes never set them up. A user's
+    program may set them up, so promptq as a library imports redis-py normally.
     """
     is_absent = _METRICS not in sys.modules
     was_enabled = gc.isenabled()

@@ -162,7 +162,8 @@ def _folder() -> Path:
 
 
 def _folders() -> set[Path]:
-    """Returns all folders that may have servers' files: `cron` does not set XDG_RUNTIME_DIR."""
+    """Returns all folders that may have servers' files. There are several, because `cron`
+    does not set XDG_RUNTIME_DIR."""
     folders = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
     with suppress(RuntimeError):
         folders.add(Path.home() / ".local" / "state" / "promptq")

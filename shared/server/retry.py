@@ -30,8 +30,8 @@ _LOG_AGAIN_SECONDS = 60.0
 _logged_at: dict[str, float] = {}
 
 _LONGEST_TRY_SECONDS = 40.0
-"""The most seconds of one try that count as trying. Even a failover of a cluster takes only half a
-minute. So in a longer try, the process or machine stood still."""
+"""Of one try, at most this many seconds count. Even a failover of a cluster takes only half a
+minute. So if a try takes longer, the process or machine stood still."""
 
 
 _BUSY = "BUSY"
@@ -84,7 +84,8 @@ async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
 
     A call is repeated after a lost connection or reply, and while the server loads data, is a
     replica, or is out of memory or disk. Repeating is safe: a script refuses a call as a whole, and
-    recognises a call that it has already carried out. Refused credentials are raised at once.
+    recognises a call that it has already carried out. Errors about credentials or permissions are
+    raised immediately.
 
     After `seconds` of trying, the last error is raised. Time in which this process stood still does
     not count, because the server had no chance to answer then.

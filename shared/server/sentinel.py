@@ -116,8 +116,9 @@ class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
     """A pool that also closes the connections to the sentinels. redis-py does not close them."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes all connections; after a change of the master, only idle connections. These leave
-        the pool first, so that no call takes a connection that is being closed."""
+        """Closes all connections. After a change of the master, closes only idle connections, and
+        first removes them from the pool, so that no call takes a connection that is being closed.
+        """
         if inuse_connections:
             await super().disconnect()
             for sentinel in self.sentinel_manager.sentinels:

@@ -79,7 +79,8 @@ def read_settings(**overrides: Any) -> Settings:
 def read_settings_of(kind: type[T], named: Callable[[str], str] = str, /, **overrides: Any) -> T:
     """Returns the settings of the class `kind`. Raises ConfigurationError.
 
-    `overrides` that are not None replace environment variables. `named` returns names for errors.
+    `overrides` that are not None replace environment variables. `named` turns a field's name into
+    the name that an error message shows.
     """
     try:
         return kind(**{name: value for name, value in overrides.items() if value is not None})

@@ -15,7 +15,8 @@ def queues_of_models(
     """Returns a mapping from queues to models. If `queues` is empty, the first model's queue is
     `first_queue`, and each other queue is named after its model.
 
-    Raises ConfigurationError if there are too few or too many queues, or two with the same name.
+    Raises ConfigurationError if there are too few or too many queues, or if two queues or two
+    models have the same name.
     """
     if len(models) < 2 and len(queues) < 2:
         return {queues[0] if queues else first_queue: models[0] if models else None}

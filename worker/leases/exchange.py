@@ -31,8 +31,8 @@ from promptq.worker.leases.lease import Lease
 _RETRY_SECONDS = 0.2
 _UNSERVED_DELAY_MS = 1000
 OVERFLOW = "overflow"
-"""Stands for a field in `leave_to_others`, for a request that an overflow worker cannot prepare.
-Overflow workers never claim such a request again."""
+"""Replaces the name of a field in `leave_to_others` if an overflow worker cannot prepare a request.
+Then overflow workers never claim the request again."""
 _MOST_ATTEMPTS = 300  # then a stream ends if no live worker can continue it
 
 
@@ -72,8 +72,8 @@ class Exchange:
     def take_answers(
         self, leases: Sequence[Lease], sent: Sequence[Held], statuses: Sequence[RowStatus]
     ) -> None:
-        """Act on `statuses`, the answers of Redis to a call that sent `sent`. Each of the three
-        lists has one item for each lease."""
+        """Act on the answers of Redis to a call. For each lease, `sent` has the data that the call
+        sent, and `statuses` has the answer."""
         for lease, held, status in zip(leases, sent, statuses, strict=True):
             lease.reported(held)
             self.take_answer(lease, status)

@@ -1,7 +1,8 @@
 """Records how each request leaves the worker: in the log, the metrics and the trace.
 
-A trace span is created only when its request leaves, so that tokens cost nothing. Attributes have
-the names of OpenTelemetry's conventions for generative AI and messaging.
+The trace span of a request is created only when the request leaves, so tracing adds no work for
+each token. Attributes have the names of OpenTelemetry's conventions for generative AI and
+messaging.
 """
 
 from __future__ import annotations

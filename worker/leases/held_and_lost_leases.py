@@ -63,8 +63,8 @@ class Leases:
     def __init__(self, engine: EnginePort) -> None:
         limits = engine.limits
         self.num_places = limits.max_num_seqs + max(1, limits.max_num_seqs // 8)
-        """The most requests in the engine at a time: a few more than the engine has slots, so that
-        the first step after a slot becomes free can use the slot."""
+        """The most requests in the engine at a time. The engine gets a few more requests than it
+        has slots, so that the first step after a slot becomes free can use the slot."""
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
@@ -112,9 +112,11 @@ class Leases:
         return leases
 
     def set_aside(self, lease: Lease) -> bool:
-        """Set a lease aside for the slow lane. Until prepared, it counts for no slot or KV memory.
+        """Set a lease aside for the slow lane. The lease counts for no slot or KV memory until its
+        request is prepared.
 
-        Returns False if set-aside payloads would exceed their limit, in all or for the tenant.
+        Returns False if too many requests, or too many bytes of payloads, would be set aside: for
+        all tenants together, or for this tenant.
         """
         claim = lease.claim
         others = [other.claim for other in self if not other.counts]
@@ -146,7 +148,7 @@ class Leases:
     def ending(self, lease: Lease, *, by_engine: bool = False) -> None:
         """Record that the last row of the request is on its way to the server.
 
-        `by_engine`: the engine has already removed the sequence.
+        `by_engine` is True if the engine has already removed the sequence.
         """
         self._set_state(lease, _ENDING, is_removed=by_engine)
 

@@ -36,7 +36,7 @@ class Lease:
     is_blamed: bool = False
     """Whether giving the lease back counts as a crash of the request."""
     delay_ms: int | None = None
-    """Milliseconds after the return to the queue during which nobody can claim the request."""
+    """For this many milliseconds after its return to the queue, nobody can claim the request."""
     is_length_reported: bool = False
     """Whether the server has received the exact length of the prompt."""
     prepared_or_none: PreparedRequest | None = None

@@ -30,7 +30,7 @@ class Meter:
         self.num_fences_lost = 0
         self.num_ended: Counter[FinishReason] = Counter()
         self._gaps: defaultdict[float, int] = defaultdict(int)
-        """Number of sequences with a new token, by the time of the sequence's previous token."""
+        """Counts sequences that got a token in this step, by the time of their previous token."""
         self._num_computed = 0  # tokens that the engine had computed by the last step
         self._contribution = Contribution()
         self._num_with_stats = 0

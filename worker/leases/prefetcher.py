@@ -35,13 +35,13 @@ from promptq.worker.text.grammars.schema_masks import TakesLongError
 
 _JITTER_SECONDS = 0.001
 _PUT_OFF_POLL_SECONDS = 0.1
-"""Seconds between two polls while a request that this worker returned has a delay. No message
-reports the end of a delay."""
+"""Seconds between two polls while a delay of `SlowLane.put_off` is running. No message reports the
+end of a delay."""
 
 _WALK_SECONDS = 0.1  # between claims that look further along the queue
 
 _Result = PreparedRequest | InvalidRequestError | TakesLongError | None
-"""Result of the preparation of a request; None if the lease was lost or returned before that."""
+"""Result of a request's preparation; None if the worker lost or returned the lease earlier."""
 
 
 class Prefetcher:

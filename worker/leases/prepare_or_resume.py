@@ -178,8 +178,8 @@ class Preparation:
         }
 
     def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
-        """Returns the tokens of the request's output prefix. If `token_ids` of the prefix ends with
-        an end token, leaves out that end token, because the output continues there."""
+        """Returns the tokens of the request's output prefix. Leaves out an end token at the end of
+        the prefix's `token_ids`, because the output continues there."""
         if (wanted := request.output_prefix) is None:
             return []
         prefix = [*wanted.token_ids]
@@ -236,8 +236,8 @@ class Preparation:
                 raise _unsupported("temperature", why)
 
     def _check_counted(self, request: Request, prefix: list[int]) -> None:
-        """Raise InvalidRequestError if penalties would not count the tokens of all calls to a
-        server."""
+        """Raise InvalidRequestError if a server needs several calls for the request, and penalties
+        would not count the tokens of all these calls."""
         if not (prefix or request.bad_words or request.wanted_output is not None):
             return
         uncounted = {*self.engine.abilities.inexact_fields(request, prefix)} - {"temperature"}
@@ -331,8 +331,8 @@ class Preparation:
         is_prefix: bool,
         only_quick: bool,
     ) -> Grammar | None:
-        """Returns the grammar's state after `emitted`. `is_prefix`: `emitted` is the output
-        prefix."""
+        """Returns the grammar's state after `emitted`. `is_prefix` is True if `emitted` is the
+        output prefix."""
         wanted, grammars = request.wanted_output, self.grammars
         if wanted is None:
             return None

@@ -161,8 +161,8 @@ class Publisher:
         self._exchange.take_answers(unreported, lengths, published.held)
 
     async def _fill_gap(self, lease: Lease, row: Row) -> RowStatus:
-        """Sends all rows of the request again, up to and including `row`. Returns the status of
-        `row`. If a row's status reports a lost lease, returns the first such status.
+        """Sends all rows of the request again, up to and including `row`. Returns the first status
+        that reports a lost lease. If no status does, returns the status of `row`.
 
         Rows are missing in the request's log if Redis lost writes, for example in a failover. Redis
         answers `duplicate` for rows that are not missing.

@@ -13,8 +13,8 @@ from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_HAND_OUTS = 100_000
-"""Limit of `_hand_outs`. `hand_outs_a_second` removes old times, but no code calls it if the number
-of ready requests is fixed (`--prefetch-depth`)."""
+"""The most times in `_hand_outs`. The property `hand_outs_a_second` removes old times, but no code
+reads this property if the number of ready requests is fixed (`--prefetch-depth`)."""
 
 
 class ReadyQueue:
@@ -26,9 +26,9 @@ class ReadyQueue:
         self.num_empty = 0
         """How often the engine had a free slot and no request was ready."""
         self.waited_seconds = 0.0
-        """Seconds that prepared requests waited until they went to the engine, summed up."""
+        """Sum of the seconds that requests waited here before they went to the engine."""
         self.filled_seconds = 0.0
-        """Seconds that requests were ready, summed up, also for requests that never ran."""
+        """Sum of the seconds that requests were here, including requests that never ran."""
         self._started_at = self._changed_at = time.monotonic()
         self._since: dict[Lease, float] = {}
         self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some have been removed since

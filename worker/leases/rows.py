@@ -75,8 +75,8 @@ class PreparedRequest:
     rows: list[Row] = field(default_factory=list)
     """The rows of this attempt, in order. The publisher sends them again if Redis loses some."""
     unsent: list[Row] = field(default_factory=list)
-    """The row with the request's output prefix, until the publisher has sent the row. The row is
-    sent together with the first generated tokens, because until then the output has not begun."""
+    """Has the row with the output prefix until the publisher sends this row together with the first
+    generated tokens. Before these tokens, the output has not begun."""
 
     @property
     def request_id(self) -> str:
@@ -226,7 +226,8 @@ class RowBuilder:
     def row(self, prepared: PreparedRequest, output: SequenceOutput) -> Row:
         """Returns the row for an output of a running request.
 
-        If this fails, returns a row without tokens that ends the request with an error.
+        If the row cannot be built, returns a row without tokens that ends the request with an
+        error.
         """
         try:
             return self._row(prepared, output)

@@ -15,8 +15,8 @@ _MAX_DEPTH = 4096
 class ClaimPolicy:
     """Decides how many requests to claim.
 
-    `depth` is the number of ready requests to keep beyond the free slots. If `depth` is None, the
-    number is what the engine recently took in 100 ms. An overflow worker claims only for free
+    `depth` is the number of ready requests to keep beyond the free slots. None: the worker keeps as
+    many requests as the engine recently took in 100 ms. An overflow worker claims only for free
     slots.
     """
 

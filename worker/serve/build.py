@@ -55,8 +55,9 @@ class Served:
     dtype: str
     """The dtype in which the model computes; empty if this process computes nothing."""
     method: str = ""
-    """Text for the ready line, which a worker prints when it can serve: whether promptq's code
-    computes the model, or why not, and the number formats; or the name of the inference server."""
+    """Text for the ready line, which a worker prints when it can serve. The text names the
+    inference server. Without a server, the text says whether promptq's code computes the model, or
+    why not, and names the number formats."""
     grammars: Grammars | None = None
     """Compiles grammars for structured output; None for an engine that cannot use grammars."""
     verdict: Verdict | None = None
@@ -87,8 +88,8 @@ def _kv_cache_bytes(settings: WorkerSettings) -> int | None:
 def build(
     settings: WorkerSettings, progress: Progress = ignore_progress, known: Verdict | None = None
 ) -> Served:
-    """Load the model that the settings name. `known` is the result of an earlier test of the same
-    model; with it, no test runs. Raises ConfigurationError, ModelError."""
+    """Load the model that the settings name. No test of the model runs if `known` has the result of
+    an earlier test. Raises ConfigurationError, ModelError."""
     memory = _kv_cache_bytes(settings)
     if settings.engine != NATIVE:
         return _build_upstream(settings, progress)

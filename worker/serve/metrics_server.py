@@ -24,7 +24,7 @@ _ENGINE_STATISTIC = {
     metrics.RECOMPUTED: "recomputed_tokens",
     metrics.STATE_BYTES: "state_bytes",
 }
-"""The engine statistic behind a metric. Without this statistic, the metric is left out."""
+"""Maps metrics to engine statistics. If the engine does not report one, its metric is left out."""
 _REASONS_IN_VLLM = {FinishReason.CANCELLED: "abort"}  # where vLLM's name differs
 
 

@@ -39,8 +39,8 @@ T = TypeVar("T")
 _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
-"""Seconds for which a thread keeps the interpreter's lock (Python's default: 0.005), if this
-process computes a model. After a step, the engine's thread waits no longer than this for the lock.
+"""If this process computes a model, a thread keeps the interpreter's lock for this many seconds
+(Python's default: 0.005). So after a step, the engine's thread waits at most this long for it.
 Without a model here, all threads always need the lock, and each switch costs more than it gains."""
 
 
@@ -48,7 +48,8 @@ class Turn(Protocol):
     """Decides when a process may load its model, if several processes share the device."""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """From now on, set these events, as signals do, when the process's owner orders its end."""
+        """From now on, set these events, as signals do, when the owner orders this process to
+        end."""
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
         """Wait until the model may be loaded. Returns an earlier load's test result, or None."""

@@ -29,7 +29,7 @@ class Loaded:
     queue: str
     since: float
     worked_at: float
-    """When the queue last had work."""
+    """The later of two times: when the model was loaded, and when its queue last had work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,8 @@ def choose(
     candidates: Mapping[str, Candidate],
     now: float,
 ) -> Choice | None:
-    """Returns which model to load instead; None: no change. `own` is the loaded model's work.
+    """Returns the decision to change the loaded model; None if no change is needed. `own` is the
+    work in the loaded model's queue.
 
     The rule compares the requests of different queues as if they waited in one queue: by the score,
     which is the time of arrival plus the priority. By default, one level of priority counts as much

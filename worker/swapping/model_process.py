@@ -54,7 +54,7 @@ def _not_importing_from_here() -> Iterator[None]:
 class ModelProcess:
     """A process that runs `target` with the settings, Redis' URL and a connection to the owner.
 
-    If the owner ends, the connection closes. Then this process drains and ends.
+    If the owner ends, the connection closes. Then the process with the model drains and ends.
     """
 
     def __init__(

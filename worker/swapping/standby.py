@@ -69,8 +69,8 @@ class Standby:
         self._fingerprint = ""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """Act on the owner's orders from now on, in the running event loop: set `stop` to drain,
-        and both events to end at once."""
+        """Act on the owner's orders from now on, in the running event loop. An order to drain sets
+        `stop`. An order to stop sets both events, so that the process ends without waiting."""
         loop = asyncio.get_running_loop()
 
         def read() -> None:

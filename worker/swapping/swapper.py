@@ -43,7 +43,7 @@ class _Model:
     left_at: float = -math.inf
     """When the model was last unloaded."""
     worked_at: float = -math.inf
-    """When the model was last both loaded and had work."""
+    """The later of two times: when the model was last loaded, and when it last had work then."""
     load_seconds: float = _GUESSED_LOAD_SECONDS
     pause: float = 0.0
     """Seconds of the last pause after a failure; 0 if the last load succeeded."""

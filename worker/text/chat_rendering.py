@@ -73,7 +73,7 @@ class ChatRenderer:
 
     @property
     def response_template(self) -> Any:
-        """The model's template for parsing outputs, in transformers' form; None without one."""
+        """The model's template for parsing outputs, in transformers' form; None if it lacks one."""
         return getattr(self._tokenizer, "response_template", None)
 
     def render(self, request: Request) -> str:

@@ -55,8 +55,8 @@ def mark_of_picture(write: Callable[[list[Message]], str]) -> str:
 
 
 def in_form(messages: Sequence[Message], reads_parts: dict[str, bool]) -> list[Message]:
-    """Returns `messages` with content as a list of parts for each role that `reads_parts` maps to
-    True. Content that is a list stays a list. Its pictures become parts of the type `image`."""
+    """Returns the messages with content that the template reads. If `reads_parts` is True for a
+    role, text becomes a list of parts. In a list, pictures become parts of the type `image`."""
     return [
         message | {"content": [_PICTURE if is_picture(part) else part for part in content]}
         if isinstance(content := message["content"], list)

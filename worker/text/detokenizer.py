@@ -33,7 +33,7 @@ class IncrementalDecoder:
         """Whether the context has text, but no whole character at its end."""
 
     def push(self, token_id: int) -> str:
-        """Add a token. Returns new text that cannot change; empty inside of a character."""
+        """Add a token. Returns new text that cannot change, or '' if a character is incomplete."""
         if self._lacks_context:
             self._lacks_context = False
             alone = self._decode([token_id])
@@ -92,9 +92,9 @@ def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
 class TextStream:
     """A request's output text, cut at its stop strings.
 
-    A stop string is ignored if its last character comes before output token number `min_tokens`,
-    counted from 1. `prefix`, such as the mark `<think>`, is put before the output's text, and is
-    not searched for stop strings.
+    Output before token number `min_tokens`, counted from 1, is not searched for stop strings. So a
+    stop string that begins there is ignored, unless it begins in the tokens of `begin`. `prefix`,
+    such as the mark `<think>`, is put before the output's text, and is not searched either.
     """
 
     def __init__(

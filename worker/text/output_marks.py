@@ -63,8 +63,8 @@ class OutputMarks:
         self, prefix_tokens: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
     ) -> tuple[TextStream, str]:
         """Returns the output's text stream and the text of `prefix_tokens`, the output prefix. The
-        stream has read these tokens and the `events` of earlier attempts. A stop string is ignored
-        if its last character comes before output token number `min_tokens`, counted from 1."""
+        stream has read these tokens and the `events` of earlier attempts. For `min_tokens`, see
+        `TextStream`."""
         emitted = [token_id for event in events for token_id in event.token_ids]
         text = "".join(event.text for event in events)
         stream: TextStream

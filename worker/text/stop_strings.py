@@ -25,7 +25,7 @@ class StopStrings:
 
     def release(self, text: str, *, look: bool) -> str:
         """Add the next part. Returns text that can no longer be part of a stop string, including
-        text that was held back. If `look` is False, no stop string may end in this part."""
+        text that was held back. If `look` is False, this part is not searched."""
         if not self._strings:
             return text
         if self.found is not None:
@@ -58,7 +58,7 @@ class _StopString:
     def __init__(self, string: str) -> None:
         self.string = string
         self.num_matched = 0
-        """The text so far ends with this number of first characters of the stop string."""
+        """The text so far ends with the first `num_matched` characters of the stop string."""
         self._borders = [0]  # by prefix: length of the longest shorter prefix that is its end too
         matched = 0
         for length in range(1, len(string)):
@@ -68,8 +68,8 @@ class _StopString:
             self._borders.append(matched)
 
     def find(self, text: str) -> int | None:
-        """Add the next part. Returns the index in this part at which the stop string begins, or a
-        negative index in earlier parts; None if the stop string does not end in this part."""
+        """Add the next part. Returns the index at which the stop string begins, relative to this
+        part (negative: in an earlier part); None if the stop string does not end in this part."""
         string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:

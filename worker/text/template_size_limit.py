@@ -1,5 +1,5 @@
-"""Limits the memory of chat templates: before any operation that may make a large value, checks the
-size that this value would have.
+"""Limits the memory of chat templates. Before an operation that may make a large value, this module
+checks how large the value would be.
 
 A single call into C, such as a text times a number, can take all memory in a moment, and no other
 thread can stop it. jinja2 is imported only here.
@@ -81,7 +81,7 @@ _num_bytes: ContextVar[list[int] | None] = ContextVar("num_bytes", default=None)
 def size_limit() -> Iterator[None]:
     """Context in which transformers' chat templates raise TemplateSizeError for large values.
 
-    Replaces the class in transformers' module from which a template's environment is created.
+    Replaces the class that transformers' module uses for the environment of a template.
     """
     library: Any = chat_template_utils
     library.ImmutableSandboxedEnvironment = BoundedEnvironment
@@ -286,7 +286,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = filters
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse a template. Arguments after a `*` pass the checked filter `list`."""
+        """Parse a template. Adds the checked filter `list` to each argument after a `*`."""
         template = super()._parse(source, name, filename)
         calls: Iterable[Any] = template.find_all((nodes.Call, nodes.Filter, nodes.Test))
         for call in calls:

@@ -23,9 +23,9 @@ class CpuTimeLimitError(BaseException):
 def cpu_time_limit(seconds: float, quick_file: str = "") -> Iterator[None]:
     """Inside this context, raise CpuTimeLimitError in Python functions after `seconds` of CPU time.
 
-    The time is checked after every 128 lines or calls of Python functions. This ends every loop in
-    Python, but no call into C. Lines of functions in the file `quick_file` do not count, so these
-    functions run at full speed. Calls of these functions do count.
+    The time is checked after every 128 lines or calls of Python functions. The check ends every
+    loop in Python, but cannot end a call into C. Lines of functions in the file `quick_file` do not
+    count, so these functions run at full speed. Calls of these functions do count.
     """
     left = _LINES_PER_LOOK
     ends_at = time.thread_time() + seconds

@@ -86,8 +86,8 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """The tokenizer that comes with a model.
 
-    A prompt that has more characters than `max_prompt_tokens` tokens can have is refused before it
-    is tokenised. None means no limit.
+    Before tokenising, refuses a prompt with more characters than `max_prompt_tokens` tokens can
+    have. None means no limit.
     """
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int | None = None) -> None:
@@ -267,7 +267,8 @@ class HuggingFaceTokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, with added tokens. Vocabularies may be larger, but rarely smaller."""
+        """Number of tokens, with added tokens. A model's vocabulary may be larger, but is rarely
+        smaller."""
         return len(self._tokenizer)
 
     def as_json(self) -> str | None:

@@ -18,16 +18,17 @@ from promptq.worker.upstream.dialects.dialect import Chunk, Mask
 from promptq.worker.upstream.dialects.transport import UnusableAnswerError
 
 _MOST_REDRAWN = 1000
-"""The most redraws of one token. Near temperature 0, a redraw has odds below 1/2 without a tie."""
+"""The most redraws of one token. Near temperature 0, the odds of a redraw are below 1/2, unless two
+tokens tie."""
 _SEED_STEPS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0xD1342543DE82EF95)
 
 
 class CallRequest:
     """Turns a request into the requests of its calls to a server.
 
-    Penalties: a server counts only the tokens of one call. So biases contain the penalties of
-    earlier tokens, and `presence_penalty` is 0. A token without such a bias then ends the call,
-    so that the next call counts this token too.
+    Penalties: a server counts only the tokens of one call. So in later calls, biases contain the
+    penalties of earlier tokens, and `presence_penalty` is 0. If the request has a presence penalty,
+    a token that is new in the output ends a later call, so that the next call counts the token.
 
     Low temperatures: the server draws at its lowest temperature. Each drawn token is kept with the
     odds that give the right distribution (rejection sampling). Otherwise a call draws again.
@@ -40,7 +41,7 @@ class CallRequest:
         self._has_penalties = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self._most_biases = abilities.most_biases
         self._counted: Collection[int] | None = None
-        """Tokens with a presence penalty in the biases of the call; None: the server counts."""
+        """Tokens whose presence penalty is in the call's biases; None if no bias has one."""
         lowest = abilities.lowest_temperature
         self._sharpness = 0.0
         if 0.0 < params.temperature < lowest:

@@ -37,7 +37,7 @@ DIALECTS: dict[str, Callable[..., Dialect]] = {
 }
 """Dialects by the engine's name. All dialects take these parameters, and may ignore some of them:
 `is_exact`, whether the server computes in fp32; `shares_prefixes`, whether tenants share cached
-prefixes; `adapter`, for all calls; `model`, the server's name for it; `max_model_len`."""
+prefixes; `adapter`, for all calls; `model`, the server's name for the model; `max_model_len`."""
 
 _PROBE = "Grüße, 世界! 12345\n\tdef f(x): return x # 🙂"
 """A text for which different tokenizers probably return different token ids."""
@@ -99,8 +99,8 @@ def start_server(dialect: Dialect, settings: WorkerSettings) -> ServerProcess:
 def find_server(
     dialect: Dialect, settings: WorkerSettings, process: ServerProcess | None
 ) -> FoundServer:
-    """Wait for the server: with a `process`, while that lives; otherwise for --redis-wait seconds.
-    Raises ConfigurationError if no usable server answers."""
+    """Wait for the server while its `process` runs, or for --redis-wait seconds if `process` is
+    None. Raises ConfigurationError if no usable server answers."""
     url = process.url if process is not None else _checked(settings.upstream or "")
     return asyncio.run(_find(dialect, url, settings, process))
 

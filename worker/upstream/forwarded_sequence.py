@@ -55,9 +55,9 @@ def preemption(
     """Returns a waiting sequence, and the stream of `able` whose slot the sequence may have; None
     if there is no such pair.
 
-    The least urgent stream loses its slot if a waiting sequence has a higher priority. Otherwise a
-    tenant without a stream may get the slot of the tenant with the largest share, if this share is
-    too large. Of that tenant's streams, the newest one loses its slot.
+    If a waiting sequence has a more urgent priority, the least urgent stream loses its slot.
+    Otherwise a tenant without a stream may get a slot of the tenant with the largest share, if this
+    share is too large. The newest stream of that tenant loses its slot.
     """
     urgent = min(waiting, key=lambda each: each.urgency)
     victim = max(able, key=lambda each: each.urgency, default=None)

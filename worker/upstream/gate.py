@@ -22,14 +22,14 @@ _STEPS = 16
 """The limit rises to all slots in this number of intervals."""
 _FULL_SHARE = 0.9
 _KEPT = 15 / 16
-"""The most of a server that is used after another client had to wait, so that the next one finds
-room."""
+"""If another client has to wait, the server's room falls to this part of the running requests or
+less, so that the next request of a client finds room."""
 _KEPT_UNDER_PRESSURE = 0.75
-"""The part of the streams that stays when the server refuses one, and in each interval while its KV
-cache is full."""
+"""A worker keeps this part of its streams if the server refuses a stream, and in each interval in
+which the server is full and has other clients."""
 _FORGET_SECONDS = 300.0
-"""After this time in which no other client waited, the worker uses all slots again. Then a request
-of another client may have to wait once."""
+"""If no other client has waited for this time, the worker uses all slots again. Then a request of
+another client may have to wait once."""
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""Reads from a model's files the facts that a worker with an inference server needs."""
+"""Reads facts about a model from its files, for a worker with an inference server."""
 
 from __future__ import annotations
 

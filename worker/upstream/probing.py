@@ -65,7 +65,8 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
         return await choice(mask=Mask(allowed, (preferred,))) != preferred
 
     async def keeps_seeds() -> bool:
-        """Whether the server repeats the second half of a sampled output beside another output."""
+        """Whether the server generates the second half of a sampled output again, while it also
+        generates another output."""
         nonlocal is_invariant
         reports = dialect.abilities.logprobs
         logprobs = 0 if reports else None
@@ -98,7 +99,8 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
 
 
 async def _is_shown(probe: Awaitable[bool], *, may_break_off: bool = True) -> bool:
-    """Returns a probe's result; False if the server refuses the call or breaks off."""
+    """Returns a probe's result; False if the server refuses the call, or if it breaks off and
+    `may_break_off` is True."""
     try:
         return await probe
     except (RefusedError, ServerFaultError) as error:

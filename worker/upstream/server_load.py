@@ -1,4 +1,4 @@
-"""Reads from an inference server's metrics the load that all of its clients cause together."""
+"""Reads from the metrics of an inference server the load of all its clients together."""
 
 from __future__ import annotations
 

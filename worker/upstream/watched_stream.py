@@ -4,7 +4,7 @@ A server that takes grammars gets the request's grammar in each call, or only in
 call if the server cannot resume grammars. In calls without the grammar, the server generates
 freely. The first token that breaks a rule is dropped, and the call is closed. Then the server
 chooses one token under a mask, and another call continues. So, on any server that heeds masks,
-greedy outputs are those of an engine that masks each token.
+greedy outputs are the same as from an engine that masks each token.
 """
 
 from __future__ import annotations

@@ -327,8 +327,8 @@ class CallGrammar:
     def _other_pair(
         self, properties: Mapping[str, Any], others: Any, value: Callable[[Any], str]
     ) -> str:
-        """Returns the name of a rule for a pair whose name is not in `properties`; empty if
-        `others`, the schema of such a pair's value, is False."""
+        """Returns the name of a rule for a pair whose name is not in `properties`. `others` is the
+        schema of the pair's value. If `others` is False, returns ''."""
         if others is False:
             return ""
         key = self._other_key(properties)

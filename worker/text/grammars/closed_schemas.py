@@ -1,6 +1,6 @@
 """Closes schemas: objects may have only the properties that the schema names.
 
-Most authors of schemas expect this. Also walks through the schemas inside a schema.
+Most authors expect their schemas to be closed. Other functions list or replace child schemas.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writes grammars in llama.cpp's form, GBNF.
 
 The result accepts every text that the grammar accepts, except texts with the character NUL. Where
-GBNF or this module has no exact form, the result accepts further texts. For example, it ignores the
-limits of a number, and accepts any value where schemas are combined.
+GBNF or this module has no exact form, the result accepts further texts. For example, the result has
+no limits for numbers, and accepts any value where schemas are combined.
 """
 
 from __future__ import annotations

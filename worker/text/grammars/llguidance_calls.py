@@ -21,7 +21,7 @@ _MAX_REASON = 300
 _LISTING = re.compile(r"\n +\d+ \| ")
 """Matches the place in an error message where the listing of the grammar begins."""
 _PATTERN = re.compile(r"(?<=regex parse error: ).* error: ")
-"""Matches the refused pattern in an error message. Such a pattern may be long."""
+"""Matches the refused pattern in an error message. `reason_of` removes it: patterns may be long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
-    """Returns a grammar's matcher before the first token. For a wrong grammar, it has an error."""
+    """Returns a grammar's matcher before the first token. If the grammar is wrong, the matcher has
+    an error."""
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary, text, log_level=_SILENT)

@@ -51,8 +51,8 @@ def _beginning(alternatives: list[list[str]]) -> str | None:
 
 
 def _not_beginning(tokens: list[str]) -> str | None:
-    """Returns a pattern of the texts that a negative look-ahead for `tokens` allows. Returns None
-    unless the tokens are a few characters, or `.*` and then one character, which may repeat."""
+    """Returns a pattern of the texts that a negative look-ahead for `tokens` allows. The tokens
+    must have a form such as `abc`, `abc$` or `.*aa`; otherwise returns None."""
     is_anywhere, is_whole = tokens[:2] == [".", "*"], tokens[-1:] == ["$"]
     characters = tokens[2 * is_anywhere : -1 if is_whole else None]
     if not characters or not all(map(_CHARACTER.fullmatch, characters)):

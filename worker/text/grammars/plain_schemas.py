@@ -1,4 +1,4 @@
-"""Removes unneeded keywords that llguidance does not support, and rewrites other such keywords."""
+"""Removes keywords without effect, and replaces some keywords that llguidance does not support."""
 
 from __future__ import annotations
 
@@ -185,7 +185,8 @@ _IDLE_VALUES: dict[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": _accepts_all,
     "uniqueItems": lambda value: value is False,
 }
-"""For each keyword: tests whether a value adds no constraint, whatever other keywords there are."""
+"""Maps a keyword to a test of its value: True if the value never adds a constraint, whatever other
+keywords the schema has."""
 _OF_KIND = {
     "array": ("contains", "maxContains", "minContains", "unevaluatedItems", "uniqueItems"),
     "object": (

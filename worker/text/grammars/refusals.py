@@ -162,8 +162,8 @@ def _cause(places: list[Keys], persists_without: Callable[[list[Keys]], bool]) -
 
 
 def _in_order(node: dict[str, Any]) -> list[Keys]:
-    """Returns the keys that lead to each child schema. Definitions come first, because a reference
-    fails too if the definition to which it refers has a fault."""
+    """Returns the keys that lead to each child schema. Definitions come first: if a definition has
+    a fault, each reference to the definition fails too."""
     places = [keys for keys, child, _ in children(node) if isinstance(child, dict)]
     return sorted(places, key=lambda keys: keys[0] not in ("$defs", "definitions"))
 

@@ -15,8 +15,8 @@ from typing import Any
 from promptq.worker.text.grammars.references import all_objects
 
 MAX_COMBINED_PATTERNS = 12
-"""The most patterns, as `num_combined_patterns` counts them, that the worker accepts. With 12
-patterns, the mask of a token takes 13 ms."""
+"""The largest result of `num_combined_patterns` that the worker accepts. With 12 patterns, the mask
+of a token takes 13 ms."""
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 ANNOTATIONS = frozenset(

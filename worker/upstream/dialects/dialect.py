@@ -19,7 +19,8 @@ from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.dialects.transport import RefusedError, Server
 
 MOST_LISTED = 1024
-"""The most entries of `allowed_token_ids` or `logit_bias`. More end vLLM's server on a GPU."""
+"""The most entries of `allowed_token_ids` or `logit_bias`. More entries end vLLM's server on
+a GPU."""
 BANNED = -1e4
 """The bias of a token that a server may not choose."""
 _LONGEST_NAME = 4096
@@ -44,7 +45,7 @@ _UNREPORTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """A server's report on itself, with results of probes. None: the report lacks this fact."""
+    """A server's report on itself, with results of probes. Unreported facts are None."""
 
     software: str
     """The server's name and version, for people: `vLLM 0.32.0`."""
@@ -127,7 +128,8 @@ class Mask:
     """Whether the server takes `grammar`."""
 
     def is_grammar_beside(self, biases: Mapping[str, float] | None) -> bool:
-        """Whether a call with these biases sends `grammar`, because token lists are too long."""
+        """Whether a call with these biases sends `grammar` instead of a list of tokens. Lists of
+        allowed and of forbidden tokens are then both too long."""
         num_allowed = int(np.count_nonzero(self.allowed))
         num_biased = len(self.allowed) - num_allowed + len(self.allowed_of(biases))
         return self.may_be_grammar and min(num_allowed, num_biased) > MOST_LISTED
@@ -229,7 +231,7 @@ class Dialect(Protocol):
 
 
 def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbilities:
-    """Returns a server's abilities, with those that a WatchedStream adds if masks are heeded."""
+    """Returns a server's abilities. If the server heeds masks, a WatchedStream adds abilities."""
     known = dialect.abilities
     if description.pools:
         served = {"embed"} if description.embedding_size else set()
@@ -275,8 +277,8 @@ async def with_pooling(
     server: Server, description: ServerDescription, *, may_do_both: bool = True
 ) -> ServerDescription:
     """Returns the description with `scores` and `embedding_size` of a server for pooling. Raises
-    RefusedError if the server computes neither scores nor vectors. If not `may_do_both`, a server
-    that scores is not asked for a vector, which might be wrong."""
+    RefusedError if the server computes neither scores nor vectors. If `may_do_both` is False, this
+    function requests no vector from a server that scores: the vector might be wrong."""
     with suppress(RefusedError):
         await score_of(server, ("a", "b"), description.model)
         description = replace(description, scores=True)

@@ -47,8 +47,8 @@ _REASONS = {"eos": FinishReason.STOP, "limit": FinishReason.LENGTH}
 _END_TOKEN = re.compile(rb"_?[<\[].+[>\[\]]", re.DOTALL)
 """Matches the texts by which llama.cpp recognises end tokens."""
 _TOO_LARGE = "too large to process"
-"""A part of the server's message for a prompt that it cannot compute in one step. Such a prompt
-has more tokens than --ubatch-size, and its vector is, for example, the mean over all tokens."""
+"""A part of the server's message for a prompt with more tokens than --ubatch-size. The server must
+compute a prompt in one step if the vector is, for example, the mean over all tokens."""
 _RANDOM_SEED = 2**32 - 1
 """For this seed, the server draws a random seed."""
 
@@ -151,8 +151,8 @@ class LlamaCppDialect(Dialect):
             raise RefusedError(why, 413) from None
 
     async def _lora_fields(self, server: Server) -> dict[str, Any]:
-        """Returns the field of a call for the adapter: its place in the server's list, which a
-        restart may change. Raises RefusedError if the adapter is not in the list."""
+        """Returns the field of a call with the adapter's place in the server's list. A restart of
+        the server may change the place. Raises RefusedError unless the list has it once."""
         if self._adapter is None:
             return {}
         cards = await server.get("/lora-adapters")
@@ -182,9 +182,10 @@ class LlamaCppDialect(Dialect):
     ) -> AsyncGenerator[Chunk]:
         """Yields chunks with every token.
 
-        A stream leaves out tokens inside of a character. This function requests such tokens again,
-        without streaming, and then continues the stream in another call. A sampled token would be
-        drawn a second time, and such tokens would become rare. So sampled tokens are not streamed.
+        A stream leaves out tokens inside of a character. This function requests these tokens again,
+        without streaming, and then continues the stream in another call. Sampled outputs are not
+        streamed: a second call might draw another token, so tokens inside of characters would
+        become rare.
         """
         output = [*emitted]
         if mask is not None:

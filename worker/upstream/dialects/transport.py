@@ -61,7 +61,7 @@ class RefusedError(Exception):
 
     @property
     def is_servers(self) -> bool:
-        """Whether the request is not the cause: the server, or a proxy in front of it, changed."""
+        """Whether the cause is the server, or a proxy in front of it, and not the request."""
         return self.status in (403, 404)
 
 

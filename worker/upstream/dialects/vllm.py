@@ -49,8 +49,8 @@ from promptq.worker.upstream.vllm_plugin.promptq_vllm_plugin import NUM_EMITTED
 _MOST_LOGPROBS = 20
 """vLLM's default of `--max-logprobs`."""
 _MOST_STOPS = 64
-"""The most end tokens in a call. With `min_tokens` and more than 128, including the model's, vLLM's
-server dies on a GPU. At other end tokens, the worker ends the stream."""
+"""The most end tokens in a call. The worker ends the stream at other end tokens. If a call has
+`min_tokens` and more than 128 end tokens, including the model's, vLLM's server dies on a GPU."""
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 

@@ -1,6 +1,6 @@
 """Precedes vLLM's llguidance on the path. Loads the worker's version if vLLM's is older than 1.9.
 
-vLLM 0.32 requires such an older version, which allows more white space than the worker does. So
+vLLM 0.32 requires an older version. That version allows more white space than the worker does, so
 answers would break the worker's rules.
 """
 
