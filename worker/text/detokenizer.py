@@ -92,9 +92,9 @@ def _whole(decode: Decode, context: Sequence[int]) -> tuple[list[int], str]:
 class TextStream:
     """A request's output text, cut at its stop strings.
 
-    Output before token number `min_tokens`, counted from 1, is not searched for stop strings. So a
-    stop string that begins there is ignored, unless it begins in the tokens of `begin`. `prefix`,
-    such as the mark `<think>`, is put before the output's text, and is not searched either.
+    No stop string ends before output token number `min_tokens`, counted from 1; a stop string may
+    begin before that token. `prefix`, such as the mark `<think>`, is put before the output's text,
+    and is not searched for stop strings.
     """
 
     def __init__(
@@ -150,4 +150,4 @@ class TextStream:
         return "".join(map(self.push, token_ids))
 
     def _release(self, text: str) -> str:
-        return self._stop.release(text, look=self._num_tokens >= self._min_tokens)
+        return self._stop.release(text, may_end=self._num_tokens >= self._min_tokens)

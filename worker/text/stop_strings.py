@@ -21,26 +21,23 @@ class StopStrings:
     def begin_after(self, text: str) -> None:
         """Set the text before the first part. A stop string may begin in this text, but not end."""
         for each in self._strings:
-            each.find(text[max(0, len(text) - len(each.string) + 1) :])
+            each.find(text[max(0, len(text) - len(each.string) + 1) :], may_end=False)
 
-    def release(self, text: str, *, look: bool) -> str:
+    def release(self, text: str, *, may_end: bool) -> str:
         """Add the next part. Returns text that can no longer be part of a stop string, including
-        text that was held back. If `look` is False, this part is not searched."""
+        text that was held back. If `may_end` is False, no stop string ends in this part."""
         if not self._strings:
             return text
         if self.found is not None:
             return ""
         num_held = len(self._held)
         self._held += text
-        hold = 0
-        if look:
-            ends = [(at, each) for each in self._strings if (at := each.find(text)) is not None]
-            if ends:
-                begin, first = min(ends, key=itemgetter(0))
-                self.found = first.string
-                self._held, text = "", self._held[: max(0, num_held + begin)]
-                return text
-            hold = max(string.num_matched for string in self._strings)
+        begins = [(each.find(text, may_end), each.string) for each in self._strings]
+        if ends := [(begin, string) for begin, string in begins if begin is not None]:
+            begin, self.found = min(ends, key=itemgetter(0))
+            self._held, text = "", self._held[: max(0, num_held + begin)]
+            return text
+        hold = max(string.num_matched for string in self._strings)
         cut = max(0, len(self._held) - hold)
         released, self._held = self._held[:cut], self._held[cut:]
         return released
@@ -67,9 +64,10 @@ class _StopString:
             matched += string[length] == string[matched]
             self._borders.append(matched)
 
-    def find(self, text: str) -> int | None:
+    def find(self, text: str, may_end: bool) -> int | None:
         """Add the next part. Returns the index at which the stop string begins, relative to this
-        part (negative: in an earlier part); None if the stop string does not end in this part."""
+        part (negative: in an earlier part); None if the stop string does not end in this part, or
+        if none `may_end` in it."""
         string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:
@@ -79,6 +77,8 @@ class _StopString:
                 matched = self._borders[matched - 1]
             matched += text[at] == string[matched]
             if matched == len(string):
-                return at + 1 - matched
+                if may_end:
+                    return at + 1 - matched
+                matched = self._borders[matched - 1]
         self.num_matched = matched
         return None

@@ -83,6 +83,30 @@ def test_stop_strings_do_not_count_before_min_tokens() -> None:
     assert stream.stopped
 
 
+@example("xxopy", "st", ["stop"], 5)
+@example("stopx", "", ["stop"], 4)
+@given(
+    st.text("abc", max_size=12),
+    st.text("abc", max_size=3),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 12),
+)
+def test_the_first_stop_string_that_ends_at_min_tokens_or_later_stops(
+    text: str, before: str, stop: list[str], min_tokens: int
+) -> None:
+    whole = before + text
+    begins = [
+        min(end - len(string) for string in stop if whole[:end].endswith(string))
+        for end in range(max(len(before) + 1, min_tokens), len(whole) + 1)
+        if whole[:end].endswith(tuple(stop))
+    ]
+    stream = TextStream(decode, stop=stop, min_tokens=min_tokens)
+    begin = stream.begin(before.encode())
+    pushed = "".join(run(stream, text.encode()))
+    end = max(len(before), begins[0]) if begins else len(whole)
+    assert begin + pushed == whole[:end]
+
+
 @given(texts, stops, st.integers(0, 60), st.integers(0, 5))
 def test_an_attempt_goes_on_where_an_earlier_one_stopped(
     text: str, stop: list[str], at: int, min_tokens: int
@@ -124,7 +148,7 @@ def test_nothing_of_a_stop_string_that_began_in_what_is_given_comes_out() -> Non
     """However long the parts are in which the rest of it comes."""
     stop = StopStrings(["abcde"])
     stop.begin_after("xa")
-    assert [stop.release(part, look=True) for part in ("bcd", "efg")] == ["", ""]
+    assert [stop.release(part, may_end=True) for part in ("bcd", "efg")] == ["", ""]
     assert stop.found
 
 
