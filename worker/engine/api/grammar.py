@@ -20,7 +20,8 @@ class GrammarError(Exception):
 
 
 class Grammar(Protocol):
-    """The state of a grammar after one sequence's output so far. Used by one thread at a time."""
+    """The state of a grammar after one sequence's output so far. Only one thread may use it at a
+    time."""
 
     @property
     def is_complete(self) -> bool:

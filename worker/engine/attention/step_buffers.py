@@ -149,7 +149,8 @@ class StepBuffers:
         )
 
     def _layout(self, kind: StepKind) -> StepLayout:
-        """Returns a layout in which each row is a decode of the longest context, an upper bound."""
+        """Returns a layout in which each row is a decode. All contexts have the greatest length, an
+        upper bound."""
         rows, longest = kind.num_rows, self._block_tables.shape[1] * self._block_size
         return StepLayout(
             num_decodes=rows,

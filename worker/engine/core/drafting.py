@@ -76,8 +76,8 @@ class PromptLookup:
     def find(self, token_ids: list[int], count: int) -> list[int]:
         """Returns `count` tokens that may follow; an empty list if the end of the text is new.
 
-        `token_ids` may only grow between calls. The longest match wins, and the latest of equally
-        long ones. If fewer than `count` tokens follow the match, they are repeated.
+        `token_ids` may only grow between calls. The longest match wins. Of equally long matches,
+        the latest wins. If fewer than `count` tokens follow the match, they are repeated.
         """
         end, next_of = len(token_ids), self._next_of
         for place in range(max(self._num_indexed, 2), end):
