@@ -90,8 +90,8 @@ class Packer:
     ) -> PackedStep:
         """Returns the inputs of a step on the device, copied there in one transfer.
 
-        `draws` [D, S] becomes `PackedStep.draws`. `sampled_at` has the sequences whose last token
-        is not known yet. It maps the sequence's id to the index of this token among the previous
+        `draws` [D, S] becomes `PackedStep.draws`. `sampled_at` has the ids of the sequences whose
+        last token is not known yet, and maps an id to the index of this token among the previous
         step's tokens. `padded_lists` returns the work lists if the step will be padded.
         """
         decodes = [item for item in batch.scheduled if item.num_rows == 1]

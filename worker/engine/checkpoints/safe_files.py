@@ -106,7 +106,7 @@ def check_config(source: str, config: Any) -> None:
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
     """Raise UnsupportedModelError if one matrix would have more elements than all files together.
     `num_numbers` is the number of elements of all files. transformers would fill the memory with
-    such a matrix."""
+    this matrix."""
     # `vars` reads plain values: an attribute that differs between layers raises an error.
     sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
     hidden_size = sizes["hidden_size"]

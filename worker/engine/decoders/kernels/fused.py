@@ -5,8 +5,8 @@
                 hidden += scale * after(mlp(before(hidden)))
     logits = head(norm(hidden of the sampling rows))
 
-Norms, the attention or the MLP may be missing. A recurrent layer may replace the attention. It may
-also run beside the attention: both have the same input, and both results are added. The kernel of a
+Norms, the attention or the MLP may be missing. A recurrent layer may replace the attention. A
+recurrent layer beside attention has the same input, and both results are added. The kernel of a
 norm also computes the sum before this norm, because the kernel reads the hidden state anyway.
 """
 
