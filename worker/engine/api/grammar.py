@@ -20,7 +20,8 @@ class GrammarError(Exception):
 
 
 class Grammar(Protocol):
-    """The state of a grammar after one sequence's output so far. Used by one thread at a time."""
+    """The state of a grammar after one sequence's output so far. Only one thread may use it at a
+    time."""
 
     @property
     def is_complete(self) -> bool:
@@ -30,9 +31,9 @@ class Grammar(Protocol):
     def source(self) -> str | None:
         """The whole grammar as Lark text for llguidance; None if there is no such text.
 
-        An engine that masks by this text and the tokenizer's end token allows all tokens that
-        `Masker.fill` allows, and perhaps more. With llguidance older than 1.9, white space may
-        match `whitespace_pattern` several times in succession.
+        An engine may compute masks from this text and the tokenizer's end token. Then the engine
+        allows all tokens that `Masker.fill` allows, and perhaps more. With llguidance older than
+        1.9, white space may match `whitespace_pattern` several times in succession.
         """
 
     @property
@@ -56,7 +57,8 @@ class Masker(Protocol):
     def fill(self, grammars: Sequence[Grammar], masks: npt.NDArray[np.int32]) -> dict[int, str]:
         """Write one row of `masks` [len(grammars), num_words] for each grammar.
 
-        Bit i % 32 of word i / 32 is set if token i may come next: a token of text if the grammar
-        allows it, an end token of the request if the output may end here. Returns the errors of
-        failed rows, by row number. Releases the interpreter lock during the computation.
+        Bit i % 32 of word i / 32 is set if token i may come next. The grammar decides which text
+        tokens may come next. An end token of the request may come next if the output may end here.
+        Returns the errors of failed rows, by row number. Releases the interpreter lock during the
+        computation.
         """

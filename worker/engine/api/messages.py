@@ -1,8 +1,8 @@
 """The plain messages between a worker and any engine.
 
-An engine runs in one thread, and only this thread calls it: `add` and `abort` between steps, and
-`step`, which does one step and returns its result. Nothing here imports Redis, asyncio or torch, so
-an engine could also run in a separate process.
+An engine runs in one thread, and only this thread calls the engine. Each call of `step` computes
+one step and returns the result. The thread calls `add` and `abort` only between steps. Nothing here
+imports Redis, asyncio or torch, so an engine could also run in a separate process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 LEAST = -9999.0
-"""The log-probability that stands for minus infinity, which JSON does not have. As in vLLM."""
+"""JSON has no minus infinity, so this log-probability replaces it. vLLM uses the same number."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class EngineRequest:
     """The random numbers of the sequence depend only on this seed and the token's position."""
 
     max_tokens: int
-    """The most output tokens of all attempts together. With them, the sequence fits the model."""
+    """The most output tokens of all attempts together. Prompt and output together fit the model."""
 
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence: the model's (unless ignore_eos) and the request's."""
@@ -77,7 +77,7 @@ class EngineRequest:
     """Data URLs of the pictures. The prompt has one placeholder token for each picture."""
 
     picture_tokens: int = 0
-    """Tokens that the pictures add to `prompt_token_ids`; an estimate before they are counted."""
+    """Tokens that pictures add to `prompt_token_ids`: an estimate until an engine counts them."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -140,9 +140,11 @@ class SequenceOutput:
     """Whether the request caused the `error`: the request forbids every token, or the engine cannot
     read its pictures."""
     timing: SequenceTiming | None = None
-    """Set with the attempt's first token, the first token after a preemption, the last output."""
+    """Set with the attempt's first token, with the first token after a preemption, and in the last
+    output."""
     embedding: npt.NDArray[np.float32] | None = None
-    """Pooled hidden states [embedding_size], not normalised. In the last output for `pooling`."""
+    """Pooled hidden states [embedding_size], not normalised. Set in the last output if the request
+    has `pooling`."""
     given_back: GivenBack | None = None
     """Set if the engine stops the sequence before its end, to return its request to the queue."""
 
@@ -153,22 +155,22 @@ class GivenBack:
 
     reason: str
     is_blamed: bool = True
-    """Whether this counts as a crash of the request. A request that crashes too often ends."""
+    """Whether the stop counts as a crash of the request. A request that crashes too often ends."""
     delay_ms: int | None = None
     """Milliseconds before the next attempt; None: no delay. Set only if `is_blamed` is false."""
 
 
 @dataclass(slots=True)
 class SequenceTiming:
-    """Times and counts of a sequence. Times are seconds of `time.monotonic()`; None: not yet."""
+    """Times and counts of a sequence. Times are seconds of `time.monotonic()`; None at first."""
 
     scheduled_at: float | None = None
     first_token_at: float | None = None
     prompt_tokens: int | None = None
     """Number of prompt tokens. Set only if the engine has turned pictures into tokens."""
     cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache when the sequence was first scheduled. Only
-    tokens that the same tenant had sent before count."""
+    """Number of prompt tokens found in the prefix cache when the sequence was first scheduled.
+    Counts only tokens that the same tenant had already sent."""
     recomputed_tokens: int = 0
     preemptions: int = 0
     preempted_at: list[float] = field(default_factory=list)
@@ -313,13 +315,14 @@ class EngineAbilities:
     """The engine raises a temperature between 0 and this value to this value."""
     exact_resume: bool = True
     """Whether another attempt continues with exactly the tokens that an undisturbed attempt would
-    emit. Even if not, a stream has no gap and no repeated token."""
+    emit. If false, a stream still has no gap and no repeated token."""
     inexact_with: frozenset[str] = frozenset()
-    """Fields that, if set, prevent an exact resume of a request. A `temperature` of 0 does not."""
+    """A request that sets one of these fields cannot resume exactly. A `temperature` of 0 counts as
+    not set."""
     most_biases: int | None = None
-    """The most tokens whose logits the engine can bias. In a later attempt, biases replace the
-    penalties of earlier output, unless `repetition_penalty` would scale the biases. None: the
-    engine does not need such biases."""
+    """The most tokens whose logits the engine can bias. In a later attempt, biases take the place
+    of the presence and frequency penalties of earlier output. A `repetition_penalty` would scale
+    the biases, so the attempt is then not exact. None: the engine needs no biases for that."""
 
     head: HeadWeights | None = None
     """The weights from which the engine estimates the cost of drafts by the model's head. None: the

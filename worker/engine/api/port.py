@@ -59,9 +59,9 @@ class Engine(Capacity, Protocol):
     def recover(self, error: Exception) -> StepOutput:
         """Repeat a step that raised `error`, in parts if necessary.
 
-        A sequence that fails even when no other is computed with it ends with an error. If memory
-        was short, the engine first frees the sequence's blocks and tries it a few more times, then
-        gives it back. Raises an exception if the engine is broken, or if no step has failed.
+        If a sequence fails alone, too, the engine ends it with an error. If memory was short, the
+        engine instead frees the sequence's blocks, tries a few more times, and then gives the
+        sequence back. Raises an exception if the engine is broken, or if no step has failed.
         """
 
     def snapshot(self) -> EngineSnapshot:

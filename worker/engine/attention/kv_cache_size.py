@@ -16,8 +16,8 @@ MIN_BLOCKS = 2
 """The fewest blocks. With a single block, a sequence that fills it could never continue."""
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.95
-"""The KV cache's fraction of the free memory, without the memory of the largest step and of CUDA
-graphs. The rest is a reserve, for example for gaps between allocations."""
+"""The KV cache gets this fraction of the free CUDA memory that the largest step and CUDA graphs
+leave. The rest is a reserve, for example for gaps between allocations."""
 
 
 def fitting_blocks(

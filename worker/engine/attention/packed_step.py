@@ -48,14 +48,15 @@ class PackedStep:
     draws: torch.Tensor
     """[D, S], float64: random number and parameters for each sampled row (see `Sampler.draws`)."""
     unknown: torch.Tensor
-    """[2, U], int64: rows whose input tokens the previous step is still sampling, and the indices
-    of these tokens among all tokens that the previous step samples."""
+    """[2, U], int64. First come the rows whose input tokens the previous step is still sampling.
+    Then come the indices of these tokens among all tokens that the previous step samples."""
     reported: torch.Tensor | None = None
     """[2, P], int64: the rows that report log-probabilities of prompt tokens, in the order of
     `Batch.reporting`, and the prompt token after each of these rows. None if no row reports."""
     entries: torch.Tensor | None = None
-    """RecurrentRows.table, in a padded step for a model with recurrent layers, with a column for
-    each sequence that the step may have. A padding column is 0, except for its first row."""
+    """RecurrentRows.table, with a column for each sequence that the step may have. Set only in a
+    padded step of a model with recurrent layers. In a padding column, all numbers are 0 except the
+    index of the first row."""
 
     @property
     def pooled_rows(self) -> list[int]:
@@ -89,9 +90,9 @@ class Packer:
     ) -> PackedStep:
         """Returns the inputs of a step on the device, copied there in one transfer.
 
-        `draws` [D, S] becomes `PackedStep.draws`. `sampled_at` maps the id of a sequence whose last
-        token is not known yet to the token's index among the previous step's tokens. `padded_lists`
-        returns the work lists if the step will be padded.
+        `draws` [D, S] becomes `PackedStep.draws`. `sampled_at` has the ids of the sequences whose
+        last token is not known yet, and maps an id to the index of this token among the previous
+        step's tokens. `padded_lists` returns the work lists if the step will be padded.
         """
         decodes = [item for item in batch.scheduled if item.num_rows == 1]
         decodes.sort(key=lambda item: item.start, reverse=True)

@@ -42,9 +42,8 @@ def longest_chunk(layout: StepLayout) -> int:
 class PrefillWork:
     """Work lists (see `cut`) of a step's tiles, one for each tile size that layers request.
 
-    CUDA graphs need lists that keep their addresses. For these, pass `room`, the size (rows,
-    chunks) of the largest step: lists are padded with empty tiles, and `fill` writes the next step
-    into them.
+    For CUDA graphs, pass `room`, the size (rows, chunks) of the largest step. Then the lists are
+    padded with empty tiles and keep their addresses, and `fill` writes the next step into them.
 
     A list whose tile size was requested in an earlier step is already on the device, because it
     was copied with the step's inputs: see `layout.lists` and the argument of `fill`.
@@ -63,7 +62,8 @@ class PrefillWork:
         return [*self._lists]
 
     def fill(self, layout: StepLayout, lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replace the step and the copied lists, and rewrite the lists in place."""
+        """Replace the step, and rewrite all requested lists in place. `lists` are lists of the new
+        step that are already on the device."""
         self._layout, self._copied = layout, lists
         for queries_per_tile, tiles in self._lists.items():
             tiles.copy_(self._tiles(queries_per_tile))

@@ -16,7 +16,7 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepKind:
-    """A kind of steps, which the same CUDA graph can run. They are padded to `num_rows` rows.
+    """A kind of steps. One CUDA graph runs all steps of a kind, padded to `num_rows` rows.
 
     Mixed steps have chunks of prompts, with or without decodes. Other steps have only decodes, and
     launch one kernel less in each layer.
@@ -27,7 +27,7 @@ class StepKind:
 
 
 class StepBuffers:
-    """Buffers for one step of up to `max_num_seqs` sequences, which may have any of the `kinds`."""
+    """Buffers for one step, which has any of the `kinds` and up to `max_num_seqs` sequences."""
 
     def __init__(
         self,
@@ -149,7 +149,8 @@ class StepBuffers:
         )
 
     def _layout(self, kind: StepKind) -> StepLayout:
-        """Returns a layout in which each row is a decode of the longest context, an upper bound."""
+        """Returns a layout in which each row is a decode. All contexts have the greatest length, an
+        upper bound."""
         rows, longest = kind.num_rows, self._block_tables.shape[1] * self._block_size
         return StepLayout(
             num_decodes=rows,

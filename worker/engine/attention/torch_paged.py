@@ -186,8 +186,8 @@ def _attend(
 ) -> torch.Tensor:
     """Returns [size, num_heads, rows, value_size] for queries [size, num_heads, rows, key_size].
 
-    Without a bias, a single row sees all keys. Several rows are as many as the keys, and attention
-    is causal.
+    Without a bias, a single row sees all keys. With several rows, there are as many keys as rows,
+    and attention is causal.
     """
     if scoring.softcap is not None or scoring.sinks is not None:
         return _attend_explicitly(query, keys, values, bias, scoring)

@@ -16,7 +16,7 @@ class SpanList:
 
     pattern: Pattern
     at_once: int
-    """The number of spans that the device computes in parallel. A span counts with all KV heads."""
+    """The number of spans that the device computes in parallel, each for all KV heads."""
 
 
 class RequestedLists:
@@ -167,7 +167,8 @@ class StepLayout:
     """Data that a backend computes once per step and uses in every layer."""
     lists: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     """Work lists that were copied to the device with the step's inputs. The key is a SpanList (for
-    decodes) or a tile size (for chunks); in a padded step, (StepKind, SpanList or tile size)."""
+    decodes) or a tile size (for chunks). In a padded step, the key is a pair of the StepKind and
+    one of these."""
     requested: RequestedLists = field(default_factory=RequestedLists)
     """Keys of the work lists that the backend requested, for copies in later steps."""
 

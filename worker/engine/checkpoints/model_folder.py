@@ -101,8 +101,8 @@ class ModelFolder:
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The folder's generation config if the weights are quantized; None if they are not: then
-        transformers reads the config."""
+        """The folder's generation config. None if the folder has no config, or if the weights are
+        not quantized, because transformers then reads the config."""
         if self._format is None or not (self._folder() / "generation_config.json").exists():
             return None
         config: GenerationConfig = GenerationConfig.from_pretrained(self.source)
@@ -114,14 +114,14 @@ class ModelFolder:
 
     @property
     def num_saved_bytes(self) -> int:
-        """Bytes of all files with weights; 0 for a hub name: its files may not be here yet."""
+        """Bytes of all weight files; 0 for a hub name, because its files may not be here yet."""
         if not Path(self.source).is_dir():
             return 0
         return sum(file.stat().st_size for file in self._files())
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
         """Returns the bytes of all parameters in `dtype` (None: the dtype that transformers loads).
-        Returns 0 for a hub name: its files may not be here yet."""
+        Returns 0 for a hub name, because its files may not be here yet."""
         if not Path(self.source).is_dir():
             return 0
         if self._format is None and dtype is None:
@@ -231,8 +231,8 @@ class ModelFolder:
         return [folder / name for name in names]
 
     def _folder(self, *, is_loaded: bool = False) -> Path:
-        """Returns the folder of the files. Downloads them from a hub, unless `is_loaded`: then
-        transformers has downloaded all files that it needs."""
+        """Returns the folder of the files. Downloads the files from a hub, unless `is_loaded` says
+        that transformers has already downloaded all files that it needs."""
         here = Path(self.source)
         if here.is_dir():
             return here

@@ -30,7 +30,7 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"),
     *("head_dim", "num_attention_heads", "num_key_value_heads"),
 )
-"""Sizes of a model's matrices. `check_sizes` multiplies the others by `hidden_size`."""
+"""Sizes of a model's matrices. `check_sizes` multiplies all other sizes by `hidden_size`."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _CONTENTS = ("vocab", "merges")
@@ -104,8 +104,9 @@ def check_config(source: str, config: Any) -> None:
 
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
-    """Raise UnsupportedModelError if one matrix would have more elements than `num_numbers`, which
-    all files have together. transformers would fill the memory with such a matrix."""
+    """Raise UnsupportedModelError if one matrix would have more elements than all files together.
+    `num_numbers` is the number of elements of all files. transformers would fill the memory with
+    this matrix."""
     # `vars` reads plain values: an attribute that differs between layers raises an error.
     sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
     hidden_size = sizes["hidden_size"]
@@ -124,8 +125,8 @@ def check_experts(source: str, config: Any, *, has_weights: Callable[[], bool]) 
     """Raise UnsupportedModelError if a token would use no expert, or more experts than there are.
     The same check holds for groups of experts.
 
-    With 0 experts, models of some families are dense. `has_weights` returns whether the files
-    contain experts even so.
+    In some families, a model with 0 experts is dense. `has_weights` returns whether the files
+    nevertheless contain experts.
     """
 
     def count(names: tuple[str, ...]) -> tuple[str, int] | None:

@@ -33,9 +33,10 @@ class BlockManager:
     count only the blocks that this tenant sent.
 
     The states of recurrent layers are not in the blocks. If the model has such layers, a sequence
-    can share a prefix only if `kept_states` has the state after this prefix. If the blocks of a
-    longer prefix can be found, but no state, then two sequences begin with the longer prefix, and
-    a third may follow. So the engine keeps the second sequence's state after the longer prefix.
+    can share a prefix only if `kept_states` has the state after this prefix. If the manager finds
+    the blocks of a longer prefix but no state after it, then a second sequence begins with this
+    prefix, and a third may follow. So the engine keeps the second sequence's state after the longer
+    prefix.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class BlockManager:
         return [block for block in sequence.block_table if self._references[block] > 1]
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the blocks that already have K and V of the sequence's first tokens. Never covers
-        the last token, or tokens whose logits are needed: a step must compute these."""
+        """Returns the blocks that already have K and V of the sequence's first tokens. They never
+        cover the last token or tokens whose logits are needed, because a step must compute these
+        tokens."""
         prefix = self._findable_blocks(sequence)
         if self.kept_states is None:
             return prefix

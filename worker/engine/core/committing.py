@@ -145,8 +145,8 @@ def _finish_reason(sequence: Sequence) -> FinishReason | None:
 
 def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
     """Returns the sampled tokens that the sequence keeps: the first, and each later one if all
-    drafted tokens before it were right. Leaves out a later token whose sampling failed: the next
-    step samples it first, so a persistent error ends the request."""
+    drafted tokens before it were right. Leaves out a later token whose sampling failed. The next
+    step samples this token first, and ends the request if the sampling fails again."""
     num_accepted = 1
     for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):
         if token.token_id != drafted or following.error is not None:

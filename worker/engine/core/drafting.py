@@ -20,8 +20,9 @@ MAX_ROWS = 16
 
 _DRAFT_COST = 1 / 4
 _ROW_COST = 1 / 32
-"""The cost of having drafts and the cost of each drafted row, as fractions of a step. Some
-libraries multiply a single row differently. Most machines and dtypes have lower costs."""
+"""The cost of having drafts, and the cost of each drafted row, as fractions of a step. Having
+drafts costs time because some libraries multiply a single row differently. Most machines and dtypes
+have lower costs."""
 
 _ALLOWANCE = 0.01
 """The most that failing drafts may cost, as a fraction of all steps."""
@@ -40,7 +41,8 @@ _PRODUCT = 1 / 4
 _STEP, _ROW = 5.5e6, 0.5e6
 """The work of a step, and of each row in it, without the products: scheduling, sampling, etc."""
 _DRAFT, _DRAFT_OF_SEQUENCE, _DRAFTED_ROW = 2.5e6, 0.7e6, 0.1e6
-"""Further work if the head drafts, without products: per step, drafting sequence, drafted token."""
+"""Further work if the head drafts, without products: per step, per drafting sequence, and per
+drafted token."""
 _MOST_BY_HEAD = 8
 """The most tokens that the head drafts in a step, one after the other."""
 _LEAST_GAIN = 1.05
@@ -51,16 +53,16 @@ _FIRST_FOUND = 3.0
 """First estimate of the accepted tokens of a prompt lookup. Used if the model also has a head."""
 _WEIGHT = 1 / 64
 _WEIGHT_OF_LOOKUP = 1 / 4
-"""Weights of a new draft in running means that begin with the two estimates above: in the head's
-acceptance rates, and in the number of accepted tokens of a lookup."""
+"""Weights of a new draft in two running means: the head's acceptance rates, and the number of
+accepted tokens of a lookup. The means begin with the two estimates above."""
 _FIRST_COUNT = 16
 """The first estimates of the head's rates weigh as much as this many drafts."""
 _RESTS = 32
 """After this many decodes without a draft by the head, its rates rise towards `_FIRST_RATE`, by at
 most half of what a failed draft subtracts. So the head is tried again, after 64 decodes or more."""
 _FORGETTING = 1 / 256
-"""Weight with which each step without a lookup moves the estimate for lookups back to its first
-value. So lookups are tried again, in case the text now repeats itself."""
+"""Each step without a lookup moves the estimate for lookups towards its first value, with this
+weight. So lookups are tried again, in case the text now repeats itself."""
 
 
 class PromptLookup:
@@ -74,8 +76,8 @@ class PromptLookup:
     def find(self, token_ids: list[int], count: int) -> list[int]:
         """Returns `count` tokens that may follow; an empty list if the end of the text is new.
 
-        `token_ids` may only grow between calls. The longest match wins, and the latest of equally
-        long ones. If fewer than `count` tokens follow the match, they are repeated.
+        `token_ids` may only grow between calls. The longest match wins. Of equally long matches,
+        the latest wins. If fewer than `count` tokens follow the match, they are repeated.
         """
         end, next_of = len(token_ids), self._next_of
         for place in range(max(self._num_indexed, 2), end):
@@ -164,9 +166,10 @@ def _products(weights: WeightCounts, num_rows: int) -> float:
 class Drafter:
     """Drafts as many tokens for one sequence as are likely to save time.
 
-    Prompt lookups are paid from a credit, in tokens: a longer step delays all of its sequences.
-    Each accepted token adds to the credit, and each step adds a little. So failing drafts cost at
-    most the small addition, and right drafts become longer. `Head` decides about the head's drafts.
+    A step with drafts takes longer and delays all of its sequences. So each prompt lookup is paid
+    from a credit, in tokens. Each accepted token adds to the credit, and each step adds a little.
+    So failing drafts cost at most the small addition, and right drafts become longer. `Head`
+    decides about the head's drafts.
     """
 
     max_drafted: int

@@ -41,7 +41,7 @@ _AUDIT_INTERVAL_SECONDS = 1.0
 _SMALL_STEPS = 256
 """Number of steps with fewer sequences after a step that ran out of memory."""
 _MOST_SHORTAGES = 6
-"""The engine gives a sequence back after this many memory shortages with no other in the batch."""
+"""The engine gives a sequence back after memory was short this many times for it alone."""
 _PAUSE_SECONDS = 0.05
 """Seconds before the next try if no sequence had enough memory. Doubles with each shortage."""
 _STEPS_SHOWN = 32

@@ -17,18 +17,18 @@ MIN_CHUNK = 4
 """The least tokens of a chunk. Fewer would not be worth the fixed cost of a step."""
 PROMPTS_STRETCH = 5.0
 """The time limit of a step with any prompts, as a multiple of the time of a step with decodes only.
-So the first of several prompts that come together need not wait for the last."""
+So if several prompts arrive at once, the first need not wait for the last."""
 MIN_PROMPT_TOKENS = 256
-"""A step may always have this many prompt tokens in all."""
+"""A step may have this many prompt tokens in all, except while `Pacing.prompt_tokens` is 0."""
 _RECENT, _RECENT_PROMPTS = 5, 9
 """Numbers of recent steps whose times are kept: steps with decodes only, and steps with prompts.
 Medians of these times are used, because a single delayed step says little."""
 _GROWTH = 4
 """A chunk has at most this many times the tokens of the largest recent chunk."""
 _CAUTION, _BOLDNESS = 4, 16
-"""A prompt token is assumed to take at least 1 / n of the time per prompt token of the largest
-recent step. n is _CAUTION if recent steps had about equal numbers of prompt tokens, otherwise
-_BOLDNESS."""
+"""Pacing assumes that a prompt token takes at least 1 / n of the time that each prompt token took
+in the largest recent step. n is _CAUTION if recent steps had about equal numbers of prompt tokens,
+otherwise _BOLDNESS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ class Pacing:
 
     @property
     def prompt_tokens(self) -> int:
-        """The most prompt tokens in a step with decodes. First 0, to measure decodes alone."""
+        """The most prompt tokens in a step with decodes. If only steps with prompts were measured,
+        this is 0, so that the next step measures decodes alone."""
         if self._prompts and not self._decode_seconds:
             return 0
         return max(MIN_PROMPT_TOKENS, self._tokens_within(PROMPTS_STRETCH))

@@ -203,9 +203,9 @@ class Scheduler:
                 plan.give(sequence)
 
     def _next_to_make_room(self) -> Sequence:
-        """Returns the running sequence to preempt when memory is short: of the least urgent
-        sequences, the last one of the tenant with the largest share. Never the most urgent
-        sequence, unless it runs alone."""
+        """Returns the running sequence to preempt when memory is short. Among the least urgent
+        sequences, chooses the last one of the tenant with the largest share. Returns the most
+        urgent sequence only if it runs alone."""
         if len(self._tenants_running) < 2:
             return self.running[-1]
         return last_of_most(self.running, self._shares())

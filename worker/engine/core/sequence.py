@@ -97,7 +97,8 @@ class Sequence:
 
     def is_decode(self, start: int, num_tokens: int) -> bool:
         """Whether `num_tokens` tokens from `start` on are a decode: one token, or a few output
-        tokens. Recurrent layers compute accepted drafts again, so decodes may have several."""
+        tokens. A model with recurrent layers computes accepted drafts again, so a decode may have
+        several tokens."""
         return num_tokens <= (1 if start < self.num_prompt_tokens else MAX_ROWS)
 
     @property

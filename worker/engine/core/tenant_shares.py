@@ -60,9 +60,9 @@ class TenantShares:
     def may_make_room(
         self, victim: EngineRequest, blocks: int, newcomer: EngineRequest, needed: int
     ) -> bool:
-        """Whether `victim` may be preempted for `newcomer`. Without the victim and its `blocks`,
-        the victim's tenant must still have at least as large a share as the newcomer's tenant has
-        with the newcomer and its `needed` blocks.
+        """Whether `victim` may be preempted for `newcomer`. Compares two shares: of the victim's
+        tenant without the victim and its `blocks`, and of the newcomer's tenant with the newcomer
+        and its `needed` blocks. The second share must not be larger.
 
         So each tenant keeps its fair share, and a tenant that made room cannot take it back.
         """
@@ -79,9 +79,9 @@ class TenantShares:
 
 
 def last_of_most(running: list[Sequence], shares: TenantShares) -> Sequence:
-    """Returns the sequence to preempt from `running`, which is sorted by urgency. Candidates have
-    the least urgent priority; the first of `running` is none. Returns the last candidate of the
-    tenant with the largest share."""
+    """Returns the sequence to preempt from `running`, which is sorted by urgency. Candidates are
+    the sequences with the least urgent priority, except the first of `running`. Returns the last
+    candidate of the tenant with the largest share."""
     priority = running[-1].request.priority
     lesser = takewhile(lambda each: each.request.priority == priority, reversed(running[1:]))
     return max(lesser, key=lambda sequence: shares.of_tenant(sequence.request))

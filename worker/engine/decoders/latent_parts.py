@@ -34,7 +34,7 @@ class LatentAttention:
     """An attention layer whose keys and values come from latents."""
 
     inputs: tuple[nn.Linear, nn.Linear]
-    """Linear layers for queries, and for the latent followed by the rotated key."""
+    """Two linear layers: one for queries, and one for the latent followed by the rotated key."""
     query_norm: Norm | None
     query_up: nn.Linear | None  # there is one if there is a `query_norm`
     norm: Norm

@@ -31,7 +31,8 @@ class NativeTensors:
         self._copied: list[Any] = []  # for packing, until the layer is added
 
     def _read(self, weights: object) -> None:
-        """Keep weights alive: if they are packed, until the layer is added; if not, for good."""
+        """Keep weights alive until the layer is added if native code packs them, otherwise for
+        good."""
         (self._copied if self._is_packed else self._kept).append(weights)
 
     def _weights(self, linears: Sequence[nn.Linear], count: int) -> list[library.Weight]:

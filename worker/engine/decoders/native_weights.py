@@ -347,7 +347,8 @@ def latent_cache(
     cache: LayerCache, pattern: Pattern, num_heads: int, rank: int
 ) -> library.LayerCache:
     """Returns the description of a cache whose K rows are a latent (`rank` numbers) and a rotated
-    key. Threads divide KV heads, so each group of heads counts as a KV head with the same rows."""
+    key. Threads divide the KV heads among themselves. So the description has a KV head for each
+    group of heads, and all these KV heads have the same rows."""
     group = max(size for size in range(1, _MOST_SHARING + 1) if num_heads % size == 0)
     described = native_cache(LayerCache(cache.key, cache.key), pattern)
     described.num_kv_heads, described.head_stride = num_heads // group, 0

@@ -80,8 +80,9 @@ def misread_experts(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def _is_read(module: Any) -> bool:
-    """Whether `sum_of_experts` computes the same as the module for a few rows of large numbers.
-    Near 0 the activation is nearly linear: there, an exchange of gate and up changes little."""
+    """Whether `sum_of_experts` and the module compute the same for a few rows of large numbers.
+    Near 0, where the activation is nearly linear, an exchange of gate and up would change little.
+    """
     num_experts = len(module.down_proj)
     weights = partial(expert_weights, module)
     generator = torch.Generator("cpu").manual_seed(0)

@@ -28,7 +28,7 @@ _PART = 2**22
 
 
 def has_fast_bf16_products() -> bool:
-    """Whether this processor multiplies vectors of bf16 numbers in torch, not single numbers."""
+    """Whether torch multiplies bf16 numbers in vectors on this processor, not one by one."""
     ops: Any = torch.ops
     return bool(ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -72,9 +72,9 @@ def in_float32(model: nn.Module, *, by_parts: bool = False) -> Iterator[bool]:
 
     Without `by_parts`, all weights are converted to fp32. With `by_parts`, linear layers,
     embeddings and experts keep their weights, and convert some rows or one expert at a time while
-    they run. Experts that `sum_of_experts` does not compute correctly are converted at once.
-    Yields whether the model now computes in fp32. The model does not change if there is too little
-    memory, or if some weights are neither in a 16-bit type nor in fp32.
+    they run. Experts that `sum_of_experts` does not compute correctly are converted as a whole at
+    the beginning. Yields whether the model now computes in fp32. The model does not change if there
+    is too little memory, or if some weights are neither in a 16-bit type nor in fp32.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
     if any(

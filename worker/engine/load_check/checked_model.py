@@ -73,7 +73,7 @@ class CheckedModel:
         """Returns the model, ready to serve `num_slots` sequences of up to `max_length` tokens with
         the KV cache `cache`.
 
-        With `releases`, the decoder frees the weights that it packs: nothing else may need them.
+        With `releases`, the decoder frees the weights that it packs. Nothing else may need them.
         """
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
         if self.decoder is not None:

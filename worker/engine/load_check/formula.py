@@ -181,7 +181,8 @@ def _with_decoder(
     by_parts: bool,
 ) -> CheckedModel:
     """Returns `checked` with the first decoder that passes, or with the reasons why none passes.
-    `by_parts`: weights are in fp32 only in use, so this compares the unpacked decoder."""
+    With `by_parts`, weights are in fp32 only while they are in use. So the unpacked decoder is
+    compared in place of the decoder."""
     probes = decoder_probes(loaded, max_length)
     reasons = []
     for decoder in decoders:

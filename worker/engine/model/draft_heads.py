@@ -184,7 +184,7 @@ class HeadOfModules:
 
 
 def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
-    """Returns the layout of one row for each of a step's first `count` sequences: the row that is
+    """Returns a layout with one row for each of a step's first `count` sequences. The row is
     `depth` positions after the sequence's last row in the step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
     device = layout.block_tables.device

@@ -36,7 +36,7 @@ class RowStarts:
 
     These families compute a row's position as its index plus the length of the cache. So the
     "length" here is a tensor [T] that makes each sum the row's true position. K and V pass through
-    unchanged. A family's masks are as without a cache.
+    unchanged. The family makes the same masks as without a cache.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:

@@ -19,7 +19,8 @@ class QuantizedWeight:
     numbers: torch.Tensor
     """uint8 [outputs, inputs], or with 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""
     scales: torch.Tensor
-    """[outputs, ceil(inputs / group)] in fp32; for 4 bits on a GPU in fp16, which loses nothing."""
+    """[outputs, ceil(inputs / group)] in fp32. On a GPU, scales of 4-bit weights are in fp16,
+    without loss."""
     bits: int
     group: int
     inputs: int
@@ -126,7 +127,7 @@ class QuantizedWeight:
         return [self.rows(slice(size * part, size * (part + 1))) for part in range(count)]
 
     def released(self) -> QuantizedWeight:
-        """Returns a copy without the tensors' content, so that its memory can be freed."""
+        """Returns a copy with empty tensors, so that the memory of this weight can be freed."""
         nothing = self.scales.new_empty(0)
         return replace(self, numbers=self.numbers.new_empty(0), scales=nothing, offsets=None)
 
@@ -167,7 +168,8 @@ class ExpertsWeight:
 
     @property
     def _inputs(self) -> str:
-        """The name of the parameter that has the gate and up weights; without gates, only up."""
+        """The name of the parameter that has the gate and up weights, or only the up weights if
+        there are no gates."""
         return "up_proj" if self.experts[0][0] is None else "gate_up_proj"
 
 

@@ -22,7 +22,7 @@ from promptq.worker.engine.recurrent.rows import Pieces, RecurrentRows
 _PARTS = {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"}
 _GATES = ({"g_proj"}, {"g_a_proj", "g_b_proj"})
 _LONGEST_PIECE = 16
-"""The most rows of a piece. For each pair of its rows, a decay of each channel is in memory."""
+"""The most rows of a piece. Each pair of its rows takes memory for a decay of each channel."""
 
 
 class KimiDeltaAttention(Mixer):

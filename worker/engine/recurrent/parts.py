@@ -84,8 +84,8 @@ class RecurrenceParts:
 
     inputs: tuple[RowsOfLinear, ...]
     """Outputs of linear layers, in this order: the channels of the convolution; a gate for each
-    value; only in the delta rule, an update rate for each value head; a time step for each value
-    head, or, with `has_key_decays`, for each number of a head's key."""
+    value; an update rate for each value head (only in the delta rule); a time step for each value
+    head (with `has_key_decays`, for each number of a head's key)."""
     input_scale: torch.Tensor | None = None  # of these outputs
     convolution: nn.Conv1d
     activation: Any
@@ -120,13 +120,13 @@ class RecurrenceParts:
 
     @property
     def gate_inputs(self) -> int:
-        """The number of columns in `inputs` that hold gates, or what `gates_up` reads."""
+        """The number of columns in `inputs` for the gates, or for the inputs of `gates_up`."""
         num_values = self.num_value_heads * self.value_size
         return num_values if self.gates_up is None else self.gates_up.in_features
 
     @property
     def time_inputs(self) -> int:
-        """The number of columns in `inputs` that hold time steps, or what `times_up` reads."""
+        """The number of columns in `inputs` for the time steps, or for the inputs of `times_up`."""
         return len(self.time_bias) if self.times_up is None else self.times_up.in_features
 
     @property

@@ -103,7 +103,8 @@ class Pieces:
         self.size = max(_SHORTEST_PIECE, self.size)
         counts = [-(-length // self.size) for length in lengths]
         self.rounds: list[tuple[slice, slice]] = []
-        """(pieces, chunks) of each round: ranges of pieces computed at once, and of chunks."""
+        """For each round: the range of pieces that are computed together, and the range of their
+        chunks."""
         begins = [sum(lengths[:index]) for index in range(len(lengths))]
         rows: list[int] = []  # by place in the pieces; for padding, the number after the last row
         places = [0] * self._num_rows  # by row
@@ -136,9 +137,10 @@ class Pieces:
         return rows.view(-1, self.size, *rows.shape[1:]).transpose(1, 2)
 
     def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three products of the decays `exp(decay)` [pieces, ..., size]: for each row i,
-        over the rows up to i; for rows i and j [pieces, ..., size, size], over the rows j + 1 to i
-        (0 if j comes after i); for each row i, over the rows after i."""
+        """Returns three tensors with products of the decays `exp(decay)` [pieces, ..., size]. The
+        first has for each row i the product over the rows up to i. The second [pieces, ..., size,
+        size] has for rows i and j the product over the rows j + 1 to i, and 0 if j comes after i.
+        The third has for each row i the product over the rows after i."""
         # Differences of long sums would lose too many bits in fp32.
         sums = decay.double().cumsum(dim=-1)
         between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).float()

@@ -23,8 +23,8 @@ from promptq.worker.engine.runner.trial_steps import trial_batch
 T = TypeVar("T")
 
 TRIAL_ROWS = 61
-"""The number of rows of a trial step. The number is prime, because the compiler treats equal sizes
-as one variable, such as the number of rows and the size of a head."""
+"""The number of rows of a trial step. The compiler treats equal sizes as one variable, for example
+the number of rows and the size of a head. So this number is prime."""
 TOLERANCE = 1e-3
 """The largest accepted median difference in fp32 (see `off_by`). Fused code rounds less often."""
 GRAPHS = 32

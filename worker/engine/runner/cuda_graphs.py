@@ -5,7 +5,7 @@ permanent buffers, and padded to the next size for which a graph was captured. P
 and read no K and V (see AttentionBackend.takes_padding), and their results are dropped.
 
 Some graphs are for decodes only. Others are for steps with chunks of prompts (mixed steps), and
-have one more kernel per layer. Work lists on the device list the decodes and the chunks.
+have one more kernel per layer. Work lists on the device describe the decodes and the chunks.
 
 A graph ends with the choice of tokens, and reads the random numbers and parameters from the device.
 """
@@ -229,5 +229,6 @@ def _no_waiting() -> Iterator[None]:
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Returns a context in which `device`, if it is a CUDA device, is the thread's current device.
-    Triton's kernels, streams, graphs and events use this one, not the device of their tensors."""
+    Triton's kernels, streams, graphs and events use the current device, not their tensors' device.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

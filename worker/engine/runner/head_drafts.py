@@ -6,8 +6,8 @@ next token. So the head computes the rows of one step before the next step, and 
 
 The head decides only which tokens are drafted, so some of its rows may be missing: after steps
 without drafts, or in a cached prefix that was computed without the head. For each block, this
-module counts the first rows that the head has computed. The head attends only as far back as no row
-is missing.
+module counts the first rows that the head has computed. The head attends only to rows after the
+last missing row.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from promptq.worker.engine.model.packed_model import PackedModel
 from promptq.worker.engine.sampling.sampler import Sampler
 
 MOST_HELD = 512
-"""The most hidden states that are stored for the head: those of a sequence's last rows. So a long
-prompt costs little more with a head, but the head does not see the prompt's beginning."""
+"""The most hidden states of a sequence that one step stores for the head: those of the last rows.
+In all, fewer than twice as many are stored for a sequence. So a long prompt costs little more with
+a head, but the head does not see the prompt's beginning."""
 
 
 class DraftHead(Protocol):

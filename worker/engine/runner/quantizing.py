@@ -65,9 +65,9 @@ def quantize(loaded: LoadedModel, checked: CheckedModel, options: LoadOptions) -
     """Replace the weights of a checked model by quantized weights. Returns the model with the
     requested format of the KV cache in its specs.
 
-    Checks the decoder's logits, unless an earlier load has checked them or `check_packed` will. For
-    a model that none of promptq's decoders serves, dequantizes the files' quantized weights, or
-    raises UnsupportedModelError if the options require rounding.
+    Checks the decoder's logits, unless an earlier load has checked them or `check_packed` checks
+    them later. For a model that none of promptq's decoders serves, dequantizes the files' quantized
+    weights, or raises UnsupportedModelError if the options require rounding.
     """
     rounding = rounding_options(options)
     if checked.decoder is None:

@@ -1,6 +1,7 @@
 """Dummy batches for warm-up and memory measurement at startup.
 
-Shares describe a step: each sequence's context after the step, and its rows in the step.
+Shares describe a step: for each sequence, its context length after the step, and its number of rows
+in the step.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator
     """Yields steps that together launch every kernel variant that serving can launch.
 
     Kernels have variants for the longest chunk and for the number of rows or of samples, rounded up
-    to a power of two. One step is a single decode: a tensor with one row may have any strides.
+    to a power of two. One of the steps is a single decode, because a tensor with one row may have
+    any strides.
     """
     for num_rows in powers_of_two(min(num_tokens, max_context)):
         yield [(num_rows, num_rows)]

@@ -110,7 +110,7 @@ def _top_p(
 def _last_needed(
     likeliest: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logit [R, 1] at which the summed weights reach `wanted`, and if it exists."""
+    """Returns [R, 1]: the logit at which the summed weights reach `wanted`, and whether they do."""
     weights = (likeliest - threshold.clamp_min(_LOWEST)).exp().double()
     needed = (weights.cumsum(dim=1) < wanted).sum(dim=1, keepdim=True)
     is_reached = needed < likeliest.shape[1]

@@ -43,7 +43,7 @@ class PendingMasks:
 
 
 class Masks:
-    """Computes grammars' token masks in a thread. One step at a time: all steps share buffers.
+    """Computes grammars' token masks in a thread, one step at a time, as all steps share buffers.
 
     On a CPU the thread also turns bits into numbers that are added to the logits. For a CUDA
     device, only the bits are copied, which take a 32nd of the memory.

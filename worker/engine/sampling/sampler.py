@@ -41,7 +41,7 @@ class SamplerOutput:
     """Host copies of both tensors of `Chosen`, then of the fields of ChosenLogprobs."""
     logprobs: RawLogprobs
     errors: dict[int, str] = field(default_factory=dict)
-    """Maps each row for which no token can be chosen to the reason."""
+    """Maps a row to the reason why no token can be chosen for the row."""
 
     def tokens(self) -> list[SampledToken]:
         """Wait for the copies, and return one token for each row."""
@@ -104,7 +104,7 @@ class Sampler:
 
         Row i belongs to `sequences[i]`, at the position after its last token, plus `num_ahead[i]`.
         `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R], on the
-        device, has each row's last token, for rows whose last token the host does not know yet.
+        device, has each row's last token. Pass this if the host does not know a last token yet.
         `draws`, if not None, is the result of the method `draws`, copied to the device. `chosen`
         are the tokens that a CUDA graph chose with these draws. They are used unless a constraint,
         a penalty or a mask changes the logits.

@@ -134,9 +134,10 @@ def _reached(
     WEIGHS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the largest logit, at least `lowest`, such that the tokens from this logit up reach
-    `wanted`. If WEIGHS, `wanted` is a fraction of all weights, otherwise a number of tokens. Each
-    pass over the row finds two bits of the logit's key. Logits of 16 bits need fewer passes."""
+    """Returns the largest logit such that all tokens with this or a larger logit reach `wanted`,
+    but at least `lowest`. If WEIGHS, `wanted` is a fraction of all weights, otherwise a number of
+    tokens. Each pass over the row finds two bits of the logit's key. Logits of 16 bits need fewer
+    passes."""
     dtype: tl.constexpr = row_logits.dtype.element_ty
     num_passes: tl.constexpr = 8 if dtype == tl.bfloat16 else 10 if dtype == tl.float16 else 16
     if WEIGHS:

@@ -59,7 +59,8 @@ def queries_of(
     IS_LATENT: tl.constexpr,
 ) -> tl.tuple:
     """Loads queries from the pointers `rows` [rows, 1]. Returns the columns that multiply K, and in
-    latent attention those that multiply V. A cache with over 8 bits determines their dtype."""
+    latent attention those that multiply V. If the cache has more than 8 bits, the columns get its
+    dtype."""
     mask = is_row[:, None] & (key_column < KEY_SIZE)[None, :]
     FIRST: tl.constexpr = VALUE_SIZE if IS_LATENT else 0
     queries = tl.load(rows + FIRST + key_column[None, :], mask=mask, other=0.0)
@@ -169,8 +170,8 @@ def padded(size: int) -> int:
 
 def head_groups(num_heads: int, query_size: int, cache: LayerCache) -> tuple[int, bool]:
     """Returns how many query heads a program computes together, and whether the cache has latents
-    (compressed K and V). A query for latents has numbers for K and V. All heads read one KV head.
-    """
+    (compressed K and V). With latents, a query has numbers for K and V, and all heads read one KV
+    head."""
     _, num_kv_heads, _, key_size = cache.key.shape
     is_latent = query_size > key_size
     group = num_heads // num_kv_heads
@@ -185,7 +186,8 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
 
 
 def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
-    """Returns the most keys per tile, up to `most`, with which `num_tiles` fit `shared_memory`."""
+    """Returns the number of keys per tile: `most`, halved until `num_tiles` tiles fit into
+    `shared_memory`, but at least 16. In fp32, the number is at most MAX_KEYS_PER_TILE / 2."""
     itemsize = max(2, cache.key.element_size())  # 8 bits are widened
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.

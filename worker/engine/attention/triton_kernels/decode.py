@@ -43,8 +43,8 @@ _MAX_REGISTERS = 255
 """The most registers of a thread. Without this limit, the compiler may plan for fewer and spill."""
 NUM_STAGES = 2
 """Pipeline depth: one tile of K and V is loaded while the previous one is computed. The compiler
-does this only if a tile's block ids are loaded an iteration earlier (see `block_ids`). More stages,
-with fewer programs on a multiprocessor, were slower."""
+can overlap the two only if a tile's block ids are loaded an iteration earlier (see `block_ids`).
+More stages, with fewer programs on a multiprocessor, were slower."""
 _BESIDE_TILES = 12 * 1024
 """Bytes of shared memory that a program needs in addition to its tiles of K and V."""
 MAX_COMBINED = 2048

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.types import LayerCache, Scoring
 
 MAX_QUERY_TILE = 128
-"""The most rows of a tile that fit registers: half for head sizes over 128, a quarter in fp32."""
+"""The most rows of a tile that fit registers. For head sizes over 128, only half as many fit. In
+fp32, only a quarter fit."""
 
 NUM_STAGES = 3
 """Pipeline depth: two tiles of K and V are loaded while a third is computed. So a tile's block ids

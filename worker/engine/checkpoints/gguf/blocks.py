@@ -33,8 +33,8 @@ def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """Q4_K: scales and minima, then four times 32 bytes. Such 32 bytes have 32 inputs in the lower
-    4 bits, and the next 32 inputs in the upper 4 bits."""
+    """Q4_K: scales and minima, then four groups of 32 bytes. A group has 32 inputs in the lower 4
+    bits of its bytes, and the next 32 inputs in the upper 4 bits."""
     scales, offsets = _scales_and_offsets(blocks)
     numbers = _nibbles(_split(blocks[..., 16:], 4, 32))
     return QuantizedWeight.pack(numbers.flatten(1), scales, 4, 32, offsets)
@@ -61,7 +61,8 @@ def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     """Q6_K: the lower 4 bits of all integers, then the upper 2 bits, 16 signed scales, and a factor
-    of the scales in fp16. Of 128 inputs, 64 bytes have the lower bits and 32 the upper bits."""
+    of the scales in fp16. For 128 inputs, 64 bytes hold the lower bits and 32 bytes the upper bits.
+    """
     low = _split(blocks[..., :128], 2, 2, 32)
     low = torch.stack((low & 15, low >> 4), -3).flatten(-3, -2)
     high = _split(blocks[..., 128:192], 2, 1, 32)

@@ -60,7 +60,7 @@ class GGUFHeader:
 
     def _vocab_size(self) -> int:
         """Returns the number of rows of the embedding, or the number of tokens if the file has no
-        embedding, as the first part of a split file."""
+        embedding. For example, the first part of a split file may have no embedding."""
         embedding = self.tensors.get("token_embd.weight")
         if embedding is not None:
             return int(embedding.shape[-1])
@@ -71,7 +71,7 @@ class GGUFHeader:
 
 
 class _Reader(GGUFReader):
-    """Reads the values of fields, but of an array only the length. The gguf package makes a numpy
+    """Reads the values of fields, but only the length of an array. The gguf package makes a numpy
     array for each array element, which takes seconds for a vocabulary of 150,000 tokens."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:

@@ -245,7 +245,7 @@ class GGUFFile:
         return places
 
     def _rows(self, place: str) -> torch.Tensor | None:
-        """Returns the file's row for each row in transformers; None if the orders are equal."""
+        """Returns the file's row number of each transformers row; None if the order is equal."""
         part = place.split(".")[-2]
         if self._architecture != "llama" or part not in _ROTATED:
             return None

@@ -31,9 +31,10 @@ def decayed_products(q: tl.tensor, k: tl.tensor, decay: tl.tensor) -> tl.tuple:
     """Returns products of keys with keys, and of queries with keys, if each number of a key decays
     from row to row. `decay` [rows, keys] has the logarithms of the decays.
 
-    The key of row j decays until row i. There are four results: [j, i], the products of the keys of
-    rows j and i; [i, j], the products of row i's query and row j's key; the decays up to each row,
-    and after each row, both [rows, keys]. Products are 0 unless j <= i.
+    The key of row j decays until row i. There are four results. The first has at [j, i] the product
+    of the keys of rows j and i. The second has at [i, j] the product of row i's query and row j's
+    key. Products are 0 unless j <= i. The third [rows, keys] has the decays up to each row, and the
+    fourth has the decays after each row.
     """
     SIZE: tl.constexpr = q.shape[0]
     row = tl.arange(0, SIZE)

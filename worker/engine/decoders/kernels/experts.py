@@ -201,7 +201,8 @@ def _of_best_groups(
     TOP_GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the ranks, or -inf outside the TOP_GROUPS groups with the best sums of two ranks."""
+    """Returns the ranks, with -inf for experts outside the TOP_GROUPS best groups. A group is
+    better if the sum of its two best ranks is larger."""
     group = expert // SIZE
     sums = tl.full((ranks.shape[0],), float("-inf"), tl.float32)
     for index in range(NUM_GROUPS):

@@ -5,9 +5,9 @@
                 hidden += scale * after(mlp(before(hidden)))
     logits = head(norm(hidden of the sampling rows))
 
-Norms, the attention or the MLP may be missing. A recurrent layer may replace the attention, or have
-the same input and add its result. The kernel of the next norm also computes the sum before it,
-because this kernel reads the hidden state anyway.
+Norms, the attention or the MLP may be missing. A recurrent layer may replace the attention. A
+recurrent layer beside attention has the same input, and both results are added. The kernel of a
+norm also computes the sum before this norm, because the kernel reads the hidden state anyway.
 """
 
 from __future__ import annotations
@@ -276,7 +276,8 @@ class FusedDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The sum `hidden + scale * after(update)` [T, hidden size], to be computed (`after`: norm)."""
+    """A sum that is not computed yet: `hidden + scale * after(update)` [T, hidden size]. `after` is
+    a norm."""
 
     hidden: torch.Tensor
     update: torch.Tensor

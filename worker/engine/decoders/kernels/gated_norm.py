@@ -10,8 +10,9 @@ from promptq.worker.engine.recurrent.parts import GatedNorm
 
 
 def gated_norm(read: torch.Tensor, gates: torch.Tensor, norm: GatedNorm | None) -> torch.Tensor:
-    """Returns `norm(read) * silu(gates)`, or with the sigmoid of `gates`, rounded once to the dtype
-    of `gates`. All are [T, values]. `read` is in fp32. `gates` may be strided."""
+    """Returns `norm(read) * silu(gates)`, rounded once to the dtype of `gates`. With
+    `norm.is_sigmoid`, the sigmoid replaces SiLU. With `norm.gates_first`, the norm follows the
+    product. All are [T, values]. `read` is in fp32. `gates` may be strided."""
     num_rows, num_values = read.shape
     group = num_values if norm is None else norm.group
     output = gates.new_empty(num_rows, num_values)

@@ -58,8 +58,8 @@ class FusedLatentAttention:
         return self._output(output.flatten(1))
 
     def place(self, heads: torch.Tensor, latent: torch.Tensor, step: PackedStep) -> torch.Tensor:
-        """Returns queries [T, num_heads, rank + rotated size]. Sets only the rotated numbers.
-        Writes the normalised latents and the rotated keys to the cache.
+        """Returns queries [T, num_heads, rank + rotated size], in which only the rotated numbers
+        are set. Writes the normalised latents and the rotated keys to the cache.
 
         `heads` is [T, num_heads, key size + rotated size], `latent` [T, rank + rotated size].
         """

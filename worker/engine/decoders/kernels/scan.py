@@ -64,9 +64,9 @@ class Scan:
         """Returns the recurrence's outputs: fp32 [T, value heads * value size].
 
         `convolved` [T, channels] are queries, keys and values. `rates` are columns of a larger
-        tensor: first, only in the delta rule, an update rate for each value head; then a time step
-        for each value head, or for each number of each head's keys. `states` [entries, value heads,
-        key size, value size] are in fp32.
+        tensor. In the delta rule, they begin with an update rate for each value head. Then come the
+        time steps: one for each value head, or one for each number of each head's keys. `states`
+        [entries, value heads, key size, value size] are in fp32.
         """
         parts = self._parts
         output = torch.empty(

@@ -70,8 +70,9 @@ def key_decays(
     NUM_HEADS: tl.constexpr,
     KEY_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns [rows, keys]: logarithms of the decays of each number of a head's keys, 0 outside of
-    `mask`. `rates` [rows, 1] points to each row's update rates, after which come time steps."""
+    """Returns [rows, keys]: the logarithm of the decay of each number of a head's keys. Results
+    outside of `mask` are 0. `rates` [rows, 1] points to each row's update rates. The time steps
+    follow them."""
     column = head * KEY_SIZE + tl.where(key < KEY_SIZE, key, 0)[None, :]
     times = times_of(rates + NUM_HEADS + column, biases + column, mask, least_time, most_time)
     return times * tl.load(decays + head)
