@@ -314,8 +314,9 @@ class BatchRun:
         return [results[at] for at in range(len(parts))]
 
     async def _expire_written(self) -> None:
-        """Writes the journal to the disk. Then shortens the expiry of the requests in its new
-        lines, and of pictures that no other request needs.
+        """Writes the journal to the disk. Then shortens the expiry of the new lines' requests, and
+        of pictures that no other request needs. Leaves out requests with a webhook, and their
+        pictures.
 
         Dead letters never expire, so that people can find out why the requests failed.
         """

@@ -94,7 +94,7 @@ class ToolText:
                 self._name_ends = [squeezed(style.key_before), self._after]
             self._after = self._after[1:] if style.form == LITERALS else ""
         self._starts = {mark: element for mark, element in starts.items() if mark}
-        """For each mark before a call, the index of the head's element after the mark."""
+        """Maps each mark that may begin a call to the index of the head's element that follows."""
         # Without marks, only a text that begins with a call contains calls.
         self._is_bare = not self._before and (
             style.form == LITERALS or (self._is_object and not opening)
