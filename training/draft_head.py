@@ -132,8 +132,8 @@ def _fit(
 
 
 def rate_factor(step: int, plan: HeadPlan) -> float:
-    """Returns the factor of the learning rates: a linear warm-up to 1, and at the end linearly down
-    to 0. So a longer training begins like a shorter one."""
+    """Returns the factor of the learning rates. It rises linearly to 1 at the beginning, and falls
+    linearly to 0 at the end. So a longer training begins like a shorter one."""
     return min(
         1.0,
         (step + 1) / plan.warmup_steps,
@@ -171,8 +171,8 @@ def _inputs(head: Any, embedded: torch.Tensor, states: torch.Tensor) -> torch.Te
 
 def _predictions(model: Qwen3ForCausalLM, head: Any, rows: _Rows, depth: int) -> list[torch.Tensor]:
     """Returns logits [count, vocabulary] of each depth. Position i predicts the token after token i
-    + 1. Its inputs are token i + 1 and the hidden state of the position before: at the first depth
-    the model's state, at greater depths the head's."""
+    + 1. Its inputs are token i + 1 and a hidden state of the position before. At the first depth,
+    this is the model's state; at greater depths, the head's state."""
     embedded = _embedded(model, head, rows)
     places = torch.arange(embedded.shape[1]).unsqueeze(0)
     rotation = model.model.rotary_emb(embedded, places)

@@ -41,7 +41,7 @@ class LineRequest:
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """The part of the line's cost that the caller's rate limits do not count yet."""
+    """The part of the line's cost that the caller's rate limits have not counted yet."""
     served: ServedQueue
     """The queue that serves the line's model."""
     results: dict[str, Result] = field(default_factory=dict)

@@ -96,7 +96,7 @@ class _Outcome(BaseModel):
 
 
 class Deliveries:
-    """The waiting webhooks, and the threads that call webhooks. All other work is in one thread."""
+    """The waiting webhooks, and the threads that call them. All other work runs in one thread."""
 
     def __init__(
         self,

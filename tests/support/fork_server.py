@@ -1,9 +1,9 @@
 """Starts `python -m MODULE` by forking a process that has already imported the libraries.
 
 An interpreter needs half a second of CPU time to import the libraries of a command, and three
-seconds for those of a worker. The tests start hundreds of both. A test of the start of a process,
-of its command line or of its environment uses `subprocess` instead. The interpreter of an earlier
-release runs this file too, so this file imports nothing of promptq.
+seconds for those of a worker. The tests start hundreds of commands and workers. If a test is about
+the start of a process, its command line or its environment, the test uses `subprocess` instead. The
+interpreter of an earlier release runs this file too, so this file imports nothing of promptq.
 
 xdist's processes are forks too, and share the fork servers of the process that started them.
 """

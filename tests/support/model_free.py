@@ -1,7 +1,8 @@
 """The model-free engine with checks of the cache that attention would read.
 
-In place of K and V, its cache has for each position a fingerprint of all tokens up to there. So it
-finds a wrong block table, and a block that is shared too early or freed twice.
+Instead of K and V, the cache stores for each position a fingerprint of all tokens up to this
+position. So the checks find a wrong block table, and a block that is shared too early or freed
+twice.
 """
 
 from __future__ import annotations

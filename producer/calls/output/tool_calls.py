@@ -170,8 +170,8 @@ class ToolText:
             self._follows_call = False
 
     def _mark_begun(self) -> str:
-        """Returns the held text without white space: the possible beginning of a mark. Returns ''
-        if the text begins with white space before the first call: there, white space is content."""
+        """Returns the held text without white space, because the text may begin a mark. Returns ''
+        if the text begins with white space before the first call, where white space is content."""
         return "" if self._held[0].isspace() and not self.num_calls else squeezed(self._held)
 
     def _in_plain(self, letter: str) -> None:
