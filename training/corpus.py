@@ -77,9 +77,9 @@ def batches(
 ) -> Iterator[Batch]:
     """Yields batches without end, each of at most ``batch_tokens`` tokens when padded.
 
-    Rows longer than ``max_tokens`` tokens, which has to be at most ``batch_tokens``, are cut.
-    ``exercise_share`` returns the share of rows that are exercises, for the number of batches so
-    far.
+    Cuts each row to ``max_tokens`` tokens. ``max_tokens`` must not exceed ``batch_tokens``.
+    ``exercise_share`` returns the share of rows that are exercises. Its argument is the number of
+    batches so far.
     """
     done = 0
     while True:

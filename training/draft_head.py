@@ -89,7 +89,7 @@ def train_head(folder: Path, seed: int = 0, plan: HeadPlan | None = None) -> lis
 @torch.no_grad()
 def _new_head(model: Qwen3ForCausalLM, batches: Iterator[Batch]) -> MtpLayer:
     """Returns a head that starts as the model's last layer and norm. Its projection starts as the
-    linear map that comes closest to the input of that layer."""
+    linear map whose results come closest to the inputs of that layer."""
     config = model.config
     head = MtpLayer(config, Qwen3DecoderLayer, Qwen3RMSNorm, 0)
     head.mtp_block.load_state_dict(model.model.layers[-1].state_dict())
@@ -132,8 +132,8 @@ def _fit(
 
 
 def rate_factor(step: int, plan: HeadPlan) -> float:
-    """Returns the factor of the learning rates: a linear warm-up to 1, and at the end linearly down
-    to 0. So a longer training begins like a shorter one."""
+    """Returns the factor of the learning rates. It rises linearly to 1 at the beginning, and falls
+    linearly to 0 at the end. So a longer training begins like a shorter one."""
     return min(
         1.0,
         (step + 1) / plan.warmup_steps,
@@ -171,8 +171,8 @@ def _inputs(head: Any, embedded: torch.Tensor, states: torch.Tensor) -> torch.Te
 
 def _predictions(model: Qwen3ForCausalLM, head: Any, rows: _Rows, depth: int) -> list[torch.Tensor]:
     """Returns logits [count, vocabulary] of each depth. Position i predicts the token after token i
-    + 1. Its inputs are token i + 1 and the hidden state of the position before: at the first depth
-    the model's state, at greater depths the head's."""
+    + 1. Its inputs are token i + 1 and a hidden state of the position before. At the first depth,
+    this is the model's state; at greater depths, the head's state."""
     embedded = _embedded(model, head, rows)
     places = torch.arange(embedded.shape[1]).unsqueeze(0)
     rotation = model.model.rotary_emb(embedded, places)
@@ -193,8 +193,9 @@ def _layer(
 ) -> torch.Tensor:
     """Computes a depth, and adds its K and V to those of the depths before.
 
-    A row of depth d sees what a worker's cache has at that time: rows of the first depth, but
-    instead of the last d - 1 of these, one row of each later depth, up to itself.
+    A row of depth d sees what a worker's cache has at that time. The last d - 1 of the rows that it
+    sees come from depths 2 to d, one row from each depth. The last of them is the row itself. All
+    earlier rows come from the first depth.
     """
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden)
@@ -246,7 +247,8 @@ def _validate(
 
 
 def _drawn(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draws as workers do: where the cumulative sum in vocabulary order exceeds the number."""
+    """Draws as workers do: returns the first token, in the order of the vocabulary, at which the
+    cumulative sum exceeds the random number."""
     return (shares.double().cumsum(-1) <= uniform).sum(-1)
 
 

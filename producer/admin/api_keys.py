@@ -22,7 +22,7 @@ from promptq.shared.queue.call import Call, Operation, text_map
 from promptq.shared.queue.spoilt import readable
 
 SCOPES = ("completions", "files", "batches", "models")
-"""The scopes that a key may have, each a group of HTTP calls. `models`: the list of models."""
+"""The scopes that a key may have, each a group of HTTP calls. `models` allows listing models."""
 
 LOCAL_NAME = "local"
 """Name of callers on this machine while no key is needed. No key may have this name."""
@@ -46,7 +46,7 @@ class ApiKey(BaseModel):
     A key that was created without a tenant has its name as tenant. None: a caller without a key.
     """
     is_own_tenant: bool = False
-    """Whether the key was created without a tenant. No other key may have such a key's tenant."""
+    """Whether the key was created without a tenant. If so, its tenant may have no other key."""
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """The most urgent priority that the key's requests may have; lower numbers run sooner."""
     requests_per_minute: int = Field(0, ge=0)
@@ -77,12 +77,14 @@ class ApiKey(BaseModel):
 
     @property
     def party(self) -> str:
-        """Name under which a gateway counts calls' memory and time: the tenant's or the key's."""
+        """The tenant's name, or the key's name for a key without a tenant. Under this name, a
+        gateway limits the memory and the time of calls."""
         return self.tenant or self.name
 
     @property
     def is_free(self) -> bool:
-        """Whether requests may name any tenant: those of an administrator without a tenant may."""
+        """Whether the key's requests may name any tenant. Only an administrator's key that was
+        created without a tenant allows this."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)
 
     @property
@@ -111,8 +113,8 @@ def create_api_key(
     """Creates a key of the gateway. Returns its secret, which is not stored, and the stored key.
 
     `weight` is the new weight of the key's tenant. A key created without a tenant uses its name as
-    tenant, and no other key may have such a tenant. Raises ConfigurationError if the name or such a
-    tenant is taken, a scope is unknown, or a limit is above `MAX_RATE`.
+    tenant, and must be the only key of this tenant. Raises ConfigurationError if this rule would be
+    broken, the name is taken, a scope is unknown, or a limit is above `MAX_RATE`.
     """
     _check_scopes(key)
     for name in ("requests_per_minute", "tokens_per_minute"):

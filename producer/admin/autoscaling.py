@@ -49,8 +49,8 @@ class Reason(StrEnum):
 
 
 class Scaling(BaseModel):
-    """The number of workers that a queue should have, and why. Times are seconds of one worker's
-    work; None: not measured."""
+    """The number of workers that a queue should have, and why. An amount of work is the seconds
+    that one worker would need, or None if not measured."""
 
     queue: str
     desired: int = Field(description="Number of workers that there should be.")
@@ -127,7 +127,8 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
 
 
 def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
-    """Returns how many workers each reason needs. Of equal numbers, the first reason counts."""
+    """Returns how many workers each reason needs. If two reasons need the most workers, the first
+    one is reported."""
     num_waiting = 0 if work.is_paused else work.num_waiting
     wanted = {Reason.IDLE: 0}
     if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):

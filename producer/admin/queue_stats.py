@@ -29,7 +29,7 @@ class QueueStats(BaseModel):
     """Number of dead letters: requests that no worker tries again, because they crash workers."""
     workers: list[WorkerStats]
     overflow_workers: list[WorkerStats] = []
-    """Workers that claim only requests that `workers` would finish too late."""
+    """Workers that help out: they claim only requests that `workers` would finish too late."""
     has_standby: bool = False
     """Whether a worker that loads several models in turns also serves this queue."""
     why_no_worker: str = ""
@@ -40,7 +40,8 @@ class QueueStats(BaseModel):
     """A warning if the server may delete requests; otherwise empty."""
 
     def why_waiting(self) -> str:
-        """Returns why no worker claims waiting requests, with advice; empty if one claims them."""
+        """Returns why no worker claims waiting requests, with advice, or '' if a worker claims
+        them."""
         if self.paused:
             return f"the queue is paused; `promptq resume{queue_option(self.queue)}` ends the pause"
         states = sorted({worker.state for worker in self.workers})

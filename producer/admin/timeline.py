@@ -71,7 +71,8 @@ class Moment(BaseModel):
 class Timeline(BaseModel):
     """A request's fields in Redis, and its moments in order of time.
 
-    Attempts before the last have no moments but their beginning, their end and a first token.
+    For an attempt before the last one, the only moments are its beginning, its end, and perhaps the
+    first token.
     """
 
     request_id: str
@@ -88,7 +89,7 @@ class Timeline(BaseModel):
     forked_from: str = ""
     """The id of the request whose output this request continues; empty if this is no fork."""
     forked_at: int | None = None
-    """Number of tokens of the source's output with which the fork begins."""
+    """Number of the source's output tokens that the fork repeats at its beginning."""
     worker: str = ""
     """The worker that holds the request, or that held it last."""
     slot: SlotStats | None = None

@@ -100,7 +100,8 @@ async def _charged(
     pieces: AsyncIterator[bytes], upload: Upload, counted: int
 ) -> AsyncGenerator[bytes, None]:
     """Yields the pieces, and charges their bytes to the tenant's file quota. The first
-    `_FORM_BYTES` are free, the next `counted` bytes charged already. Raises FileQuotaError."""
+    `_FORM_BYTES` are free, and the next `counted` bytes were already charged. Raises
+    FileQuotaError."""
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)

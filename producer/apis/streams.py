@@ -51,12 +51,12 @@ router = APIRouter(
 
 _BY_WEIGHT = (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
 """Statuses of a cancelled completion, in the order of precedence. The completion gets the first
-status that any of its requests has; if none has such a status, `finished`."""
+status that any of its requests has. If no request has such a status, it gets `finished`."""
 
 
 class ForkOptions(BaseModel):
-    """The body of a call that forks a completion, the source. All fields other than these
-    (`changes`) replace the fields of the same names in the source's call."""
+    """The body of a call that forks a completion, the source. Any further field (see `changes`)
+    replaces the field of this name in the source's call."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -256,7 +256,8 @@ class Batches:
         await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
-        """Removes a batch, whose record is final or gone, from the set of unfinished batches."""
+        """Removes a batch from the set of unfinished batches. The batch's record must be final or
+        gone."""
         await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
 
     def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:

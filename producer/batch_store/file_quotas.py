@@ -19,7 +19,7 @@ from promptq.shared.errors import PromptqError
 
 
 class FileQuotaError(PromptqError):
-    """A tenant has reached its limit of the number or the bytes of files."""
+    """A tenant has reached its limit of files, or of bytes in files."""
 
 
 class FileQuotas:

@@ -79,8 +79,9 @@ class FileStore:
     ) -> StoredFile:
         """Adds a file: copies a stream, or moves a file from the same disk.
 
-        Returns an existing file with the id unchanged. `entering(tenant, bytes)` returns a context
-        manager in which the file is added. If the manager raises an error, no file is added.
+        If a file with this id exists, adds nothing and returns the existing file. The file is added
+        inside the context manager `entering(tenant, bytes)`. If the manager raises an error, no
+        file is added.
         """
         file_id = file_id or "file-" + new_request_id().replace("-", "")
         with suppress(FileMissingError):

@@ -64,7 +64,7 @@ def request_id_of(batch_id: str, line: BatchLine) -> str:
 
 
 class BatchFileError(PromptqError):
-    """An input file of which no line can run. `code` names the problem, such as `empty_file`."""
+    """No line of an input file can run. `code` names the problem, such as `empty_file`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -114,8 +114,9 @@ def _goes_on(piece: bytes) -> bool:
 def count_lines(path: Path) -> int:
     """Returns the number of a file's lines that are not blank.
 
-    Raises BatchFileError if the file is larger than 200 MiB, does not begin in UTF-8, or has no
-    such line, over 50,000 such lines, or over 100,000 lines in all.
+    Raises BatchFileError if the file is larger than 200 MiB, does not begin in UTF-8, or has only
+    blank lines. Also raises BatchFileError for over 50,000 lines that are not blank, and for over
+    100,000 lines in all.
     """
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:

@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
 _SHORTEST_TURN_SECONDS = 5.0
-"""The fewest seconds that a batch runs before another batch may replace it, if the batch only waits
-for its key's rate limits. With fewer, such batches would constantly replace each other."""
+"""A batch that only waits for its key's rate limits runs at least this many seconds before another
+batch may replace it. Without this minimum, such batches would constantly replace each other."""
 
 LEASE_MS = 15_000
 """Milliseconds for which a process may run a batch before it must renew its lease."""
@@ -270,6 +270,7 @@ class RunnerLease:
         self._holder = secrets.token_hex(8)
 
     async def hold(self, ttl_ms: int = LEASE_MS) -> bool:
-        """Acquires or renews the lease; 0 ends the lease. Returns whether this process has it."""
+        """Acquires or renews the lease for `ttl_ms`, or ends it if `ttl_ms` is 0. Returns whether
+        this process has the lease."""
         call = scripts.hold(self._queue.keys, self._key, self._holder, ttl_ms)
         return await self._queue.run(call)

@@ -301,8 +301,8 @@ class BatchRun:
         parts: Sequence[tuple[LineRequest, U]],
         call: Callable[[AsyncRequestQueue, U], Call[T]],
     ) -> list[T]:
-        """Runs `call(queue, part)` for each part of a line, such as a request, in one round trip
-        for each queue. Returns the replies in the order of `parts`."""
+        """Runs `call(queue, part)` for each pair in `parts`: a line, and a part of it such as a
+        request. Makes one round trip for each queue. Returns the replies in their order."""
         by_queue: dict[AsyncRequestQueue, list[int]] = {}
         for at, (item, _) in enumerate(parts):
             by_queue.setdefault(item.served.queue, []).append(at)
@@ -314,8 +314,9 @@ class BatchRun:
         return [results[at] for at in range(len(parts))]
 
     async def _expire_written(self) -> None:
-        """Writes the journal to the disk. Then shortens the expiry of the requests in its new
-        lines, and of pictures that no other request needs.
+        """Writes the journal to the disk. Then shortens the expiry of the new lines' requests, and
+        of pictures that no other request needs. Leaves out requests with a webhook, and their
+        pictures.
 
         Dead letters never expire, so that people can find out why the requests failed.
         """

@@ -41,7 +41,7 @@ class LineRequest:
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """The part of the line's cost that the caller's rate limits do not count yet."""
+    """The part of the line's cost that the caller's rate limits have not counted yet."""
     served: ServedQueue
     """The queue that serves the line's model."""
     results: dict[str, Result] = field(default_factory=dict)
@@ -63,8 +63,8 @@ class LineGateway:
 
     async def of(self, line: BatchLine) -> LineRequest | None:
         """Converts a line into requests. Returns None while no worker has loaded the line's model,
-        or the line's pictures are being fetched: then call `of` again later. Raises
-        RefusedLineError if the gateway would refuse the line."""
+        and while the line's pictures are being fetched. If it returns None, call it again later.
+        Raises RefusedLineError if the gateway would refuse the line."""
         options, request_id = self._options, request_id_of(self._batch_id, line)
         aliases = await self._queues.aliases()
         with _refusing(line, request_id):

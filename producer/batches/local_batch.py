@@ -140,7 +140,9 @@ def _check_apart(source: Path, *others: Path) -> None:
 
 
 def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
-    """Returns the id of the run that wrote the output, from the file `mark`; otherwise a new id."""
+    """Returns the id of the run that began the output, which the file `mark` stores. If no run has
+    begun the output, writes a new id to `mark` and returns this id. Raises ConfigurationError if
+    the output belongs to another run, or the input has changed."""
     with source.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if mark.exists() and output.exists():  # the output is created before any request is enqueued

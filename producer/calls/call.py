@@ -88,7 +88,8 @@ class CompletionCall:
         return self.body_bytes * self.num_choices
 
     def for_answer(self) -> CompletionCall:
-        """Returns the call without the data, perhaps megabytes, that only the payloads need."""
+        """Returns the call without the data that only the payloads need. This data may be
+        megabytes."""
         needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
         kept: dict[str, Any] = {name: self.fields[name] for name in needed if name in self.fields}
         kept |= needed_of(self.fields)

@@ -175,7 +175,7 @@ def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
 
 
 def name_of_tool(tool: Any) -> str | None:
-    """Returns the name of a function in the form of OpenAI's chats; None for anything else."""
+    """Returns the name of a function tool in the form of OpenAI's chats; None for other tools."""
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None

@@ -39,9 +39,9 @@ _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""The most seconds of a process for a call. After this time, the call gets status 503."""
+"""The most seconds that a process may take for a call. Then the call gets status 503."""
 LENGTH_BYTES = 4
-"""Bytes of the first number of each message between processes: the length of the header."""
+"""A message between processes begins with its header's length, a number of this many bytes."""
 OUT_OF_MEMORY = 3
 """Exit code of a process that has run out of memory."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
@@ -69,7 +69,8 @@ Payload = bytes | memoryview
 """A request's payload as JSON. Large payloads are `memoryview`s."""
 
 Parts = list[list[bytes]]
-"""The parts of a message, each as a list of pieces: a body and perhaps its history, or payloads."""
+"""The parts of a message: either a body and perhaps its history, or payloads. Each part is a list
+of pieces."""
 
 
 Read = Callable[[bytes, Mapping[str, str], str, bytes | None], CompletionCall]
@@ -225,8 +226,9 @@ class CallReader:
     async def _ask_one(
         self, query: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Sends a query to an idle process or a new one, and returns the reply. If the process ends
-        at a limit, raises ApiError 400; if it ends otherwise, EOFError or OSError."""
+        """Sends a query to an idle process or a new one, and returns the reply. Raises ApiError 400
+        if the process ends at a limit. Raises EOFError or OSError if the process ends for another
+        reason."""
         is_new = is_new or not self._idle
         process = await _start(self._log_options) if is_new else self._idle.pop()
         try:
@@ -253,9 +255,9 @@ def answer(
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Returns the reply to a query of a `CallReader`. Runs in a process that the reader started.
 
-    `parts` has the body of a call and perhaps its history, or payloads from the queue. The reply is
-    a header and a list of bytes: the call's payloads, its stored pictures, and the parts of its
-    `extra`.
+    `parts` is either the body of a call and perhaps its history, or a list of payloads from the
+    queue. The reply is a header and a list of bytes: the call's payloads, its stored pictures, and
+    the parts of its `extra`.
     """
     try:
         if "endpoint" not in query:

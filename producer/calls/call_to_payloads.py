@@ -82,8 +82,8 @@ def composed(
 
 
 def check_pictures_served(view: QueueView, names: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError if all live workers of a queue refuse pictures. `names` is the
-    attribute of the call."""
+    """Raises InvalidRequestError if all live workers of a queue refuse pictures. Pass the call's
+    attribute `names`."""
     if "pictures" in view.refused:
         why = "messages: no live worker's engine serves pictures"
         message, field = in_api_names(names, why, "messages")
@@ -91,8 +91,9 @@ def check_pictures_served(view: QueueView, names: Mapping[str, str]) -> None:
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
-    """Returns the call, with the caller's tenant and priority where the call sets none. Raises
-    ApiError 403 if the caller may not use the tenant or priority that the call sets."""
+    """Returns the call. If the call names no tenant, sets the caller's tenant. If the call has no
+    priority, and the caller may not use the default 0, sets the caller's highest priority. Raises
+    ApiError 403 if the caller may not use the call's tenant or priority."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     if tenant is not None:
         check_tenant(caller, tenant)

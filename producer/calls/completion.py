@@ -209,8 +209,9 @@ def stream_completion(
 
 
 def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
-    """Returns the ids of the requests whose payloads `stream_completion` needs: the first request,
-    or if the answer repeats prompts, the first request of each prompt.
+    """Returns the ids of the requests whose payloads `stream_completion` needs. If the answer
+    repeats prompts, these are the first requests of all prompts. Otherwise, only the first request
+    is needed.
 
     Raises the errors of `all_request_ids`.
     """

@@ -80,8 +80,9 @@ class ServedQueues:
     (ALL_QUEUES) stands for all other queues of the server.
 
     Methods that call the server raise redis.RedisError if the server of the gateway's own queue
-    does not answer. Another queue that cannot be read is skipped: for a minute if its server
-    refuses; if its server is away (does not answer), until it answers.
+    does not answer. Other queues that cannot be read are skipped. If a queue's server does not
+    answer (is away), it is tried again after a second. A queue that cannot be read for another
+    reason is tried again after a minute.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class ServedQueues:
         return [*self._opened.values()]
 
     def may_serve(self, name: str) -> bool:
-        """Returns whether the gateway serves this queue, now or after a worker has joined it."""
+        """Returns whether the gateway serves this queue, or would if a worker joined the queue."""
         return self._finds_others or name in self._names
 
     async def all(self, *, now: bool = False) -> list[ServedQueue]:

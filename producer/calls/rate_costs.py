@@ -25,8 +25,8 @@ async def take_of_queues(
     """Takes a call's tokens from the rate in the queue that serves the call, and its requests from
     the rate in the gateway's own queue. Takes nothing if one of the rates does not suffice.
 
-    If the two queues differ, the `wait_ms` of a refusal concerns only one rate: tokens if this rate
-    does not suffice, otherwise requests.
+    If the two queues differ and a rate does not suffice, `wait_ms` is the wait for one rate only:
+    for tokens if too few are left, otherwise for requests.
     """
     if serving is own:
         return await own.run(take_of_rates(holder, rates))

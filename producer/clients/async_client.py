@@ -71,7 +71,8 @@ class AsyncClient:
     The client connects at the first call, or on entering `async with`. Any number of tasks may use
     the client in parallel. At most 32 calls run at a time, and further calls wait. All streams use
     one connection. If you pass a redis-py client, calls use at most half of its connections
-    (`max_connections`, by default 100). Clients that share one redis-py client may need 33 each.
+    (`max_connections`, by default 100). If several clients share one redis-py client, each of them
+    may need 33 connections.
     """
 
     def __init__(

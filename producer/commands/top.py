@@ -115,7 +115,8 @@ class _Screen:
 
 
 def _watch(console: Console, screen: _Screen) -> None:
-    """Shows the screen until the user exits. After the first reading, also shows server errors."""
+    """Shows the screen until the user exits. If a later reading fails, shows the error above the
+    last screen."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text

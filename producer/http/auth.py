@@ -77,7 +77,7 @@ async def admin_of(caller: ThisCaller) -> Caller:
 
 
 ThisCaller = Annotated[Caller, Depends(caller_of)]
-"""Type of a route's parameter that receives the caller. Other routes need no API key."""
+"""Type of a route's parameter that receives the caller. Routes without a caller need no API key."""
 
 ThisAdmin = Annotated[Caller, Depends(admin_of)]
 """Type of a route's parameter that receives the caller, which must be an administrator."""

@@ -72,7 +72,8 @@ class BodyBudget:
 
     @contextmanager
     def hold(self, tenant: str) -> Iterator[Hold]:
-        """Context manager with an empty part of the budget. It can grow until the block ends."""
+        """Context manager that yields an empty part of the budget, which can grow until the block
+        ends."""
         hold = Hold(self, tenant)
         try:
             yield hold

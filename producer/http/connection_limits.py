@@ -19,18 +19,19 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
 MAX_HEAD_BYTES = 65_536
-"""The most bytes of a request's head: its first line and its headers. The last read from the socket
-may exceed this."""
+"""The most bytes of a request's head: its first line and its headers. The size is checked after
+each read from the socket, so the last read may exceed the limit."""
 
 PIECES = "promptq.pieces"
 """Name of an ASGI extension. Its function `write(piece)` sends a part of a body after the head of
-the answer, and returns an `Unfinished`. ASGI's slower `send` passes every layer."""
+the answer, and returns an `Unfinished`. ASGI's `send` is slower, because it passes every layer."""
 
 Unfinished = Callable[[], Awaitable[None]] | None
 """A function to call and await before the next write; None if the next write need not wait."""
 
 _SILENCE_SECONDS = 60.0
-"""The most seconds between a connection's requests, and for the first `_WINDOW_BYTES` of a body."""
+"""The most seconds between two requests of a connection. The first `_WINDOW_BYTES` of a body must
+arrive within the same time."""
 _HEAD_SECONDS = 20.0
 """The most seconds from a request's first byte to the end of its head."""
 _WINDOW_SECONDS = 15.0
@@ -54,7 +55,7 @@ _MOST_PIPELINED = 16
 _CHECK_SECONDS = 2.0
 """Seconds between two checks of a connection's times. A timer for each piece would cost more."""
 _RESERVED_CONNECTIONS = 64
-"""Number of connections beyond the limit. On these, only the probes in `POLLED` are answered."""
+"""Number of connections beyond the limit, accepted only to answer the probes in `POLLED`."""
 
 _FULL = ApiError(
     503,
@@ -67,8 +68,9 @@ _FULL = ApiError(
 class _StayingParser(httptools.HttpRequestParser):
     """A parser that ignores offers to change to another protocol, such as offers of HTTP/2 by Java.
 
-    httptools stops after the head of such a request, and uvicorn would drop the body. So a new
-    parser reads a made-up head with the body's length, while `continues` is set, and then the body.
+    httptools stops after the head of a request with an offer, and uvicorn would drop the body. So
+    this parser creates a new one. The new parser reads a made-up head with the body's length (while
+    `continues` is set), and then the body.
     """
 
     def __init__(self, protocol: BoundedProtocol) -> None:

@@ -34,11 +34,11 @@ _MOST_SECONDS = 1.0
 _TRY_SECONDS = 60.0
 _PAUSE_SECONDS = 0.5
 _LAST_SECONDS = 2.0
-"""The most seconds that a stopping gateway waits until its requests are cancelled."""
+"""The most seconds that a stopping gateway waits for its background tasks to cancel requests."""
 
 
 class KeyUses:
-    """Stores the time of each API key's last use in the queue."""
+    """Stores in the queue when each API key was last used."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue

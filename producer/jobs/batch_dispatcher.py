@@ -55,7 +55,7 @@ class Dispatcher:
         """For each starting batch, the time at which it was first seen. A batch is starting while a
         worker has the batch, but the run has no lease yet."""
         self._served: dict[bytes, None] = {}
-        """Tenants whose batches were started, as JSON texts. The latest is last."""
+        """Tenants whose batches were started, as JSON texts, in the order of their last starts."""
 
     def leads(self) -> bool:
         """Acquires or renews the lead for some seconds. Returns whether this process leads."""
@@ -90,8 +90,8 @@ class Dispatcher:
         return len(chosen)
 
     def _in_turn(self, ids: set[str], count: int) -> list[str]:
-        """Chooses up to `count` batches. Each choice is the oldest batch of the tenant whose last
-        start was the longest time ago."""
+        """Chooses up to `count` batches. Each time, chooses the tenant that has waited longest
+        since one of its batches was chosen, and takes the tenant's oldest batch."""
         waiting: dict[bytes, list[str]] = {}
         listed = sorted(ids)
         keys = [self._keys.batch(batch_id) for batch_id in listed]

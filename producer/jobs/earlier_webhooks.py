@@ -24,8 +24,8 @@ _PAGE = 500
 def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
     """Moves webhooks that wait in the server `jobs` to the server `own`. Returns their number.
 
-    Each call reads and deletes one page of each list. Of a job, only the request's id is read, so a
-    forged job causes at most one further call of the webhook that the request names.
+    Each call reads and deletes one page of each list. In a job, only the request's id is read. So a
+    forged job can only cause one more call of the webhook that this request names.
     """
     client: Any = jobs
     name = rq_queue_name(keys.queue, "webhooks")

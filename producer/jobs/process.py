@@ -43,7 +43,7 @@ _TICK_SECONDS = 0.25
 _BACKOFF_SECONDS = 1.0
 _END_SECONDS = 40.0
 _NOT_SERVED = os.EX_TEMPFAIL
-"""Exit code of a process that the server refuses or does not answer."""
+"""Exit code of a process whose Redis server is down or refuses a command."""
 _LOG_AGAIN_SECONDS = 60.0
 
 Work = Callable[[JobsSettings], None]

@@ -46,7 +46,8 @@ _PAGE = 500
 _PAGES = 4
 """The most pages of ended requests to read before the leader renews its lead."""
 _RECORD_MS = 26 * 3_600_000
-"""Milliseconds to keep a webhook's request: more than all attempts take; as in ending.lua."""
+"""Milliseconds for which a webhook's request is kept: longer than all attempts together take.
+ending.lua has the same number."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300
@@ -95,7 +96,7 @@ class _Outcome(BaseModel):
 
 
 class Deliveries:
-    """The waiting webhooks, and the threads that call webhooks. All other work is in one thread."""
+    """The waiting webhooks, and the threads that call them. All other work runs in one thread."""
 
     def __init__(
         self,

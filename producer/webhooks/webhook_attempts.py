@@ -23,7 +23,8 @@ BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
 
 
 class UndeliverableError(PromptqError):
-    """No attempt can succeed: the message is lost, or the URL is not allowed or refuses calls."""
+    """No attempt can succeed: the message is lost, or the URL is not allowed, or the receiver wants
+    no more webhooks."""
 
 
 class DeliveryError(PromptqError):

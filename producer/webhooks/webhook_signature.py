@@ -57,7 +57,7 @@ class WebhookSecrets:
 
     @property
     def has_shared(self) -> bool:
-        """Whether the one secret of releases before 0.3, shared by all tenants, still signs too."""
+        """Whether the secret of releases before 0.3, shared by all tenants, also signs webhooks."""
         return self._shared is not None
 
     def of(self, tenant: str) -> list[str]:

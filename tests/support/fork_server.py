@@ -1,9 +1,9 @@
 """Starts `python -m MODULE` by forking a process that has already imported the libraries.
 
 An interpreter needs half a second of CPU time to import the libraries of a command, and three
-seconds for those of a worker. The tests start hundreds of both. A test of the start of a process,
-of its command line or of its environment uses `subprocess` instead. The interpreter of an earlier
-release runs this file too, so this file imports nothing of promptq.
+seconds for those of a worker. The tests start hundreds of commands and workers. If a test is about
+the start of a process, its command line or its environment, the test uses `subprocess` instead. The
+interpreter of an earlier release runs this file too, so this file imports nothing of promptq.
 
 xdist's processes are forks too, and share the fork servers of the process that started them.
 """
@@ -55,7 +55,7 @@ TESTS = (
     "triton.runtime.interpreter",
     "tests.support.collected",
 )
-"""Libraries of all tests whose import takes long, and the tests."""
+"""Libraries of all tests that take long to import, and the modules of all tests."""
 
 _SHARED = "TESTS_FORK_SERVERS"
 """The environment variable with the folder of the fork servers that a run's processes share."""
@@ -87,7 +87,7 @@ class ForkedProcess(subprocess.Popen[Any]):
         return self._status
 
     def _execute_child(self, *arguments: Any) -> None:
-        """Called by Popen, with the arguments of its constructor in their order."""
+        """Popen calls this with its options and the ends of its pipes."""
         command, _, _, _, _, folder, environment, _, _, _, *pipes = arguments[:16]
         python, option, *program = command
         assert (python, option) in ((self._server.python, "-m"), (self._server.python, "-c"))
@@ -189,15 +189,15 @@ def fork_server(
     libraries: tuple[str, ...], python: str = sys.executable, **environment: str
 ) -> ForkServer:
     """Returns the fork server with these libraries, interpreter and further environment variables.
-    A process has one for each such choice."""
+    Calls with equal arguments return the same server."""
     path = None if environment else _shared_path(libraries)
     is_shared = path is not None and path.exists()
     return ForkServer(libraries, python, environment, path if is_shared else None)
 
 
 def share_fork_servers(folder: Path) -> None:
-    """Start fork servers for the processes that this one starts. They import their libraries at the
-    first fork."""
+    """Start fork servers for the processes that this process starts. A fork server imports its
+    libraries before its first fork."""
     os.environ[_SHARED] = str(folder)
     shared = (COMMAND, WORKER)
     _owned.extend(ForkServer(it, sys.executable, {}, _shared_path(it)) for it in shared)

@@ -1,4 +1,4 @@
-"""Lets libraries keep what they compute anew at each call, though it stays the same."""
+"""Makes libraries keep values that they would compute again at each call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def install() -> None:
-    """Call it once all modules are imported."""
+    """Installs all caches. Call this after all modules were imported."""
     if redis := sys.modules.get("redis.utils"):
         _keep_version(redis)
     if http := sys.modules.get("httpcore2"):
@@ -24,22 +24,23 @@ def install() -> None:
 
 
 def _keep_version(utils: Any) -> None:
-    """Each connection of redis-py reads the version from the files of its package."""
+    """Keeps redis-py's version, which each connection would read from the package's files."""
     utils.get_lib_version = cache(utils.get_lib_version)
 
 
 def _keep_certificates(http: Any) -> None:
-    """Each HTTP client reads all certificates of the system."""
+    """Keeps the system's certificates, which each HTTP client would read."""
     http.default_ssl_context = cache(http.default_ssl_context)
 
 
 def _keep_schemas(kubernetes: Any) -> None:
-    """Each validation reads all definitions of a version of Kubernetes."""
+    """Keeps the definitions of a version of Kubernetes, which each validation would read."""
     kubernetes.schema_contents = cache(kubernetes.schema_contents)
 
 
 def _quicken(interpreter: Any) -> None:
-    """Keep Triton's interpreter from computing anew what stays the same, or what it throws away."""
+    """Makes Triton's interpreter keep values that do not change, and skip values that it throws
+    away."""
     _replace_builtins_once(interpreter)
     _keep_number_types(interpreter)
     _keep_types_and_shapes(interpreter.tl)
@@ -50,8 +51,8 @@ def _quicken(interpreter: Any) -> None:
 
 
 def _replace_builtins_once(interpreter: Any) -> None:
-    """Each launch and each call of a device function replaces functions of the language, and looks
-    all of them up before. A call within a launch finds them replaced."""
+    """Replaces functions of the language only at a launch, and looks them up once. The interpreter
+    would do both at each launch, and at each call of a device function within a launch."""
     language, replace_language = interpreter.tl, interpreter._patch_lang
     is_builtin = language.core.is_builtin
 
@@ -92,7 +93,7 @@ def _keep_number_types(interpreter: Any) -> None:
 
 
 def _keep_types_and_shapes(language: Any) -> None:
-    """Each value has a type, and a shape that the type implies."""
+    """Keeps types, and one shape for each type. The interpreter would make both for each value."""
     core, block_type = language.core, language.block_type
     check_type, blocks = block_type.__init__, dict[tuple[int, Any], dict[str, Any]]()
     others = dict[tuple[int, int], tuple[Any, Any, Any]]()

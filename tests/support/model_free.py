@@ -1,7 +1,8 @@
 """The model-free engine with checks of the cache that attention would read.
 
-In place of K and V, its cache has for each position a fingerprint of all tokens up to there. So it
-finds a wrong block table, and a block that is shared too early or freed twice.
+Instead of K and V, the cache stores for each position a fingerprint of all tokens up to this
+position. So the checks find a wrong block table, and a block that is shared too early or freed
+twice.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 _Pending = dict[int, int]
-"""By sequence id: the token of the step before, if that step is not collected yet."""
+"""Maps a sequence's id to the token of the previous step, if that step is not collected yet."""
 
 
 def tokens_of(seed: int, num_tokens: int) -> list[int]:
@@ -195,8 +196,8 @@ def text_of(seed: int, num_tokens: int) -> str:
 async def running_worker(
     url: str, served: Served | None = None, *, tracing: Tracing | None = None, **settings: Any
 ) -> AsyncIterator[Worker]:
-    """Runs a worker in this event loop with its role, by default with the model-free engine. Drains
-    the worker at the end. It must then hold no request and no KV block."""
+    """Runs a worker in this event loop with its role, by default with the model-free engine. At the
+    end, drains the worker, and asserts that it holds no request and no KV block."""
     async with redis.asyncio.Redis.from_url(as_role("worker", url)) as client:
         engine = served or served_model_free()
         worker = Worker(WorkerSettings(**settings), engine, client, tracing=tracing)
@@ -233,7 +234,8 @@ async def finished(queue: AsyncRequestQueue, request_id: str) -> dict[str, Any]:
 def assert_texts(
     queue: RequestQueue, requests: list[str], num_tokens: int, attempts: int = 1
 ) -> None:
-    """Asserts that each request, whose seed is its place, got its whole text in so few attempts."""
+    """Asserts that each request got its whole text, in exactly this number of attempts. The request
+    at index i of the list has the seed i."""
     for seed, request_id in enumerate(requests):
         result, text = result_of(queue, request_id), text_of(seed, num_tokens)
         assert (result["text"], result["stats"]["attempts"]) == (text, attempts)

@@ -50,8 +50,8 @@ class Network:
         _do(lambda: self._cut(self._links))
 
     def cut_some(self, share: float, rng: random.Random) -> int:
-        """Drop about this part of the connections, from 0 to 1. Returns their number. Accepts new
-        ones."""
+        """Drop about this share of the connections (0 to 1), and return their number. New
+        connections are accepted."""
         return _do(lambda: self._cut({link for link in self._links if rng.random() < share}))
 
     def mend(self) -> None:
@@ -85,8 +85,8 @@ class Network:
         self._swallow = command
 
     def swallow_some(self, share: float, rng: random.Random) -> None:
-        """Drop about this part of the connections, from 0 to 1, each after the server has executed
-        its next command."""
+        """Choose about this share of the connections (0 to 1), and drop each one after the server
+        has executed its next command."""
 
         def arm() -> None:
             for link in self._links:

@@ -69,8 +69,8 @@ def running(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[A
 
 
 class StartedWorker:
-    """A process of `python -m promptq.worker`, or of the `module` with faults, in its role. Its log
-    goes to a file."""
+    """A worker process in the worker's role, of `promptq.worker` or of a `module` with faults. Its
+    log goes to a file."""
 
     def __init__(
         self,
@@ -130,7 +130,8 @@ def started(
 
 
 class Terminal:
-    """A process whose `streams` are a separate terminal. `shown` is the output read so far."""
+    """A process with a separate terminal, to which its `streams` are connected. `shown` is the
+    output read so far."""
 
     def __init__(
         self,

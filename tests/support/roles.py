@@ -3,10 +3,15 @@
 Tested code connects in its role. The reads and changes of a test itself use the server's default
 user, who may do anything. deploy/redis.acl turns that user off.
 
-Some servers have no roles: fakeredis, which does not support them; the servers of `promptq up`,
-`demo` and `server`, which are for one user of one machine; servers that a test stops, or whose
-password or users it sets; the server of the exploration of states. In a cluster, tests call scripts
-without a role, because these tests are about slots. The worker and the client there have roles.
+Some servers have no roles:
+
+- fakeredis, which does not support them
+- the servers of `promptq up`, `demo` and `server`, which are for one user of one machine
+- servers that a test stops, and servers whose password or users a test sets
+- the server of the exploration of states
+
+In a cluster, tests call scripts without a role, because these tests are about slots. The worker and
+the client there have roles.
 """
 
 from __future__ import annotations
@@ -89,10 +94,10 @@ def refusals(url: str) -> list[str]:
 
 
 def refused(client: redis.Redis) -> list[str]:
-    """Returns the commands, also those of scripts, that the server refused to any role since
-    `forget_refusals`.
+    """Returns the commands that the server refused to any role since `forget_refusals`. Commands
+    inside scripts count, too.
 
-    Leaves out reads of a request's hash by subscribers, which streams try once.
+    Leaves out reads of a request's hash by subscribers: each stream tries such a read once.
     """
     entries: Any = client.acl_log()
     return [

@@ -124,7 +124,7 @@ class OwnServer:
     """A server with append-only persistence and with the roles, which a test may kill and restart.
 
     `url` is for producers, and `client` for the test itself. `within` is a command that runs the
-    server's command, `kind` one of PROGRAMS.
+    server's command. `kind` is one of PROGRAMS.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ def tls_settings(folder: Path, port: int, asks_clients: bool = False) -> dict[st
 
 
 async def assert_refused(url: str, kind: type[Exception], *said: str) -> None:
-    """Asserts that both clients raise this error with these parts of a sentence. Only where no
-    server answers does the sentence name `promptq up`."""
+    """Asserts that both clients raise this error with these parts of a sentence. The error of
+    `Client` must name `promptq up` if no server answers, and only then."""
     with pytest.raises(kind) as raised:
         Client(url)
     with pytest.raises(kind) as raised_too:

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _pause(began: float) -> float:
-    """Returns the seconds until the next check. They grow, because each check takes CPU time, and
+    """Returns the seconds until the next check. Pauses grow, because each check takes CPU time, and
     some conditions wait for the start of a process."""
     return min(0.01, max(0.002, (time.monotonic() - began) / 50))
 

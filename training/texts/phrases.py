@@ -15,7 +15,7 @@ _VOWEL_SOUND = re.compile(r"[aeiou]", re.IGNORECASE)
 
 
 def an(phrase: str) -> str:
-    """Returns the phrase after its indefinite article: ``an owl``, ``a quiet village``."""
+    """Returns the phrase with an indefinite article in front: ``an owl``, ``a quiet village``."""
     return f"{'an' if _VOWEL_SOUND.match(phrase) else 'a'} {phrase}"
 
 

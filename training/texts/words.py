@@ -15,7 +15,7 @@ class Kind:
     about: str
     """Ends the sentence "A fox is ..."."""
     she: bool | None = None
-    """None if the kind does not decide this."""
+    """Whether a character of this kind is female; None if the kind does not decide this."""
 
 
 @dataclass(frozen=True)

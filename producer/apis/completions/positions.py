@@ -1,4 +1,5 @@
-"""Ids of a stream's events. An event's id states how much a client with this event has read.
+"""Ids of a stream's events. An event's id states how much of the stream a client has read after
+this event.
 
 `chatcmpl-ID/12-57` means that the call has one choice, of which the client has read 12 tokens (57
 characters). An `e` after the numbers means that the client has read the choice's end, too. The
@@ -36,8 +37,8 @@ class Position:
 
 
 def event_id(completion_id: str, positions: Iterable[str]) -> str:
-    """Returns an event's id. For each choice, `positions` states how much a client with this event
-    has read."""
+    """Returns an event's id. `positions` has one position for each choice: how much of the choice a
+    client has read after this event."""
     return f"{completion_id}{_SEPARATOR}{'.'.join(positions)}"
 
 

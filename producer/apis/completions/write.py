@@ -233,7 +233,7 @@ def _roles_come_first(completion: Completion) -> bool:
 
 
 def _frame_of(completion: Completion) -> tuple[str, str]:
-    """Returns a chunk's JSON before and after the chunk's only choice."""
+    """Returns the parts of a chunk's JSON that come before and after the chunk's only choice."""
     kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
     before = (
         f'{{"id":{quoted(completion.id)},"object":"{kind}","created":{completion.created}'

@@ -179,8 +179,9 @@ def _template_variables(options: CountOptions, fields: Mapping[str, Any]) -> Any
 def chat_of(
     messages: Sequence[Mapping[str, Any]], system: str | Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[Message], str]:
-    """Returns the messages of a chat, and the text with which the answer begins: the text of a last
-    message by the assistant (which is left out of the messages), otherwise ''.
+    """Returns the messages of a chat, and the text with which the answer begins. If the last
+    message is the assistant's, the answer begins with the text of this message, which is left out
+    of the messages. Otherwise, the text is ''.
 
     Joins successive messages of one role. Raises InvalidRequestError, for example for a document.
     """

@@ -142,7 +142,7 @@ class MessageWriter:
 
 
 class _Prefill:
-    """Removes the prefill from the output: the text with which a call makes the output begin."""
+    """Removes the prefill, the text with which a call makes the output begin, from the output."""
 
     def __init__(self, completion: Completion, style: OutputStyle | None) -> None:
         self._prefill = completion.prefill

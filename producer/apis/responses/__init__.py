@@ -1,6 +1,6 @@
 """/v1/responses: OpenAI's responses, and their records in Redis.
 
-A response has one request, with the same id. The response's state and output are those of the
-request, in the queue. The response's record has all other data, and after the request's end a copy
-of the output.
+A response has one request, with the same id. The queue stores the request's state and output, which
+are also those of the response. The response's record stores all other data. After the request's
+end, the record also has a copy of the output.
 """

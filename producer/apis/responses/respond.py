@@ -30,7 +30,7 @@ from promptq.shared.runtime.logs import bind
 
 JSON = "application/json"
 _LARGE_BYTES = 65_536
-"""The last frames of a stream are collected, and sent as soon as they have more bytes than this."""
+"""The last frames of a stream are collected, and sent when they exceed this number of bytes."""
 
 
 async def respond(incoming: IncomingCall, records: ResponseRecords) -> Response:

@@ -1,7 +1,8 @@
 """Reads the state of stored responses, and stores their output after they have ended.
 
 The queue keeps a result for an hour by default. The first read of an ended response stores the
-output in the response's record. For responses that nobody reads, a task of each gateway does this.
+output in the response's record. If nobody reads a response, a background task of a gateway stores
+the output.
 """
 
 from __future__ import annotations

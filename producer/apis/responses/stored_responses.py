@@ -101,8 +101,9 @@ class StoredResponses:
         return await self._queue.run(Call("", ["HGET", key, "input"], _lines))
 
     async def unfinished(self, not_since_ms: int, limit: int) -> list[StoredResponse]:
-        """Returns up to `limit` responses whose output is not stored and that no gateway has
-        checked for `not_since_ms` milliseconds. Marks them as checked now.
+        """Returns up to `limit` responses whose output is not stored. Leaves out responses that a
+        gateway has checked in the last `not_since_ms` milliseconds. Marks the returned ones as
+        checked now.
 
         The `call` of these responses has only the id, because the rest may be megabytes.
         """

@@ -273,7 +273,7 @@ class _Item:
 
 
 def finished_writer(call: ResponseCall, output: EndedOutput) -> Work[ResponseWriter]:
-    """Returns a writer with the `whole` and `items` of an ended response, without frames."""
+    """Returns a writer that has `whole` and `items` of an ended response, but no frames."""
     writer = ResponseWriter(call, after=sys.maxsize)
     for _ in frames_of(writer, output):
         yield

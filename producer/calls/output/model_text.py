@@ -31,7 +31,7 @@ class ExpectedOutput:
     is_forced: bool = False
     """Whether the model must call a tool, so that the whole output is a call."""
     with_reasoning: bool = False
-    """Whether the output may begin with reasoning: not if a call or a format is required."""
+    """Whether the output may begin with reasoning. False if a call or a format is required."""
     types: ParameterTypes = field(default_factory=dict)
 
     @classmethod
@@ -132,7 +132,8 @@ def read_whole(text: str, style: OutputStyle | None, expected: ExpectedOutput) -
 
 
 def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a few small fields for which `ExpectedOutput.of` returns the same as for `fields`."""
+    """Returns a few small fields in place of `fields`: `ExpectedOutput.of` returns the same for
+    both."""
     expected = ExpectedOutput.of(fields)
     needed: dict[str, Any] = {}
     if expected.with_tools:

@@ -110,8 +110,8 @@ class TaggedArguments:
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
-    """Returns JSON for a text: the text itself if it is JSON of an `allowed` type (empty: of any
-    type), otherwise the text as a JSON string."""
+    """Returns the text itself if it is JSON of an `allowed` type, otherwise the text as a JSON
+    string. An empty `allowed` allows any type."""
     try:
         value: Any = (
             _CONSTANTS[text] if text in _CONSTANTS else json.loads(text, parse_constant=_no)

@@ -94,7 +94,7 @@ class ToolText:
                 self._name_ends = [squeezed(style.key_before), self._after]
             self._after = self._after[1:] if style.form == LITERALS else ""
         self._starts = {mark: element for mark, element in starts.items() if mark}
-        """For each mark before a call, the index of the head's element after the mark."""
+        """Maps each mark that may begin a call to the index of the head's element that follows."""
         # Without marks, only a text that begins with a call contains calls.
         self._is_bare = not self._before and (
             style.form == LITERALS or (self._is_object and not opening)
@@ -170,8 +170,8 @@ class ToolText:
             self._follows_call = False
 
     def _mark_begun(self) -> str:
-        """Returns the held text without white space: the possible beginning of a mark. Returns ''
-        if the text begins with white space before the first call: there, white space is content."""
+        """Returns the held text without white space, because the text may begin a mark. Returns ''
+        if the text begins with white space before the first call, where white space is content."""
         return "" if self._held[0].isspace() and not self.num_calls else squeezed(self._held)
 
     def _in_plain(self, letter: str) -> None:

@@ -140,7 +140,7 @@ def _priorities(overview: Overview, width: int) -> RenderableType:
 
 
 def _workers(overview: Overview, width: int) -> RenderableType:
-    """Returns a table of workers. If the queue needs another number, a line above says so."""
+    """Returns a table of workers. If the queue needs more or fewer, a line above says so."""
     table = _workers_table(overview, width)
     wanted = overview.scaling
     if wanted.desired == wanted.workers:

@@ -153,9 +153,11 @@ class StreamPrinter:
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:
-        """Context manager in which the first Ctrl-C cancels the request. The last event then comes.
+        """Context manager in which the first Ctrl-C cancels the request. Then the stream's last
+        event comes.
 
-        A second Ctrl-C, or a wait of `_CANCEL_SECONDS` for this event, raises KeyboardInterrupt.
+        Raises KeyboardInterrupt at the second Ctrl-C, or if this event does not come within
+        `_CANCEL_SECONDS`.
         """
         main_thread = threading.get_ident()
         give_up = threading.Timer(

@@ -29,9 +29,9 @@ from promptq.shared.runtime.logs import get_logger
 async def same_origin(request: Request) -> None:
     """Prevents other web sites from acting through an administrator's browser. Raises ApiError 403.
 
-    While no key exists, a gateway trusts all programs on its machine. A browser there is such a
-    program, so without this check every page in the browser could act. A browser sends the origin
-    of the page with each request. Other programs send no origin, and are not refused.
+    While no key exists, a gateway trusts all programs on its machine, including browsers. Without
+    this check, every page in these browsers could act. A browser sends the origin of the page with
+    each request. Other programs send no origin, and are not refused.
     """
     if not is_of_own_page(request):
         raise ApiError(403, "another web site may not do this", code="cross_site")

@@ -33,7 +33,8 @@ def event_response(
 ) -> StreamingResponse:
     """Returns a response that sends messages until the messages, the connection or the gateway end.
 
-    It also ends when the caller may no longer read. The page then reconnects, and gets the reason.
+    The response also ends when the caller may no longer read. Then the page reconnects, and gets an
+    error that says why.
     """
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(

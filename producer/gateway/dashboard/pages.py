@@ -56,7 +56,7 @@ async def shown_queue(gateway: ThisGateway, queue: str = "") -> ServedQueue:
 
 
 ThisQueue = Annotated[ServedQueue, Depends(shown_queue)]
-"""Type of a route's parameter that gets the queue that the page shows."""
+"""Type of a route's parameter that gets the page's queue."""
 
 
 class _Dead(BaseModel):
@@ -125,7 +125,7 @@ async def live_request(page: OpenPage, request_id: RequestId) -> StreamingRespon
 
 @router.get("/live/requests")
 async def live_requests(page: OpenPage, state: str, tenant: str = "") -> StreamingResponse:
-    """Stream the first page of requests in a state that has a sorted set, once a second."""
+    """Stream the first page of requests in a state, once a second. The state is one of `SETS`."""
     check_one_of("state", state, request_search.SETS)
     page.served.queue.keys.pending_of(tenant)  # raises an error for a wrong name
     return page.send_polled("requests", state, tenant)

@@ -28,7 +28,7 @@ class _Watched:
 
 
 class Poller:
-    """Calls `read`, which returns a topic's JSON, every `interval` seconds for watched topics.
+    """Reads each watched topic every `interval` seconds. `read` returns the JSON of a topic.
 
     The poller stops when no page is open, so an unused dashboard sends the server no commands.
     """

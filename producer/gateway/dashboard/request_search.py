@@ -32,7 +32,8 @@ _WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
-    """A found request. Times are the server's Unix milliseconds; None until the event."""
+    """A found request. Times are Unix milliseconds of the server; None if the event has not
+    happened."""
 
     request_id: str
     state: str
@@ -53,7 +54,7 @@ _FIELDS = [name for name in FoundRequest.model_fields if name != "request_id"]
 
 
 class FoundRequests(BaseModel):
-    """A page of requests. With `cursor`, `search` returns the next page; None on the last page."""
+    """A page of requests. Pass `cursor` to `search` to get the next page; None on the last page."""
 
     requests: list[FoundRequest]
     searched: str
@@ -95,8 +96,8 @@ class _Search:
         self._state, self._tenant, self._prefix = state, tenant, prefix
 
     async def in_sets(self, start: int) -> FoundRequests:
-        """Returns the page that begins at a position of the state's sorted set. Each tenant has a
-        set of waiting requests; without a tenant, these sets are read as one."""
+        """Returns the page that begins at a position of the state's sorted set. Waiting requests
+        are in one set for each tenant. Without a tenant, reads these sets one after the other."""
         names = await self._set_names()
         sizes = await self._queue.run([Call("", ["ZCARD", name], int, int) for name in names])
         total, at, left = sum(sizes), start, PAGE
@@ -153,7 +154,8 @@ class _Search:
         )
 
     async def with_this_id(self) -> list[FoundRequest]:
-        """Returns a list of the request whose whole id is the prefix, if that request matches."""
+        """Returns a list with the request whose id equals the prefix, if this request exists and
+        matches."""
         return self._matching(await self._rows([self._prefix.encode()]))
 
     async def _set_names(self) -> list[str]:
