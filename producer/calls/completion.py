@@ -69,7 +69,7 @@ class Completion:
 
     @property
     def url(self) -> str:
-        """The path of the stream. Its query has the options that no request's payload stores."""
+        """The path of the stream. Its query has those options that a payload does not store."""
         query: dict[str, int | str] = {}
         if self.num_choices > 1:
             query = {"choices": self.num_choices, "n": self.n}
@@ -233,8 +233,8 @@ def _uuid_of(completion_id: str) -> UUID:
 
 
 def _prefill(token_ids: Sequence[int] = (), text: str = "") -> str:
-    """Returns the text of an output prefix, which the answer leaves out. Returns '' for token ids:
-    these come from a fork, and a fork's answer repeats them."""
+    """Returns the text of an output prefix that the answer does not repeat. A prefix of token ids
+    comes from a fork, whose answer repeats the prefix; then returns ''."""
     return "" if token_ids else text
 
 

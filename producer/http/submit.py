@@ -95,8 +95,8 @@ class IncomingCall:
         return request_ids, rates
 
     async def _take_rest(self, served: ServedQueue) -> Mapping[str, str]:
-        """Takes the call's cost, except the one request that `admit_call` took. Raises ApiError
-        429."""
+        """Takes the call's cost from the rates. `admit_call` has already taken one request. Raises
+        ApiError 429."""
         rates = self.prepared.rates
         rest = [
             replace(rate, amount=rate.amount - 1) if rate.name == "requests" else rate

@@ -161,8 +161,8 @@ def _check_growth(name: str, value: Any) -> None:
 
 
 def _check_format(template: str | bytes, values: Iterable[Any]) -> None:
-    """Check the length that `%` or `format` would produce. A field can be as wide as the largest
-    number in the template or the values."""
+    """Check the length that `%` or `format` would produce. The check takes each field to be as wide
+    as the largest number in the template or the values, since widths are such numbers."""
     text = template.decode("latin-1") if isinstance(template, bytes) else template
     values = list(values)
     num_fields = text.count("%") + text.count("{")

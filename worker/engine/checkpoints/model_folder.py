@@ -101,8 +101,8 @@ class ModelFolder:
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The folder's generation config. None if the folder has no config, or if the weights are
-        not quantized, because transformers then reads the config."""
+        """The folder's generation config. None if the folder has no config. Also None if the
+        weights are not quantized: then transformers reads the config."""
         if self._format is None or not (self._folder() / "generation_config.json").exists():
             return None
         config: GenerationConfig = GenerationConfig.from_pretrained(self.source)

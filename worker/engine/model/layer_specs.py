@@ -97,8 +97,9 @@ def record_layers(
     true_patterns: dict[Pattern, Pattern],
     mixers: list[Mixer],
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
-    """Returns the attention modules in order of call, and the spec of each. Call this in a block of
-    `shrunk_windows`, which yields `true_patterns`. The specs have the block's small windows.
+    """Returns the attention modules in order of call, and the spec of each. Call this in a
+    `with` block of `shrunk_windows`, which yields `true_patterns`. The specs have the small windows
+    that hold in this block.
     `mixers` are the model's recurrent modules of known kinds.
 
     Raises UnsupportedModelError if a layer needs an unknown argument, makes several attention

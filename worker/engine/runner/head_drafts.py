@@ -49,7 +49,7 @@ a head, but the head does not see the prompt's beginning."""
 
 
 class DraftHead(Protocol):
-    """Computes a model's head: a decoder of promptq, or transformers' modules."""
+    """A decoder that computes a model's draft head: one of ours, or transformers' modules."""
 
     def draft(self, step: DraftStep) -> torch.Tensor:
         """Returns [length of the longest draft, S]: the tokens that the head drafts for each
