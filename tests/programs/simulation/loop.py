@@ -51,6 +51,9 @@ class Callback(asyncio.TimerHandle):
         self._when, self._scheduled = when, False
         self.process = self._context[PROCESS]
 
+    def cancel(self) -> None:
+        self._cancelled, self._callback, self._args = True, None, None
+
 
 class Process:
     """A simulated process with its own clock. `rate` is the speed of its clock."""
@@ -189,9 +192,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # it is dropped when its time comes
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, function: Callable[..., Any], *args: Any
