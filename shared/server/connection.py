@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -135,7 +136,8 @@ def _adapted(kind: Any) -> Any:
     In Python, packing a publish (seven arguments for each token) costs more than the rest of the
     call. Commands with a `memoryview` are not packed in C, because this would copy the large data.
     A connection that the server has just closed counts as lost. Otherwise uvloop would raise a
-    RuntimeError, and redis-py would not reconnect.
+    RuntimeError, and redis-py would not reconnect. Before Python 3.12, redis-py makes a task for
+    each command that it sends.
     """
 
     def pack_command(connection: Any, *args: Any) -> list[bytes]:
@@ -144,11 +146,23 @@ def _adapted(kind: Any) -> Any:
         packed: list[bytes] = kind.pack_command(connection, *args)
         return packed
 
-    async def send_packed_command(connection: Any, *args: Any, **options: Any) -> None:
-        if connection.is_connected and connection._writer.is_closing():
+    async def send_packed_command(connection: Any, command: Any, check_health: bool = True) -> None:
+        if not connection.is_connected or connection.health_check_interval:
+            await kind.send_packed_command(connection, command, check_health)
+            return
+        try:
+            if connection._writer.is_closing():
+                raise ConnectionResetError("the server has closed the connection")
+            connection._writer.writelines(command)
+            async with asyncio.timeout(connection.socket_timeout or None):
+                await connection._writer.drain()
+        except BaseException as error:
             await connection.disconnect(nowait=True)
-            raise redis.ConnectionError("Connection closed by server.")
-        await kind.send_packed_command(connection, *args, **options)
+            if isinstance(error, TimeoutError):
+                raise RedisTimeoutError("Timeout writing to socket") from None
+            if isinstance(error, OSError):
+                raise redis.ConnectionError(f"Error while writing to socket: {error}") from error
+            raise
 
     methods = {"pack_command": pack_command, "send_packed_command": send_packed_command}
     return type("AdaptedConnection", (kind,), methods)

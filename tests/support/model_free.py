@@ -69,13 +69,16 @@ class ModelFreeRunner(model_free.ModelFreeRunner):
         super().__init__(num_blocks, block_size, max_model_len or num_blocks * block_size)
         self.step_seconds = step_seconds
         self._cache: list[int | None] = [None] * (num_blocks * block_size)
+        self._read: dict[int, tuple[list[int], list[int]]] = {}
+        """By sequence of the last step: its tokens, and the fingerprint of each position."""
 
     def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         pending = _tokens_by_sequence(after) if after is not None else {}
         _check_batch(batch, pending, after.batch if after is not None else Batch([]))
         self._write(batch, pending)
-        for share in batch.sampling:
-            self._read_back(share, pending)
+        self._read = {
+            share.sequence.sequence_id: self._read_back(share, pending) for share in batch.sampling
+        }
         return super().launch(batch, after)
 
     def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
@@ -107,17 +110,27 @@ class ModelFreeRunner(model_free.ModelFreeRunner):
             )
         return fingerprint
 
-    def _read_back(self, share: ScheduledSequence, pending: _Pending) -> None:
-        sequence = share.sequence
-        fingerprint = hash(sequence.request.cache_salt)
-        before = sequence.token_ids[: share.start]
-        for position, token_id in enumerate([*before, *_token_ids(share, pending)]):
+    def _read_back(
+        self, share: ScheduledSequence, pending: _Pending
+    ) -> tuple[list[int], list[int]]:
+        """Returns the tokens that the sequence reads, and their fingerprints."""
+        sequence, size = share.sequence, self.kv_layout.block_size
+        tokens = [*sequence.token_ids[: share.start], *_token_ids(share, pending)]
+        known, fingerprints = self._read.get(sequence.sequence_id, ([], []))
+        if tokens[: len(known)] != known:
+            known, fingerprints = [], []
+        fingerprint = fingerprints[-1] if known else hash(sequence.request.cache_salt)
+        for token_id in tokens[len(known) :]:
             fingerprint = hash((fingerprint, token_id))
-            if self._cache[self._cell(sequence, position)] != fingerprint:
+            fingerprints.append(fingerprint)
+        for first in range(0, len(tokens), size):
+            expected, cell = fingerprints[first : first + size], self._cell(sequence, first)
+            if self._cache[cell : cell + len(expected)] != expected:
                 raise RuntimeError(
-                    f"sequence {sequence.sequence_id} reads other data than its position "
-                    f"{position} through its block table"
+                    f"sequence {sequence.sequence_id} reads other data than its tokens from"
+                    f" position {first} through its block table"
                 )
+        return tokens, fingerprints
 
     def _cell(self, sequence: Sequence, position: int) -> int:
         size = self.kv_layout.block_size

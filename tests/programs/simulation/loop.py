@@ -32,6 +32,29 @@ class StandstillError(Exception):
     """Raised if no process will ever run again, or if a world takes too many callbacks."""
 
 
+class Callback(asyncio.TimerHandle):
+    """A call that waits in its process, or for its time. `asyncio` makes such handles slowly."""
+
+    __slots__ = ("process",)
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: SimulatedLoop,
+        context: Context | None,
+        when: float = 0.0,
+    ) -> None:
+        self._callback, self._args, self._loop = callback, args, loop
+        self._context = copy_context() if context is None else context
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+        self._when, self._scheduled = when, False
+        self.process = self._context[PROCESS]
+
+    def cancel(self) -> None:
+        self._cancelled, self._callback, self._args = True, None, None
+
+
 class Process:
     """A simulated process with its own clock. `rate` is the speed of its clock."""
 
@@ -41,7 +64,7 @@ class Process:
         self.name = name
         self.pid = loop.num_processes
         self.is_alive = True
-        self.ready: deque[asyncio.Handle] = deque()
+        self.ready: deque[Callback] = deque()
         self.num_callbacks = 0
         self.num_pauses = 0
         """Number of reasons for which the process does not run."""
@@ -137,7 +160,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._most_callbacks = most_callbacks
         self._random = random.Random(f"{seed} loop").random
         self._runnable: list[Process] = []
-        self._timers: list[tuple[float, int, asyncio.Handle]] = []
+        self._timers: list[tuple[float, int, Callback]] = []
         self._num_timers = 0
         self.set_task_factory(_make_task)
         self.set_exception_handler(_note_failure)
@@ -152,7 +175,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_soon(
         self, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = Callback(callback, args, self, context)
         self._add(handle)
         return handle
 
@@ -161,17 +184,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_at(
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
-        self._push(_process_of(timer).world_time(when), timer)
+        timer = Callback(callback, args, self, context, when)
+        self._push(timer.process.world_time(when), timer)
         return timer
 
     def call_later(
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # it is dropped when its time comes
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, function: Callable[..., Any], *args: Any
@@ -210,7 +230,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def at(self, when: float, process: Process, callback: Any, *args: Any) -> None:
         """Call `callback` in a process at the world's time `when`."""
-        self._push(when, asyncio.Handle(callback, args, self, process.context))
+        self._push(when, Callback(callback, args, self, process.context))
 
     def withdraw(self, process: Process) -> None:
         if process in self._runnable:
@@ -222,43 +242,50 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     # ------------------------------------------------------------ the schedule
 
-    def _push(self, when: float, handle: asyncio.Handle) -> None:
+    def _push(self, when: float, handle: Callback) -> None:
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, handle))
 
-    def _add(self, handle: asyncio.Handle) -> None:
-        process = _process_of(handle)
+    def _add(self, handle: Callback) -> None:
+        process = handle.process
         process.ready.append(handle)
         if len(process.ready) == 1:
             self.offer(process)
 
     def _run_once(self) -> None:
+        """Run callbacks until one of them stops the loop."""
+        draw, timers, runnable, root = self._random, self._timers, self._runnable, self.root
+        while not self._stopping:
+            if not runnable or (timers and timers[0][0] <= self.now):
+                self._pass_time()
+            process = runnable[int(draw() * len(runnable))]
+            handle = process.ready.popleft()
+            if not process.ready:
+                runnable.remove(process)
+            if handle._cancelled:
+                continue
+            self.num_callbacks += 1
+            process.num_callbacks += 1
+            if self.num_callbacks > self._most_callbacks:
+                number = self.num_callbacks
+                raise StandstillError(f"the world has not ended after {number} callbacks")
+            clock.running = process
+            handle._run()  # type: ignore[attr-defined]
+            clock.running = None
+            self.now += _CALLBACK_SECONDS
+            if process is not root and draw() < _PAUSES and process.is_alive:
+                self._let_wait(process)
+
+    def _pass_time(self) -> None:
+        """Let the timers that are due begin, and the next one if no process is ready."""
         timers, runnable = self._timers, self._runnable
         while not runnable or (timers and timers[0][0] <= self.now):
             if not timers:
                 raise StandstillError("no process has a callback or a timer")
             when, _, handle = heapq.heappop(timers)
-            if handle._cancelled:  # type: ignore[attr-defined]
-                continue
-            self.now = max(self.now, when)
-            self._add(handle)
-        draw = self._random()
-        process = runnable[int(draw * len(runnable))]
-        handle = process.ready.popleft()
-        if not process.ready:
-            runnable.remove(process)
-        if handle._cancelled:  # type: ignore[attr-defined]
-            return
-        self.num_callbacks += 1
-        process.num_callbacks += 1
-        if self.num_callbacks > self._most_callbacks:
-            raise StandstillError(f"the world has not ended after {self.num_callbacks} callbacks")
-        clock.running = process
-        handle._run()
-        clock.running = None
-        self.now += _CALLBACK_SECONDS
-        if process is not self.root and self._random() < _PAUSES and process.is_alive:
-            self._let_wait(process)
+            if not handle._cancelled:
+                self.now = max(self.now, when)
+                self._add(handle)
 
     def _let_wait(self, process: Process) -> None:
         draw = self._random()
@@ -270,10 +297,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         pass
-
-
-def _process_of(handle: asyncio.Handle) -> Process:
-    return handle._context[PROCESS]  # type: ignore[attr-defined,no-any-return]
 
 
 def _note_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

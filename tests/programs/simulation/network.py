@@ -142,14 +142,11 @@ class Link:
         """Whether the server does not send the next messages of channels to this connection."""
         self._is_cut = False
         self._latency = network._draw(_LONGEST_LATENCY_SECONDS)
-        self._last_arrival = {self.near: 0.0, self.far: 0.0}
-
-    def peer(self, end: Transport) -> Transport:
-        return self.far if end is self.near else self.near
+        self.near.peer, self.far.peer = self.far, self.near
 
     def carry(self, sender: Transport, data: bytes) -> None:
         """Bring data to the other end."""
-        receiver = self.peer(sender)
+        receiver = sender.peer
         if receiver is self.near and self.swallows_replies:
             self.network.trace.note(receiver.process, f"loses a reply on link {self.number}")
             self.cut()
@@ -162,7 +159,7 @@ class Link:
 
     def end(self, sender: Transport) -> None:
         """Bring the end of the sender's data to the other end."""
-        receiver = self.peer(sender)
+        receiver = sender.peer
         self.deliver(receiver, receiver.receive_end)
         if receiver.is_over and self in self.network.links:
             self.network.links.remove(self)
@@ -182,17 +179,17 @@ class Link:
         """Call `callback` in the receiver's process when data that is sent now arrives there."""
         network = self.network
         arrival = network.loop.now + self._latency + network._draw(_LONGEST_LATENCY_SECONDS)
-        arrival = max(arrival, self._last_arrival[receiver])
-        self._last_arrival[receiver] = arrival
+        arrival = receiver.last_arrival = max(arrival, receiver.last_arrival)
         network.loop.at(arrival, receiver.process, self._arrive, receiver, callback, args)
 
     def _arrive(self, receiver: Transport, callback: Callable[..., None], args: Any) -> None:
         network = self.network
         if self._is_cut:
             return
-        held_until = max(network.held_until(end.process) for end in (self.near, self.far))
+        held = network.held_until
+        held_until = max(held(receiver.process), held(receiver.peer.process))
         if held_until > network.loop.now:
-            self._last_arrival[receiver] = max(self._last_arrival[receiver], held_until)
+            receiver.last_arrival = max(receiver.last_arrival, held_until)
             network.loop.at(held_until, receiver.process, self._arrive, receiver, callback, args)
             return
         callback(*args)
@@ -210,13 +207,12 @@ class Transport(asyncio.Transport):
         self.is_over = False
         """Whether nothing more is sent from here."""
         self.link = link
+        self.peer: Transport
+        self.last_arrival = 0.0
+        """When the data arrives here that the other end has sent last."""
         self._was_lost = False
         self._is_paused = False
         self._unread: list[bytes] = []
-
-    @property
-    def peer(self) -> Transport:
-        return self.link.peer(self)
 
     def accept(self, factory: Callable[[], asyncio.Protocol]) -> None:
         self.protocol = factory()

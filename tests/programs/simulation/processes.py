@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TypeVar
 
 import redis
@@ -55,6 +56,11 @@ class NotingQueue(AsyncRequestQueue):
         return claims
 
 
+@cache  # because reading settings takes as long as serving five requests
+def _settings() -> WorkerSettings:
+    return WorkerSettings(queue=QUEUE, max_crashes=1000, redis_wait=_WAIT_SECONDS)
+
+
 class WorkerProgram:
     """`promptq worker` in a simulated process, without its command line and signals."""
 
@@ -72,13 +78,12 @@ class WorkerProgram:
         self.engine: SimulatedEngine | None = None
         self._rng = rng
         self._notes = notes
-        self.settings = WorkerSettings(
-            queue=QUEUE,
-            lease_ms=lease_ms,
-            max_crashes=1000,
-            redis_wait=_WAIT_SECONDS,
-            max_events_per_second=rng.choice([20.0, 5.0, 1e6]),
-            drain_seconds=rng.choice([20.0, 0.1]),
+        self.settings = _settings().model_copy(
+            update={
+                "lease_ms": lease_ms,
+                "max_events_per_second": rng.choice([20.0, 5.0, 1e6]),
+                "drain_seconds": rng.choice([20.0, 0.1]),
+            }
         )
         notes.events_per_second[process.name] = self.settings.max_events_per_second
         self.main = process.start(self._run())

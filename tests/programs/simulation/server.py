@@ -1,7 +1,7 @@
 """The real server of a world. It executes one command at a time, and its clock is the world's.
 
-Each connection of the world has a real connection to the server. After a command that may publish,
-a PING makes sure that the server has written all messages, which then go through the network.
+Each connection of the world has a real connection to the server. A PING with each command that may
+publish makes sure that the server has written all messages, which then go through the network.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _NOT_OF_MACHINE = (b"redis_version:", b"valkey_version:", b"redis_mode:", b"maxm
 """Beginnings of lines of INFO that are the same on each machine and at each run."""
 _LEADER_KEY = Keys("any").jobs_leader.removeprefix(Keys("any").prefix)
 _NOTHING = object()
-_PONG = b"+PONG\r\n"
+_PING, _PONG = b"PING\r\n", b"+PONG\r\n"
+_READ_AT_ONCE = 15_000
+"""Bytes that a server certainly reads at once from a connection."""
 _PAGE = 1 << 16
 _SETTINGS = (
     *("--port", "0", "--unixsocket", "socket", "--enable-debug-command", "yes"),
@@ -101,7 +103,7 @@ class ServerProcess:
                         f"the world's server did not start: {errors_text}"
                     ) from error
                 select.select([], [], [], 0.002)  # sleeps outside of the world's time
-        while self._ask(b"PING\r\n") != _PONG:  # it loads its data
+        while self._ask(_PING) != _PONG:  # it loads its data
             select.select([], [], [], 0.002)
         # Only commands may delete expired keys: the server's search for them is not repeatable.
         assert self._ask(b"DEBUG SET-ACTIVE-EXPIRE 0\r\n") == b"+OK\r\n"
@@ -151,7 +153,7 @@ class ServerProcess:
 
     def wait_for_writes(self) -> None:
         """Wait until the server has written everything that earlier commands caused."""
-        assert self._ask(b"PING\r\n") == _PONG
+        assert self._ask(_PING) == _PONG
 
     def _ask(self, command: bytes) -> bytes:
         self._control.sendall(command)
@@ -243,7 +245,17 @@ class SteppedServer:
         if self.loop.now < self.full_until and name in _SCRIPTS:
             return _DISK_FULL
         num_replies = max(1, len(command) - 1) if name in _SUBSCRIBING else 1
-        replies = connection.exchange(hiredis.pack_command(tuple(command)), num_replies)
+        packed = hiredis.pack_command(tuple(command))
+        publishes = bool(self._subscribers) and (
+            name in _PUBLISHING or (name == b"EVALSHA" and command[1] in self._publishing)
+        )
+        # A server writes last to the client to which it replied first since it last wrote. So with
+        # a PING that the server reads at once with the command, the messages precede the replies.
+        leads = publishes and name != b"EXEC" and len(packed) < _READ_AT_ONCE
+        if leads:
+            replies = connection.exchange(_PING + packed, 1 + num_replies).removeprefix(_PONG)
+        else:
+            replies = connection.exchange(packed, num_replies)
         if self._recorder is not None:
             self._recorder.note(connection, sender.name, at_us, command, replies)
         if name == b"EVALSHA" and command[1] == self._hold_digest:
@@ -257,9 +269,9 @@ class SteppedServer:
         if name in _SUBSCRIBING and connection not in self._subscribers:
             self._subscribers.append(connection)
             self._poll.register(connection.socket, select.POLLIN)
-        publishes = name in _PUBLISHING or (name == b"EVALSHA" and command[1] in self._publishing)
-        if publishes and self._subscribers:
-            self.process.wait_for_writes()
+        if publishes:
+            if not leads:
+                self.process.wait_for_writes()
             self._bring_messages()
         return replies
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from bisect import bisect_left
+from functools import cache
 from itertools import pairwise
 
 MEASURED = (
@@ -22,6 +23,7 @@ MEASURED = (
 """Pairs of a number of tokens and CPU seconds, with one thread (2026-11-30, fp32)."""
 
 
+@cache
 def step_seconds(num_tokens: int) -> float:
     """Returns the time of a step with this number of tokens, between and beyond those measured."""
     sizes = [size for size, _ in MEASURED]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from typing import TextIO
 
 from tests.programs.simulation.loop import Process, SimulatedLoop
+
+_CHUNK = struct.Struct("<dII")
 
 
 class Trace:
@@ -38,5 +41,4 @@ class Trace:
 
     def chunk(self, process: Process, number: int, data: bytes) -> None:
         """Record bytes that arrive at a process on the connection with this number."""
-        self._hash.update(b"%.9f %d %d " % (self._loop.now, process.pid, number))
-        self._hash.update(data)
+        self._hash.update(_CHUNK.pack(self._loop.now, process.pid, number) + data)

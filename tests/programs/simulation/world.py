@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 from unittest.mock import patch
 
 import redis
+import redis.utils
 
 from promptq.shared.protocol.keys import Keys
 from promptq.worker.serve import worker as worker_module
@@ -63,6 +65,9 @@ _DRAIN_SECONDS = 2.0
 _OF_JOBS = ("upkeep", "statistics", "statistics:minutes")
 """Keys of which each queue has one, if it has jobs."""
 _MOST_CLOSINGS = 5  # each ends one more `finally` that waits
+
+# redis-py reads its metadata from the disk for each connection.
+redis.utils.get_lib_version = cache(redis.utils.get_lib_version)
 
 
 @dataclass
@@ -144,6 +149,7 @@ class World:
                         task.get_coro().close()
             self.__dict__.clear()
             gc.collect()
+        gc.freeze()  # so that the next world's end does not search modules
 
     # ------------------------------------------------------------ the course of events
 

@@ -294,6 +294,32 @@ async def test_a_url_says_how_long_an_answer_is_waited_for(redis_url: str) -> No
     network.close()
 
 
+async def test_a_command_makes_no_task(redis_url: str) -> None:
+    client = await open_async_redis(redis_url)
+    loop, made = asyncio.get_running_loop(), []
+
+    def make_task(loop: Any, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        made.append(coroutine)
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    loop.set_task_factory(make_task)
+    assert await client.ping()
+    assert made == []
+    loop.set_task_factory(None)
+    await client.aclose()
+
+
+async def test_a_server_that_reads_nothing_is_left(redis_url: str) -> None:
+    network = Network(redis.connection.parse_url(redis_url)["port"])
+    client = await open_async_redis(f"{network.url}?socket_timeout=0.1")
+    network.hold()
+    with pytest.raises(redis.TimeoutError, match="Timeout writing to socket"):
+        await client.echo("a" * 2**25)
+    network.mend()
+    await client.aclose()
+    network.close()
+
+
 async def test_nobody_gets_an_answer_to_somebody_else(redis_url: str) -> None:
     await assert_no_answer_to_another_call(redis_url)
 
