@@ -103,6 +103,28 @@ async def test_gives_others_time_to_renew_where_it_has_just_started(
     assert await queue.state(request_id) is RequestState.WAITING
 
 
+async def test_gives_others_time_to_renew_after_the_server_refused_writes(
+    queue: Unreachable, redis_url: str
+) -> None:
+    """For example, its disk was full, or it was a replica during a failover."""
+    clock = Clock()
+    reaper = Reaper(queue, clock)
+    await beat(reaper, clock, 3)
+    request_id = await held_past_its_lease(queue, redis_url)
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as admin:
+        await admin.config_set("min-replicas-to-write", 1)
+        try:
+            for _ in range(12):
+                with pytest.raises(RedisError):
+                    await beat(reaper, clock, 1)
+        finally:
+            await admin.config_set("min-replicas-to-write", 0)
+    await beat(reaper, clock, 2)
+    assert await queue.state(request_id) is RequestState.ACTIVE, "its holder may still renew"
+    await beat(reaper, clock, 2)
+    assert await queue.state(request_id) is RequestState.WAITING
+
+
 @pytest.mark.parametrize("is_patient", [False, True], ids=["reaping", "counting"])
 async def test_no_call_from_before_an_outage_reaps_after_the_outage(
     queue: Unreachable, redis_url: str, is_patient: bool
