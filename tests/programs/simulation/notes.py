@@ -79,7 +79,7 @@ class Notes:
     over: set[tuple[str, str]] = field(default_factory=set)
     """Requests and fences of attempts whose workers have read that the attempt is over."""
     useless_rows: list[tuple[str, str]] = field(default_factory=list)
-    """Those that a worker continued nevertheless."""
+    """Attempts that a worker continued nevertheless."""
     cancels: list[tuple[Sent, float]] = field(default_factory=list)
     """Requests that were cancelled while a worker held them, and when the client got the answer."""
 
