@@ -3,8 +3,11 @@ to). An outage of the Redis server does not count as a crash."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
@@ -15,7 +18,7 @@ REAPS_PER_LEASE = 4
 class Reaper:
     """Returns crashed workers' requests to the queue. Call `run_once` several times in `lease_ms`.
 
-    No worker can renew its leases while the server does not answer, so an expired lease does not
+    No worker can renew its leases while the server accepts no writes, so an expired lease does not
     prove a crash. After an outage of at least half of `lease_ms`, the reaper waits for half of
     `lease_ms`, so that all workers can renew their leases first. The reaper also waits after its
     process was frozen, and after its start, because an outage may just have ended.
@@ -33,25 +36,42 @@ class Reaper:
         self._patience = queue.lease_ms / 1000 / 2
         self._clock = clock
         self.reached_at = clock()
-        """The time of the server's last answer, by `clock`, in seconds."""
+        """The time at which the server last accepted a write, by `clock`, in seconds."""
         self._patient_until = self.reached_at + self._patience
         self._cursor = "0"
         self._may_sweep = True
 
     async def run_once(self) -> None:
         """Return requests with expired leases to the queue, and search one page of keys for
-        orphans. After an outage, only check that the server answers. Raises RedisError, OSError."""
+        orphans. After an outage, only check that the server accepts writes.
+
+        Raises RedisError, OSError.
+        """
         now = self._clock()
-        was_silent = now - self.reached_at > self._patience
-        if was_silent or now < self._patient_until:
-            await self._queue.count()
+        if now - self.reached_at > self._patience or now < self._patient_until:
+            await self._queue.publish([], [])  # refused if renewals are
         else:
-            while (await self._queue.reap()).has_more:
-                pass
+            while await self._reap():
+                self._note_answer()
             await self._sweep()
-        self.reached_at = self._clock()
-        if was_silent:
-            self._patient_until = self.reached_at + self._patience
+        self._note_answer()
+
+    async def _reap(self) -> bool:
+        """Returns whether more is to be reaped. Gives up when the server is silent for too long.
+        Otherwise the client would repeat the call, and the server would reap right after an outage.
+        """
+        try:
+            async with asyncio.timeout(self.reached_at + self._patience - self._clock()):
+                return (await self._queue.reap()).has_more
+        except TimeoutError:
+            raise RedisTimeoutError(f"no answer for {self._patience:g} s") from None
+
+    def _note_answer(self) -> None:
+        # A call may outlast an outage, so only its answer shows how long the server was silent.
+        now = self._clock()
+        if now - self.reached_at > self._patience:
+            self._patient_until = now + self._patience
+        self.reached_at = now
 
     async def _sweep(self) -> None:
         if not self._may_sweep:

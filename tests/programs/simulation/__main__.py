@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,10 @@ SERVERS = {"redis-server": "redis-server", "valkey-server": "embedded"}
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests simulate", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=100, help="number of worlds (%(default)s)")
+    parser.add_argument("--seeds", type=int, help="number of worlds (100; 1 with --plan)")
     parser.add_argument("--seed", type=int, default=1, help="first seed (%(default)s)")
     parser.add_argument("--most-requests", type=int, help="most requests of a world")
-    parser.add_argument("--plan", type=Path, help="run the plan in this file instead")
+    parser.add_argument("--plan", type=Path, help="run the plan in this file, from its seed on")
     parser.add_argument("--shrink", type=Path, help="file for the first failing plan, shrunk")
     parser.add_argument("--trace", type=Path, help="file for the stories of the worlds")
     parser.add_argument("--record", type=Path, help="file for the calls of the only world")
@@ -49,14 +50,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fleets", type=int, nargs="+", metavar="WORKERS", help=_HELP_OF_FLEETS)
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     arguments = parser.parse_args()
+    if arguments.seeds is None:
+        arguments.seeds = 1 if arguments.plan else 100
     if arguments.seeds < 1:
         parser.error(f"--seeds: {arguments.seeds} is below 1")
     for name in ("record", "shrink", "trace"):
         path = getattr(arguments, name)
         if path and not path.parent.is_dir():
             parser.error(f"--{name}: there is no folder {path.parent}")
-    if arguments.record and arguments.seeds != 1 and not arguments.plan:
-        parser.error("--record: a trace is of one world, so add --seeds 1 or --plan")
+    if arguments.record and arguments.seeds != 1:
+        parser.error("--record: a trace is of one world, so add --seeds 1")
     return arguments
 
 
@@ -92,7 +95,8 @@ def main() -> int:
     plans: Iterable[Plan] = (Plan.of(seed, arguments.most_requests) for seed in seeds)
     if arguments.plan:
         try:
-            plans = [read_plan(arguments.plan)]
+            plan = read_plan(arguments.plan)
+            plans = [replace(plan, seed=plan.seed + number) for number in range(arguments.seeds)]
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2

@@ -30,7 +30,8 @@ _MOST_SECONDS_TO_STOP_CLAIMING = 0.1
 def check_causes(
     notes: Notes, requests: Mapping[str, Request], lease_ms: int = LEASE_MS
 ) -> Iterator[Violation]:
-    """Checks that faults explain crashes, interruptions and claims in drains."""
+    """Checks that faults explain crashes, interruptions and claims in drains, and that workers
+    heed the end of an attempt."""
     claims: defaultdict[str, list[Claim]] = defaultdict(list)
     for claim in notes.claims:
         claims[claim.claimed.request_id].append(claim)
@@ -39,6 +40,8 @@ def check_causes(
             what = f"{claim.worker} claims it {claim.at - drain.begin:.3f} s after a drain began"
             if not _explains(notes, claim.worker, drain.begin, claim.at):
                 yield Violation("claim in a drain", claim.claimed.request_id, what)
+    for request_id, _ in dict.fromkeys(notes.useless_rows):
+        yield Violation("ignored answer", request_id, "a worker continues an attempt that is over")
     for request_id, request in requests.items():
         yield from _check_crashes(notes, request, lease_ms)
         yield from _check_interruptions(notes, request, claims[request_id])

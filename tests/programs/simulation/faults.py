@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from tests.programs.simulation.notes import Disturbance
 from tests.programs.simulation.places import Place, Site, running
 from tests.programs.simulation.plan import Fault, PlannedFault
 from tests.programs.simulation.server import SteppedServer
+
+_REPORT_SECONDS = 0.05
 
 
 class Faults:
@@ -48,7 +51,10 @@ class Faults:
                 if links := self._server.subscribed_links:
                     link = self._choose(links, planned)
                     self._note(planned, link.near.process)
-                    link.swallows_messages = True
+                    link.swallows_messages_until = self._site.loop.now + planned.seconds
+            case Fault.FALSE_CANCELS:
+                self._note(planned, self._server.host)
+                self._site.loop.root.start(self._report_cancels(planned.seconds))
             case Fault.CUT_ONE | Fault.LOSE_REPLY:
                 if links := self._site.network.links:
                     link = self._choose(links, planned)
@@ -85,6 +91,13 @@ class Faults:
                 network.refuse(process, planned.seconds)
             case Fault.JUMP:
                 process.wall_ahead += (planned.choice - 0.5) * 100
+
+    async def _report_cancels(self, seconds: float) -> None:
+        """Publishes messages that any client may send, about requests that are not cancelled."""
+        end = self._site.loop.now + seconds
+        while self._site.loop.now < end:
+            self._server.report_cancels()
+            await asyncio.sleep(_REPORT_SECONDS)
 
     def _freeze(self, planned: PlannedFault, process: Process) -> None:
         loop = self._site.loop

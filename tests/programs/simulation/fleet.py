@@ -14,26 +14,38 @@ from tests.programs.simulation.http_clients import HttpClientProgram, HttpStream
 from tests.programs.simulation.loop import SimulatedTask
 from tests.programs.simulation.places import Place, Program, Site
 from tests.programs.simulation.plan import Plan
-from tests.programs.simulation.processes import ClientProgram, Work, WorkerProgram
+from tests.programs.simulation.processes import SIZES, ClientProgram, Work, WorkerProgram
+from tests.programs.simulation.watch import Ask, check_given_back
 from tests.programs.simulation.workload import make_again, make_requests
+
+_FEW_REQUESTS = 40
+"""Most requests of a world whose workers may have few slots, so that all requests end in time."""
 
 
 class Fleet:
-    """All places of a world, and what their clients record. `violate` reports a violation."""
+    """All places of a world, and what their clients record. `violate` reports a violation, `ask`
+    sends commands to the server."""
 
     def __init__(
-        self, plan: Plan, site: Site, folder: Path, violate: Callable[[str, str], None]
+        self,
+        plan: Plan,
+        site: Site,
+        folder: Path,
+        violate: Callable[[str, str], None],
+        ask: Ask,
     ) -> None:
         self._plan = plan
         self._site = site
         self._folder = folder
         self._violate = violate
+        self._ask = ask
         self.requests: list[Sent] = []
         self.work: list[Work] = []
         """The work of clients that use the queue."""
         self.streams: list[HttpStream] = []
         """The answers that clients of gateways read."""
-        work = partial(WorkerProgram, notes=site.notes, lease_ms=plan.lease_ms)
+        sizes = SIZES if plan.num_requests <= _FEW_REQUESTS else SIZES[:1]
+        work = partial(WorkerProgram, notes=site.notes, lease_ms=plan.lease_ms, sizes=sizes)
         self.workers = [
             Place(site, f"worker-{number + 1}", work, self._check_worker)
             for number in range(plan.num_workers)
@@ -87,7 +99,8 @@ class Fleet:
         for number in range(plan.num_clients):
             requests = root.context.run(make_requests, root, rng, share)
             self.requests += requests
-            self.work.append(Work([*requests], plan.seconds, self._site.notes))
+            seconds = plan.seconds * rng.choice([1.0, 1.0, 0.1])  # some send all at once
+            self.work.append(Work([*requests], seconds, self._site.notes))
             start = partial(ClientProgram, work=self.work[-1])
             name = f"client-{number + 1}"
             self.queue_clients.append(Place(self._site, name, start, self._check_own_exit))
@@ -146,3 +159,7 @@ class Fleet:
             self._violate("leaked block", f"{worker.process.name}: {left}")
         if worker.engine is not None and worker.engine.num_late_outputs:
             self._violate("late cancel", f"{worker.process.name} computes cancelled sequences")
+        name, now = worker.process.name, self._site.loop.now
+        if not self._site.notes.is_disturbed(name, worker.stops_at or 0.0, now):
+            for violation in check_given_back(self._ask, worker):
+                self._violate(violation.rule, violation.seen)

@@ -235,19 +235,17 @@ _OF_CLAIMS = {
 }
 
 _OF_UPKEEP = {
-    "reaper-never-reaps": Mutant(
-        _REAPER, "while (await self._queue.reap()).has_more:", "while False:"
-    ),
+    "reaper-never-reaps": Mutant(_REAPER, "while await self._reap():", "while False:"),
     "reaper-reaps-after-an-outage": Mutant(
-        _REAPER, "if was_silent or now < self._patient_until:", "if now < self._patient_until:"
+        _REAPER,
+        "if now - self.reached_at > self._patience or now < self._patient_until:",
+        "if now < self._patient_until:",
     ),
-    "reaper-has-no-patience": Mutant(
-        _REAPER, "if was_silent or now < self._patient_until:", "if was_silent:"
-    ),
+    "reaper-has-no-patience": Mutant(_REAPER, " or now < self._patient_until:", ":"),
     "reaper-forgets-that-it-reached-the-server": Mutant(
         _REAPER,
-        "        self.reached_at = self._clock()\n        if was_silent",
-        "        if was_silent",
+        "        self.reached_at = now\n",
+        "",
     ),
     "a-heartbeat-stays-behind": Mutant(
         _HEARTBEAT,

@@ -87,7 +87,8 @@ class Network:
         self._held_until.clear()
         self._refused_until.clear()
         for link in self.links:
-            link.swallows_replies = link.swallows_messages = False
+            link.swallows_replies = False
+            link.swallows_messages_until = 0.0
 
     def held_until(self, process: Process) -> float:
         return self._held_until.get(process, 0.0)
@@ -138,8 +139,8 @@ class Link:
         self.far = Transport(self, server)
         self.swallows_replies = False
         """Whether the next reply is lost, and the connection with it."""
-        self.swallows_messages = False
-        """Whether the server does not send the next messages of channels to this connection."""
+        self.swallows_messages_until = 0.0
+        """The time until which the server sends no messages of channels to this connection."""
         self._is_cut = False
         self._latency = network._draw(_LONGEST_LATENCY_SECONDS)
         self.near.peer, self.far.peer = self.far, self.near

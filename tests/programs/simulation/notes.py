@@ -9,6 +9,9 @@ from typing import Any
 from tests.programs.chaos.audit.records import Claimed, Sent
 from tests.programs.simulation.plan import Fault
 
+_RECOVERY_SECONDS = 5.0
+_MOST_SECONDS_OF_A_CUT = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -29,6 +32,15 @@ class Claim:
     worker: str
     at: float
     claimed: Claimed
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script that the server has executed for a worker."""
+
+    worker: str
+    name: str
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +76,31 @@ class Notes:
     """By worker."""
     events_per_second: dict[str, float] = field(default_factory=dict)
     """The limit of each worker."""
+    over: set[tuple[str, str]] = field(default_factory=set)
+    """Requests and fences of attempts whose workers have read that the attempt is over."""
+    useless_rows: list[tuple[str, str]] = field(default_factory=list)
+    """Attempts that a worker continued nevertheless."""
     cancels: list[tuple[Sent, float]] = field(default_factory=list)
     """Requests that were cancelled while a worker held them, and when the client got the answer."""
 
     def is_calm(self, at: float) -> bool:
         return self.calm_from is not None and at >= self.calm_from
+
+    def is_disturbed(self, worker: str, begin: float, end: float) -> bool:
+        """Returns whether a fault disturbs a worker or the server between two times."""
+        return any(
+            fault.end >= begin - _MOST_SECONDS_OF_A_CUT
+            and fault.begin <= end
+            and fault.process in (worker, "server")
+            for fault in self.disturbances
+        )
+
+    def is_quiet(self, at: float) -> bool:
+        """Returns whether only losses of messages may still have an effect."""
+        return self.is_calm(at) or all(
+            fault.kind is Fault.LOSE_MESSAGES or fault.end + _RECOVERY_SECONDS < at
+            for fault in self.disturbances
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class Fault(StrEnum):
     CUT_ONE = "cut a connection"
     LOSE_REPLY = "lose a reply"
     LOSE_MESSAGES = "lose messages of channels"
+    FALSE_CANCELS = "report cancels that did not happen"
     HOLD = "hold all bytes of a process"
     REFUSE = "refuse connections of a process"
     RESTART = "kill the server"
@@ -47,6 +48,7 @@ _WEIGHTS: dict[Fault, float] = {
     Fault.CUT_ONE: 4,
     Fault.LOSE_REPLY: 5,
     Fault.LOSE_MESSAGES: 3,
+    Fault.FALSE_CANCELS: 1,
     Fault.HOLD: 3,
     Fault.REFUSE: 1,
     Fault.JUMP: 1,
@@ -59,6 +61,13 @@ _WEIGHTS_OF_GATEWAYS: dict[Fault, float] = {
     Fault.DRAIN_GATEWAY: 2,
     Fault.FREEZE_GATEWAY: 3,
 }
+_FEW_KINDS: tuple[dict[Fault, float], ...] = (
+    {Fault.LOSE_MESSAGES: 1},
+    {Fault.LOSE_REPLY: 2, Fault.REFUSE: 1, Fault.DRAIN: 2},
+    {Fault.RESTART: 2, Fault.OUTAGE: 1, Fault.DISK_FULL: 2},
+    {Fault.DISK_FULL: 1, Fault.FALSE_CANCELS: 2, Fault.DRAIN: 2},
+)
+"""Kinds of faults of worlds that have no other kinds, so that their effects meet."""
 _WEIGHTS_OF_JOBS: dict[Fault, float] = {Fault.KILL_JOBS: 3, Fault.FREEZE_JOBS: 3}
 LONG_LEASE_MS = 4000
 """Long enough that all workers renew their leases after an outage before any reaper reaps."""
@@ -124,6 +133,7 @@ class Plan:
         num_leaders = 2 * (rng.random() < 1 / 16)
         weights = _WEIGHTS | (_WEIGHTS_OF_GATEWAYS if num_gateways else {})
         weights |= _WEIGHTS_OF_JOBS if num_leaders else {}
+        weights = rng.choice([*[weights] * 4, *_FEW_KINDS])
         return cls(
             seed=seed,
             num_workers=rng.randint(1, 3),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,8 +14,9 @@ import redis
 
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.shared.errors import RedisSideError, RequestExistsError
-from promptq.shared.protocol.claims import Claims, ModelIdentity, Room
+from promptq.shared.protocol.claims import Claims, Held, ModelIdentity, Room
 from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.rows import Published, Row, RowStatus
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -35,8 +36,11 @@ T = TypeVar("T")
 HOST = "server"
 URL = f"redis://{HOST}:6379/0"
 QUEUE = Queue.VOLUME
-_NUM_BLOCKS = 36  # so few that a full batch preempts
+SIZES = ((8, 36), (2, 72), (8, 24))
+"""Slots and KV blocks of a worker: so few blocks that a full batch preempts, or few slots."""
 _BLOCK_SIZE = 8
+_LARGEST_REQUEST = 184
+"""KV tokens that are enough for any request: its prompt and its output."""
 _AGAIN_SECONDS = 0.05
 _WAIT_SECONDS = 60.0
 
@@ -55,6 +59,17 @@ class NotingQueue(AsyncRequestQueue):
             self.notes.claims.append(Claim(process.name, process.loop.now, claimed))
         return claims
 
+    async def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
+        attempts = [(row.request_id, row.fence) for row in rows]
+        self.notes.useless_rows += [attempt for attempt in attempts if attempt in self.notes.over]
+        published = await super().publish(rows, held)
+        self.notes.over.update(
+            attempt
+            for attempt, status in zip(attempts, published.rows, strict=True)
+            if status.is_lost and status is not RowStatus.GAP
+        )
+        return published
+
 
 @cache  # because reading settings takes as long as serving five requests
 def _settings() -> WorkerSettings:
@@ -65,12 +80,21 @@ class WorkerProgram:
     """`promptq worker` in a simulated process, without its command line and signals."""
 
     def __init__(
-        self, process: Process, rng: random.Random, *, notes: Notes, lease_ms: int
+        self,
+        process: Process,
+        rng: random.Random,
+        *,
+        notes: Notes,
+        lease_ms: int,
+        sizes: Sequence[tuple[int, int]] = SIZES,
     ) -> None:
         self.process = process
+        self._sizes = sizes
         self.worker: Worker | None = None
         self.ready_at: float | None = None
         """The world's time at which the worker began to claim."""
+        self.stops_at: float | None = None
+        """The world's time at which the worker began to stop."""
         self.stop = asyncio.Event()
         """Set by the first SIGTERM."""
         self.stop_now = asyncio.Event()
@@ -91,9 +115,12 @@ class WorkerProgram:
     async def _run(self) -> None:
         client = await open_when_there(URL, _WAIT_SECONDS)
         try:
-            runner = CountingRunner(_NUM_BLOCKS, _BLOCK_SIZE)
+            num_slots, num_blocks = self._rng.choice(self._sizes)
+            runner = CountingRunner(num_blocks, _BLOCK_SIZE)
             self.engine = SimulatedEngine(
-                LLMEngine(runner, max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk=32),
+                LLMEngine(
+                    runner, max_num_seqs=num_slots, max_num_batched_tokens=64, prefill_chunk=32
+                ),
                 runner,
                 self._rng,
                 slowness=self._rng.choice([1, 4, 10]),
@@ -114,6 +141,7 @@ class WorkerProgram:
                 await worker.serve(self.stop)
                 await worker.drain(self.stop_now)
             finally:
+                self.stops_at = self.process.loop.now
                 await worker.stop()
         finally:
             await client.aclose()
@@ -125,6 +153,29 @@ class WorkerProgram:
     @property
     def num_held(self) -> int:
         return len(self.worker.leases) if self.worker else 0
+
+    @property
+    def most_held(self) -> int:
+        """Number of requests that it may hold: for each place one that runs and one that preempts,
+        and those that are ready."""
+        if self.worker is None:
+            return 0
+        return 2 * (self.worker.leases.num_places + self.worker.intake._policy.depth)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it would claim any request."""
+        if self.worker is None:
+            return False
+        room = self.worker.intake._policy.room()
+        return room.max_count > 0 and room.token_budget >= _LARGEST_REQUEST
+
+    @property
+    def running(self) -> set[str]:
+        """The requests in its engine."""
+        if self.worker is None:
+            return set()
+        return {lease.request_id for lease in self.worker.leases._running.values()}
 
     @property
     def is_serving(self) -> bool:
@@ -209,7 +260,8 @@ class ClientProgram:
         serving = []
         for number in numbers:
             serving.append(asyncio.create_task(self._serve(number, producer, subscriber)))
-            await asyncio.sleep(2 * work.seconds * self._rng.random() / len(numbers))
+            gap = 4 * self._rng.random() ** 3  # requests come in bursts
+            await asyncio.sleep(work.seconds * gap / len(numbers))
         await asyncio.gather(*serving)
 
     async def _serve(self, number: int, producer: AsyncClient, subscriber: AsyncClient) -> None:

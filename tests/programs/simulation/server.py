@@ -26,7 +26,8 @@ from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.programs.simulation.jobs_audit import Hold
 from tests.programs.simulation.loop import EPOCH, Process
 from tests.programs.simulation.network import Link, Network, Transport
-from tests.programs.simulation.processes import HOST
+from tests.programs.simulation.notes import Script
+from tests.programs.simulation.processes import HOST, QUEUE
 from tests.programs.traces.recorder import Recorder
 from tests.support.preload import compile_preload
 from tests.support.processes import start
@@ -188,6 +189,10 @@ class SteppedServer:
         """The processes that enqueued jobs, and when they did."""
         self.num_commands: Counter[str] = Counter()
         """Number of commands by the process that sent them."""
+        self.scripts: list[Script] = []
+        """All scripts that workers sent and that were not refused."""
+        self.num_refused: Counter[Process] = Counter()
+        """Number of refused scripts of each process."""
         self.full_until = 0.0
         """The world's time until which the server refuses scripts, because its disk is full."""
         self._subscribers: list[ServerConnection] = []
@@ -243,6 +248,7 @@ class SteppedServer:
         at_us = int((EPOCH + self.loop.now) * 1e6)
         self.process.set_microseconds(at_us)
         if self.loop.now < self.full_until and name in _SCRIPTS:
+            self.num_refused[sender] += 1
             return _DISK_FULL
         num_replies = max(1, len(command) - 1) if name in _SUBSCRIBING else 1
         packed = hiredis.pack_command(tuple(command))
@@ -258,6 +264,9 @@ class SteppedServer:
             replies = connection.exchange(packed, num_replies)
         if self._recorder is not None:
             self._recorder.note(connection, sender.name, at_us, command, replies)
+        if name == b"EVALSHA" and sender.name.startswith("worker"):
+            script = self._names.get(command[1].decode(), "")
+            self.scripts.append(Script(sender.name, script, self.loop.now))
         if name == b"EVALSHA" and command[1] == self._hold_digest:
             self._note_hold(sender.name, command, replies)
         if name == b"RPUSH" and command[1].startswith(b"rq:queue:"):
@@ -275,6 +284,18 @@ class SteppedServer:
             self._bring_messages()
         return replies
 
+    def report_cancels(self) -> None:
+        """Publish a message `cancel` for each running request."""
+        if not self.process.is_running:
+            return
+        keys = Keys(QUEUE)
+        [running] = self.process.ask(("ZRANGE", keys.leases, 0, -1))
+        self.process.ask(
+            *(("PUBLISH", keys.control, f"cancel:{each.decode()}") for each in running)
+        )
+        self.process.wait_for_writes()
+        self._bring_messages()
+
     def close(self, connection: ServerConnection) -> None:
         if connection in self._subscribers:
             self._subscribers.remove(connection)
@@ -288,8 +309,7 @@ class SteppedServer:
         for subscriber in self._subscribers if ready else ():
             if subscriber.socket.fileno() in ready:
                 messages, link = subscriber.socket.recv(_PAGE), subscriber.transport.link
-                if link.swallows_messages:
-                    link.swallows_messages = False
+                if self.loop.now < link.swallows_messages_until:
                     self.trace.note(link.near.process, f"gets no messages on link {link.number}")
                 else:
                     subscriber.transport.write(messages)

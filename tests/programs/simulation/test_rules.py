@@ -12,10 +12,17 @@ from tests.programs.chaos.audit.auditor import Snapshot
 from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
 from tests.programs.simulation.auditor import Stream, check_times, lives
 from tests.programs.simulation.causes import check_causes
-from tests.programs.simulation.loop import EPOCH, SimulatedLoop
-from tests.programs.simulation.notes import Claim, Disturbance, Drain, Notes, Step
+from tests.programs.simulation.loop import EPOCH, Process, SimulatedLoop
+from tests.programs.simulation.notes import Claim, Disturbance, Drain, Notes, Script, Step
+from tests.programs.simulation.patience_audit import check_patience
 from tests.programs.simulation.plan import Fault
-from tests.programs.simulation.watch import Watch, check_idle, check_listed, check_statistics
+from tests.programs.simulation.watch import (
+    Watch,
+    check_given_back,
+    check_idle,
+    check_listed,
+    check_statistics,
+)
 
 WORKER = "worker-1.1"
 
@@ -168,12 +175,19 @@ def test_finds_a_claim_in_a_drain() -> None:
     assert story.rules() == {"claim in a drain"}
 
 
+def test_finds_a_worker_that_ignores_the_end_of_an_attempt() -> None:
+    story = Story()
+    story.notes.useless_rows.append(("r", "fence"))
+    assert story.rules() == {"ignored answer"}
+
+
 class Server:
     """Answers a watch as a server would, with one lease until `lease_until`."""
 
     def __init__(self) -> None:
         self.lease_until: float | None = None
-        self.num_waiting = 0
+        self.waiting: list[bytes] = []
+        self.batch: tuple[bytes, bytes] | tuple[None, None] = (None, None)
         self.channels: list[bytes] = []
         self.num_finished = 3
 
@@ -181,24 +195,53 @@ class Server:
         until = self.lease_until
         leases = [] if until is None else [b"r", unix_ms(until).encode()]
         answers: dict[str | int, Any] = {
-            "ZRANGE": leases,
-            "ZCARD": self.num_waiting,
+            "HMGET": self.batch,
             "PUBSUB": self.channels,
             "HGET": b"%d" % self.num_finished,
             "XRANGE": [(b"1-0", [b"finished", b"1"])],
         }
-        return [answers[command[0]] for command in commands]
+
+        def answer(command: tuple[str | int, ...]) -> Any:
+            if command[0] != "ZRANGE":
+                return answers[command[0]]
+            if command[1] == Keys(Queue.VOLUME).pending:
+                return self.waiting
+            return leases if command[-1] == "WITHSCORES" else leases[:1]
+
+        return [answer(command) for command in commands]
+
+
+NO_CALLS: dict[str, Counter[Process]] = {"connections": Counter(), "refused scripts": Counter()}
+
+
+@dataclass(frozen=True)
+class Named:
+    """Stands for a process."""
+
+    name: str
+
+
+def worker(**fields: Any) -> Any:
+    """Returns the parts of a worker that a watch looks at."""
+    idle = {"num_held": 0, "most_held": 20, "has_room": True, "running": set()}
+    served = {"is_serving": True, "worker_id": "w", "ready_at": 2.0, "process": Named(WORKER)}
+    return SimpleNamespace(**{**served, **idle, **fields})
+
+
+def look(watch: Watch, now: float, *workers: Any, is_calm: bool = True, **more: Any) -> None:
+    """Lets a watch look at workers, in a calm world unless other facts are given."""
+    facts = {"processes": [], "calls": NO_CALLS, "is_quiet": is_calm, **more}
+    watch.look(now, workers, is_calm=is_calm, **facts)
 
 
 def test_finds_a_lease_that_is_renewed_too_late() -> None:
     server = Server()
     watch = Watch(server.ask, 1000)
     server.lease_until = 2.6
-    watch.look(2.0, [], [], Counter(), is_calm=True)
+    look(watch, 2.0)
+    look(watch, 2.2, is_calm=False)
     assert not watch.violations
-    watch.look(2.2, [], [], Counter(), is_calm=False)
-    assert not watch.violations
-    watch.look(2.2, [], [], Counter(), is_calm=True)
+    look(watch, 2.2)
     assert list(watch.violations) == [("late renewal", "r")]
 
 
@@ -207,44 +250,101 @@ def test_finds_a_client_that_stays_subscribed() -> None:
     watch = Watch(server.ask, 1000)
     server.channels = [Keys(Queue.VOLUME).events("r").encode()]
     for now in (2.0, 2.5):
-        watch.look(now, [], [], Counter(), is_calm=True)
+        look(watch, now)
     assert not watch.violations
-    watch.look(2.6, [], [], Counter(), is_calm=True)
+    look(watch, 2.6)
     assert list(watch.violations) == [("still subscribed", "r")]
 
 
-def test_finds_workers_that_idle_while_requests_wait() -> None:
+def test_finds_a_request_that_waits_beside_a_worker_with_room() -> None:
     server = Server()
     watch = Watch(server.ask, 1000)
-    name = SimpleNamespace(name=WORKER)
-    worker: Any = SimpleNamespace(
-        is_serving=True, worker_id="w", num_held=0, ready_at=2.0, process=name
-    )
-    server.num_waiting = 1
-    watch.look(2.0, [worker], [], Counter(), is_calm=False)
-    watch.look(2.3, [worker], [], Counter(), is_calm=True)
+    server.waiting = [b"r"]
+    look(watch, 2.0, worker(), is_calm=False)
+    look(watch, 2.31, worker())
+    look(watch, 2.5, worker(has_room=False))
+    look(watch, 2.6, worker())
+    look(watch, 2.94, worker())
     assert not watch.violations
-    server.lease_until = 3.0
-    watch.look(2.4, [worker], [], Counter(), is_calm=True)
-    server.lease_until = None
-    watch.look(2.6, [worker], [], Counter(), is_calm=True)
-    assert not watch.violations
-    watch.look(2.71, [worker], [], Counter(), is_calm=True)
-    assert list(watch.violations) == [("idle", "")]
+    look(watch, 2.96, worker())
+    assert list(watch.violations) == [("idle", "r")]
 
 
-def test_finds_processes_that_spin_or_connect_without_end() -> None:
+def test_finds_a_worker_that_never_polls_when_messages_are_lost() -> None:
+    server = Server()
+    watch = Watch(server.ask, 1000)
+    server.waiting = [b"r"]
+    for now in (2.0, 3.34):
+        look(watch, now, worker(), is_calm=False, is_quiet=True)
+    assert not watch.violations
+    look(watch, 3.36, worker(), is_calm=False, is_quiet=True)
+    assert list(watch.violations) == [("idle", "r")]
+
+
+def test_finds_a_heartbeat_without_a_request_that_runs() -> None:
+    server = Server()
+    watch = Watch(server.ask, 1000)
+    server.batch = unix_ms(2.3).encode(), b"[]"
+    for now in (2.1, 2.4):
+        look(watch, now, worker(running={"r"}))
+    assert not watch.violations
+    server.batch = unix_ms(2.4).encode(), b'[{"request_id": "r"}]'
+    look(watch, 2.5, worker(running={"r"}))
+    assert not watch.violations
+    server.batch = unix_ms(2.4).encode(), b"[]"
+    look(watch, 2.6, worker(running={"r"}))
+    assert list(watch.violations) == [("stale batch", "r")]
+
+
+def test_finds_a_worker_that_holds_too_much() -> None:
+    watch = Watch(Server().ask, 1000)
+    look(watch, 2.0, worker(num_held=20))
+    assert not watch.violations
+    look(watch, 2.1, worker(num_held=21))
+    assert list(watch.violations) == [("holds too much", WORKER)]
+
+
+def test_finds_processes_that_spin_connect_or_repeat_refused_calls_without_end() -> None:
     loop = SimulatedLoop("1", 1)
-    watch, connections = Watch(Server().ask, 1000), Counter({loop.root: 1000})
-    loop.root.num_callbacks = 5000
-    watch.look(0.1, [], [loop.root], Counter(), is_calm=False)
-    watch.look(0.2, [], [loop.root], connections, is_calm=False)
+    watch, root = Watch(Server().ask, 1000), loop.root
+    calls = {"connections": Counter({root: 1000}), "refused scripts": Counter({root: 100})}
+    root.num_callbacks = 5000
+    look(watch, 0.1, processes=[root], is_calm=False)
+    look(watch, 0.2, worker(process=root), processes=[root], calls=calls, is_calm=False)
     assert not watch.violations
-    loop.root.num_callbacks = 10_001
-    connections[loop.root] = 1001
-    watch.look(0.3, [], [loop.root], connections, is_calm=False)
-    loop.close()
+    root.num_callbacks = 10_001
+    calls["connections"][root] += 1
+    look(watch, 0.3, processes=[root], calls=calls, is_calm=False)
     assert list(watch.violations) == [("spins", "world"), ("hammers", "world")]
+    watch.violations.clear()
+    calls["connections"][root] = 0
+    calls["refused scripts"][root] += 1
+    look(watch, 0.4, worker(process=root), calls=calls, is_calm=False)
+    loop.close()
+    assert list(watch.violations) == [("hammers", "world")]
+
+
+def test_finds_a_lease_that_a_worker_left_behind() -> None:
+    server = Server()
+    assert not list(check_given_back(server.ask, worker()))
+    server.lease_until = 3.0
+    assert not list(check_given_back(server.ask, worker(worker_id="other")))
+    [violation] = check_given_back(server.ask, worker(worker_id="3"))
+    assert violation.rule == "left behind"
+
+
+def test_finds_a_reaping_right_after_the_server_was_silent() -> None:
+    notes = Notes()
+
+    def reaps(at: float) -> list[str]:
+        times = ("renew", 1.0), ("heartbeat", 1.5), ("heartbeat", 2.1), ("reap", at)
+        scripts = [Script(WORKER, name, seconds) for name, seconds in times]
+        return [violation.rule for violation in check_patience(scripts, notes, lease_ms=1000)]
+
+    assert reaps(2.4) == ["early reap"]
+    assert reaps(2.6) == []
+    notes.disturbances.append(Disturbance(Fault.HOLD, WORKER, 1.4, 2.2))
+    assert reaps(2.4) == []
 
 
 def test_finds_a_worker_that_stays_listed() -> None:

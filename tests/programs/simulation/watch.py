@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.request_queue import POLL_SECONDS
 from tests.programs.chaos.audit.auditor import Violation
 from tests.programs.simulation.loop import EPOCH, Process
 from tests.programs.simulation.processes import QUEUE, WorkerProgram
@@ -22,13 +24,18 @@ _MOST_CALLBACKS = 5000
 """Callbacks of a process between two looks."""
 _MOST_CONNECTIONS = 1000
 """Connections of a process in a second."""
-_MOST_HELD = 20
-"""Requests that a worker holds: its 9 places, and those that it takes in 100 ms."""
+_MOST_REFUSED = 100
+"""Scripts of a worker that a server with a full disk refuses in a second."""
 _LEAST_PART_OF_LEASE = 0.5
 """Without faults, a lease never has less left, so that a failed renewal does not cost it."""
 _MOST_SECONDS_SUBSCRIBED = 0.5
 """Seconds after a request's end during which clients may still be subscribed."""
-_MOST_SECONDS_IDLE = 0.3
+_MOST_SECONDS_IDLE = 0.35
+"""Seconds in a calm world that a request waits beside a worker with room."""
+_MOST_SECONDS_UNPOLLED = POLL_SECONDS + _MOST_SECONDS_IDLE
+"""Likewise in a world that loses only messages."""
+_LEAST_SECONDS_IN_BATCH = 0.25
+"""Seconds in the engine after which a request is in the next heartbeat's batch."""
 _MOST_SECONDS_WITHOUT_HEARTBEAT = 1.5
 
 Ask = Callable[..., Any]
@@ -45,8 +52,11 @@ class Watch:
     most: Counter[str] = field(default_factory=Counter)
     """The largest value of each measure, from which its limit was chosen."""
     _callbacks: Counter[Process] = field(default_factory=Counter)
-    _connections: list[Counter[Process]] = field(default_factory=list)
-    _idle_since: float = 0.0
+    _calls: list[dict[str, Counter[Process]]] = field(default_factory=list)
+    _waiting_since: dict[bytes, float] = field(default_factory=dict)
+    """Since when each request waits beside a worker with room."""
+    _running_since: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Since when each worker runs each request."""
     _subscribed: dict[bytes, float] = field(default_factory=dict)
     """Since when somebody listens to each request, by channel."""
 
@@ -55,25 +65,40 @@ class Watch:
         now: float,
         workers: Iterable[WorkerProgram],
         processes: Iterable[Process],
-        connections: Counter[Process],
+        calls: Mapping[str, Counter[Process]],
+        *,
         is_calm: bool,
+        is_quiet: bool,
     ) -> None:
-        """Look at all processes and, in a calm world, at the server."""
+        """Look at all processes and, in a calm or quiet world, at the server.
+
+        `calls` has the number of connections that each process opened, and of refused scripts. In a
+        quiet world, only losses of messages may still have an effect.
+        """
         workers = list(workers)
-        self._connections = [*self._connections[-10:], connections.copy()]
+        self._calls = [*self._calls[-10:], {what: count.copy() for what, count in calls.items()}]
         for process in processes:
             num_callbacks = process.num_callbacks - self._callbacks[process]
             self._callbacks[process] = process.num_callbacks
             self._limit("spins", process.name, num_callbacks, _MOST_CALLBACKS, "callbacks in 0.1 s")
-            opened = connections[process] - self._connections[0][process]
+            opened = self._in_last_second("connections", process)
             self._limit("hammers", process.name, opened, _MOST_CONNECTIONS, "connections in 1 s")
         for program in workers:
-            name, held = program.process.name, program.num_held
-            self._limit("holds too much", name, held, _MOST_HELD, "requests")
+            name, process = program.process.name, program.process
+            self._limit("holds too much", name, program.num_held, program.most_held, "requests")
+            refused = self._in_last_second("refused scripts", process)
+            self._limit("hammers", name, refused, _MOST_REFUSED, "refused scripts in 1 s")
+        serving = [each for each in workers if each.is_serving]
         if is_calm:
-            self._look_at_server(now, [each for each in workers if each.is_serving])
+            self._look_at_server(now, serving)
+        if is_quiet:
+            most = _MOST_SECONDS_IDLE if is_calm else _MOST_SECONDS_UNPOLLED
+            self._look_at_backlog(now, serving, most)
         else:
-            self._idle_since = now
+            self._waiting_since.clear()
+
+    def _in_last_second(self, what: str, process: Process) -> int:
+        return self._calls[-1][what][process] - self._calls[0][what][process]
 
     def _limit(self, rule: str, name: str, count: int, most: int, of: str) -> None:
         self._note(rule, count)
@@ -84,13 +109,14 @@ class Watch:
         self.violations.setdefault((rule, name), Violation(rule, request_id, what))
 
     def _look_at_server(self, now: float, workers: Sequence[WorkerProgram]) -> None:
-        """Look at the leases, the backlog, and the heartbeats of workers that serve."""
-        leases, num_waiting, channels, *heartbeats = self.ask(
+        """Look at the leases, and at the heartbeats and batches of workers that serve."""
+        leases, channels, *of_workers = self.ask(
             ("ZRANGE", _KEYS.leases, 0, -1, "WITHSCORES"),
-            ("ZCARD", _KEYS.pending),
             ("PUBSUB", "CHANNELS", _KEYS.events("*")),
             *(("HGET", _KEYS.worker(each.worker_id), "heartbeat_at") for each in workers),
+            *(("HMGET", _KEYS.slots(each.worker_id), "told_at", "slots") for each in workers),
         )
+        heartbeats, batches = of_workers[: len(workers)], of_workers[len(workers) :]
         for name, score in zip(leases[::2], leases[1::2], strict=True):
             left = float(score) / 1000 - EPOCH - now
             self._note("ms of a lease", self.lease_ms - left * 1000)
@@ -104,12 +130,37 @@ class Watch:
             if seconds > _MOST_SECONDS_WITHOUT_HEARTBEAT:
                 name = each.process.name
                 self._add("late heartbeat", name, f"{name}: the last one is {seconds:.3f} s old")
-        if not workers or leases or not num_waiting:
-            self._idle_since = now
-        seconds = now - self._idle_since
-        self._note("ms of idle workers", seconds * 1000)
-        if seconds > _MOST_SECONDS_IDLE:
-            self._add("idle", "", f"all workers idle for {seconds:.3f} s, and requests wait")
+        self._look_at_batches(now, workers, batches)
+
+    def _look_at_batches(
+        self, now: float, workers: Sequence[WorkerProgram], batches: Sequence[Any]
+    ) -> None:
+        """Check that the last heartbeat of a worker had the requests that ran then and run now."""
+        self._running_since = {
+            (each.process.name, request_id): self._running_since.get(
+                (each.process.name, request_id), now
+            )
+            for each in workers
+            for request_id in each.running
+        }
+        for each, (told_at, batch) in zip(workers, batches, strict=True):
+            known = {slot["request_id"] for slot in json.loads(batch or b"[]")}
+            before = int(told_at or 0) / 1000 - EPOCH - _LEAST_SECONDS_IN_BATCH
+            for request_id in sorted(each.running - known):
+                if self._running_since[each.process.name, request_id] < before:
+                    what = f"{each.process.name} does not report that it runs"
+                    self._add("stale batch", request_id, what, request_id)
+
+    def _look_at_backlog(self, now: float, workers: Sequence[WorkerProgram], most: float) -> None:
+        """Check that no request waits for more than `most` seconds beside a worker with room."""
+        has_room = any(each.has_room for each in workers)
+        [waiting] = self.ask(("ZRANGE", _KEYS.pending, 0, -1)) if has_room else [[]]
+        self._waiting_since = {each: self._waiting_since.get(each, now) for each in waiting}
+        for request_id, since in self._waiting_since.items():
+            self._note(f"ms beside a worker with room, at most {most}", (now - since) * 1000)
+            if now - since > most:
+                what = f"it waits for {now - since:.3f} s beside a worker with room"
+                self._add("idle", request_id.decode(), what, request_id.decode())
 
     def _look_at_channels(self, now: float, channels: Sequence[bytes]) -> None:
         self._subscribed = {channel: self._subscribed.get(channel, now) for channel in channels}
@@ -150,6 +201,16 @@ def check_idle(
     if channels:
         what = f"{len(channels)} channels of requests that have ended"
         yield Violation("still subscribed", "", what)
+
+
+def check_given_back(ask: Ask, worker: WorkerProgram) -> Iterator[Violation]:
+    """Checks that no lease belongs to a worker that has ended in order."""
+    [held] = ask(("ZRANGE", _KEYS.leases, 0, -1))
+    holders = ask(*(("HGET", _KEYS.request(each.decode()), "worker") for each in held))
+    for request_id, holder in zip(held, holders, strict=True):
+        if holder == worker.worker_id.encode():
+            what = f"{worker.process.name} has ended and still holds {request_id.decode()}"
+            yield Violation("left behind", request_id.decode(), what)
 
 
 def check_listed(ask: Ask, drained: Iterable[WorkerProgram]) -> Iterator[Violation]:

@@ -44,6 +44,7 @@ from tests.programs.simulation.jobs_audit import (
 from tests.programs.simulation.loop import EPOCH, SimulatedLoop, SimulatedTask, StandstillError
 from tests.programs.simulation.network import Network
 from tests.programs.simulation.order_audit import check_order
+from tests.programs.simulation.patience_audit import check_patience
 from tests.programs.simulation.places import Place, Site, running
 from tests.programs.simulation.plan import Fault, Plan
 from tests.programs.simulation.processes import QUEUE, NotingQueue, WorkerProgram
@@ -107,7 +108,7 @@ class World:
         self._site = Site(plan.seed, self.loop, self.network, self.trace)
         self._notes = self._site.notes
         files = server.folder / "files"
-        self._fleet = Fleet(plan, self._site, files, self._violate)
+        self._fleet = Fleet(plan, self._site, files, self._violate, server.ask)
         self._faults = Faults(self._site, self._fleet, self._server)
         self._watcher = Watch(server.ask, plan.lease_ms)
 
@@ -177,8 +178,18 @@ class World:
             if self._server_process.is_running:
                 processes = running(self._fleet.places)
                 is_calm = self._notes.is_calm(self.loop.now)
-                connections = self.network.num_connects
-                self._watcher.look(self.loop.now, self._workers, processes, connections, is_calm)
+                calls = {
+                    "connections": self.network.num_connects,
+                    "refused scripts": self._server.num_refused,
+                }
+                self._watcher.look(
+                    self.loop.now,
+                    self._workers,
+                    processes,
+                    calls,
+                    is_calm=is_calm,
+                    is_quiet=self._notes.is_quiet(self.loop.now),
+                )
 
     async def _let_all_end(self) -> None:
         self.network.heal()
@@ -272,6 +283,7 @@ class World:
         result.violations += check_cut_off(sent, streams)
         result.violations += check_http(over_http, requests, self._notes)
         result.violations += check_leaders(self._server.holds)
+        result.violations += check_patience(self._server.scripts, self._notes, self.plan.lease_ms)
         result.violations += check_times(self._notes, requests, sent, streams)
         result.violations += check_causes(self._notes, requests, self.plan.lease_ms)
         if not self.plan.faults:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
 
 from promptq.shared.protocol.claims import Held, Room
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
@@ -24,10 +25,14 @@ LEASE_SECONDS = 10.0
 
 class Unreachable(AsyncRequestQueue):
     is_away = False
+    is_back: asyncio.Event | None = None
+    """If given, a call during an outage waits for this event, as a call with retries does."""
 
     async def run(self, call: Call[Any]) -> Any:
-        if self.is_away:
+        if self.is_away and self.is_back is None:
             raise RedisConnectionError("nobody answers")
+        if self.is_away and self.is_back is not None:
+            await self.is_back.wait()
         return await super().run(call)
 
 
@@ -96,6 +101,52 @@ async def test_gives_others_time_to_renew_where_it_has_just_started(
     assert await queue.state(request_id) is RequestState.ACTIVE, "its holder may still renew"
     await beat(reaper, clock, 1)
     assert await queue.state(request_id) is RequestState.WAITING
+
+
+async def test_gives_others_time_to_renew_after_the_server_refused_writes(
+    queue: Unreachable, redis_url: str
+) -> None:
+    """For example, its disk was full, or it was a replica during a failover."""
+    clock = Clock()
+    reaper = Reaper(queue, clock)
+    await beat(reaper, clock, 3)
+    request_id = await held_past_its_lease(queue, redis_url)
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as admin:
+        await admin.config_set("min-replicas-to-write", 1)
+        try:
+            for _ in range(12):
+                with pytest.raises(RedisError):
+                    await beat(reaper, clock, 1)
+        finally:
+            await admin.config_set("min-replicas-to-write", 0)
+    await beat(reaper, clock, 2)
+    assert await queue.state(request_id) is RequestState.ACTIVE, "its holder may still renew"
+    await beat(reaper, clock, 2)
+    assert await queue.state(request_id) is RequestState.WAITING
+
+
+@pytest.mark.parametrize("is_patient", [False, True], ids=["reaping", "counting"])
+async def test_no_call_from_before_an_outage_reaps_after_the_outage(
+    queue: Unreachable, redis_url: str, is_patient: bool
+) -> None:
+    """The client repeats a call until the server is back."""
+    clock = Clock()
+    reaper = Reaper(queue, clock)
+    await beat(reaper, clock, 1 if is_patient else 3)
+    clock.now += 2.4 if is_patient else 4.95
+    request_id = await held_past_its_lease(queue, redis_url)
+    queue.is_away, queue.is_back = True, asyncio.Event()
+    call = asyncio.create_task(reaper.run_once())
+    await asyncio.wait([call], timeout=0.2)
+    clock.now += 3 * LEASE_SECONDS
+    queue.is_back.set()
+    await asyncio.wait([call])
+    queue.is_away = False
+    await reaper.run_once()
+    assert await queue.state(request_id) is RequestState.ACTIVE, "its holder may still renew"
+    await beat(reaper, clock, 3)
+    assert await queue.state(request_id) is RequestState.WAITING
+    assert is_patient or isinstance(call.exception(), RedisError)
 
 
 async def test_ends_all_that_is_overdue_in_one_turn(queue: Unreachable) -> None:
