@@ -76,8 +76,11 @@ def make_of_sentinels(kind: Any, url: str, pool_options: Mapping[str, Any]) -> A
 
 
 class _Named:
-    """Remembers the master that a sentinel named last. Ignores sentinels that have not heard yet of
-    a failover that another one has reported: each failover increases the `config-epoch`."""
+    """Remembers the master that a sentinel named last. Ignores sentinels that may name a former:
+
+    - The sentinel that leads a failover names the former master until all replicas follow the new.
+    - Others name the former master until they hear of the failover, which increases `config-epoch`.
+    """
 
     _address: tuple[str, int] | None = None
     _epoch = 0
@@ -85,7 +88,7 @@ class _Named:
 
     def check_master_state(self, state: Mapping[str, Any], service_name: str) -> bool:
         inherited: Any = super()
-        if state["config-epoch"] < self._epoch:
+        if "failover_in_progress" in state["flags"] or state["config-epoch"] < self._epoch:
             return False
         is_alive: bool = inherited.check_master_state(state, service_name)
         if is_alive:

@@ -19,7 +19,15 @@ import redis
 from promptq import AsyncClient, Client
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.connection import open_async_redis, open_redis
-from tests.faults.sentinels import ALONE, SERVICE, Guarded, guarded_by_three, is_found, sentinel
+from tests.faults.sentinels import (
+    ALONE,
+    SERVICE,
+    Guarded,
+    guarded_by_three,
+    is_found,
+    of_master,
+    sentinel,
+)
 from tests.support.network import Network
 from tests.support.requests import KINDS
 from tests.support.roles import as_role
@@ -168,6 +176,44 @@ async def test_nobody_believes_a_sentinel_that_missed_a_failover(
                     assert await states_in(client, asynchronous, request_id) == ["waiting"] * 2
                     newest_sentinel.close()
                     assert await states_in(client, asynchronous, request_id) == ["waiting"] * 2
+
+
+async def test_nobody_believes_the_leader_of_a_failover_until_its_end(
+    tmp_path: Path, asks_each_time: None
+) -> None:
+    """It names the former master until all replicas follow the new one. Here, one replica hangs."""
+    ports = free_port(), free_port()
+    leader, another = (redis.Redis(port=port) for port in ports)
+    addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+    url = as_role("producer", f"redis+sentinel://{addresses}/{SERVICE}/0")
+    with ExitStack() as running, OwnServer(tmp_path / "former") as former:
+        of_former = ("--replicaof", f"127.0.0.1 {former.port}")
+        master = running.enter_context(OwnServer(tmp_path / "master", *of_former))
+        never = ("--replica-priority", "0")  # Sentinel never makes it the master
+        hangs = running.enter_context(OwnServer(tmp_path / "hangs", *of_former, *never))
+        with former.client() as client:
+            until(lambda: client.info("replication")["connected_slaves"] == 2)
+        for port in ports:
+            running.enter_context(naming(tmp_path / f"{port}", port, former, 0))
+        until(lambda: all(map(knows_both, (leader, another))))
+        with Client(url) as client, Client(master.url) as direct:
+            async with AsyncClient(url) as asynchronous:
+                assert await states_in(client, asynchronous, "a") == [None] * 2
+                hangs.freeze()
+                leader.execute_command("SENTINEL FAILOVER", SERVICE)
+                until(lambda: of_master(another)["port"] == str(master.port))
+                request_id = direct.enqueue("a")
+                assert await states_in(client, asynchronous, request_id) == ["waiting"] * 2
+    leader.close()
+    another.close()
+
+
+def knows_both(watcher: redis.Redis) -> bool:
+    """Whether a sentinel knows two replicas and another sentinel."""
+    if not is_found(watcher):
+        return False
+    known = of_master(watcher)
+    return (known["num-slaves"], known["num-other-sentinels"]) == ("2", "1")
 
 
 async def check_both_clients(url: str) -> None:
