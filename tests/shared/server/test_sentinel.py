@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ import redis
 from promptq import AsyncClient, Client
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.connection import open_async_redis, open_redis
-from tests.faults.sentinels import ALONE, SERVICE, Guarded, guarded_by_three, is_found, sentinel
+from tests.faults.sentinels import (
+    ALONE,
+    SERVICE,
+    Guarded,
+    guarded_by_three,
+    is_found,
+    of_master,
+    sentinel,
+)
 from tests.support.network import Network
 from tests.support.requests import KINDS
 from tests.support.roles import as_role
@@ -98,6 +108,112 @@ async def test_a_change_of_the_master_interrupts_no_call(guarded: Guarded) -> No
         assert not any(it.is_connected for it in pool._available_connections), "idle ones close"
         for said in await asyncio.gather(*asking_master):
             assert said == [f"{each}".encode() for each in range(100)]
+
+
+@pytest.fixture
+def asks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes clients ask a sentinel before each call."""
+    monkeypatch.setattr("promptq.shared.server.sentinel._FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("promptq.shared.server.sentinel._MOST_TIME_ASKING", math.inf)
+
+
+def naming(folder: Path, port: int, master: OwnServer, epoch: int) -> Any:
+    """Starts a sentinel that names a server as the master after this number of failovers."""
+    text = f"port {port}\n{ALONE.format(folder=folder, service=SERVICE, master=master.port)}"
+    return sentinel(folder, f"{text}sentinel config-epoch {SERVICE} {epoch}\n")
+
+
+async def states_in(client: Client, asynchronous: AsyncClient, request_id: str) -> list[Any]:
+    """Returns the request's state in each client, on the server that its second call reaches."""
+    for _ in range(2):
+        states = [client.state(request_id), await asynchronous.state(request_id)]
+    return states
+
+
+async def test_no_call_reaches_a_former_master_that_still_runs(
+    tmp_path: Path, asks_each_time: None
+) -> None:
+    """Open connections close, even after sentinels have forgotten their number of failovers."""
+    port = free_port()
+    url = as_role("producer", f"redis+sentinel://127.0.0.1:{port}/{SERVICE}/0")
+    with (
+        OwnServer(tmp_path / "former") as former,
+        OwnServer(tmp_path / "master") as master,
+        naming(tmp_path / "sentinel", port, former, 1),
+        redis.Redis(port=port) as watcher,
+        Client(master.url) as direct,
+    ):
+        until(lambda: is_found(watcher))
+        request_id = direct.enqueue("a")
+        async with AsyncClient(url) as asynchronous:
+            with Client(url) as client:
+                assert await states_in(client, asynchronous, request_id) == [None] * 2
+                watcher.execute_command("SENTINEL REMOVE", SERVICE)
+                watcher.execute_command("SENTINEL MONITOR", SERVICE, "127.0.0.1", master.port, 1)
+                until(lambda: is_found(watcher))
+                assert await states_in(client, asynchronous, request_id) == ["waiting"] * 2
+
+
+async def test_nobody_believes_a_sentinel_that_missed_a_failover(
+    tmp_path: Path, asks_each_time: None
+) -> None:
+    newest, late = free_port(), free_port()
+    addresses = f"127.0.0.1:{newest},127.0.0.1:{late}"
+    url = as_role("producer", f"redis+sentinel://{addresses}/{SERVICE}/0")
+    with (
+        OwnServer(tmp_path / "former") as former,
+        OwnServer(tmp_path / "master") as master,
+        naming(tmp_path / "late", late, former, 0),
+        redis.Redis(port=newest) as watcher,
+        Client(master.url) as direct,
+    ):
+        request_id = direct.enqueue("a")
+        with ExitStack() as newest_sentinel:
+            newest_sentinel.enter_context(naming(tmp_path / "newest", newest, master, 1))
+            until(lambda: is_found(watcher))
+            async with AsyncClient(url) as asynchronous:
+                with Client(url) as client:
+                    assert await states_in(client, asynchronous, request_id) == ["waiting"] * 2
+                    newest_sentinel.close()
+                    assert await states_in(client, asynchronous, request_id) == ["waiting"] * 2
+
+
+async def test_nobody_believes_the_leader_of_a_failover_until_its_end(
+    tmp_path: Path, asks_each_time: None
+) -> None:
+    """It names the former master until all replicas follow the new one. Here, one replica hangs."""
+    ports = free_port(), free_port()
+    leader, another = (redis.Redis(port=port) for port in ports)
+    addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+    url = as_role("producer", f"redis+sentinel://{addresses}/{SERVICE}/0")
+    with ExitStack() as running, OwnServer(tmp_path / "former") as former:
+        of_former = ("--replicaof", f"127.0.0.1 {former.port}")
+        master = running.enter_context(OwnServer(tmp_path / "master", *of_former))
+        never = ("--replica-priority", "0")  # Sentinel never makes it the master
+        hangs = running.enter_context(OwnServer(tmp_path / "hangs", *of_former, *never))
+        with former.client() as client:
+            until(lambda: client.info("replication")["connected_slaves"] == 2)
+        for port in ports:
+            running.enter_context(naming(tmp_path / f"{port}", port, former, 0))
+        until(lambda: all(map(knows_both, (leader, another))))
+        with Client(url) as client, Client(master.url) as direct:
+            async with AsyncClient(url) as asynchronous:
+                assert await states_in(client, asynchronous, "a") == [None] * 2
+                hangs.freeze()
+                leader.execute_command("SENTINEL FAILOVER", SERVICE)
+                until(lambda: of_master(another)["port"] == str(master.port))
+                request_id = direct.enqueue("a")
+                assert await states_in(client, asynchronous, request_id) == ["waiting"] * 2
+    leader.close()
+    another.close()
+
+
+def knows_both(watcher: redis.Redis) -> bool:
+    """Whether a sentinel knows two replicas and another sentinel."""
+    if not is_found(watcher):
+        return False
+    known = of_master(watcher)
+    return (known["num-slaves"], known["num-other-sentinels"]) == ("2", "1")
 
 
 async def check_both_clients(url: str) -> None:
