@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from promptq.worker.engine.decoders.native import NativeDecoder, UnpackedDecoder
 from promptq.worker.engine.device.expert_weights import input_weights
 from promptq.worker.engine.native.library import load_native
 from promptq.worker.engine.quantization.modules import quantize_model
-from tests.worker.engine.tiny_models import MIXTURES, make_model
+from tests.worker.engine.tiny_models import MIXTURES, make_model, mixture_of
 
 SEED = 13
 SIZE = 32
@@ -26,12 +27,6 @@ def mixture(family: str, **overrides: Any) -> Any:
     model: Any = make_model(family, SEED, **overrides)
     model.set_experts_implementation("eager")  # the other one knows no odd sizes
     return mixture_of(model)
-
-
-def mixture_of(model: Any) -> Any:
-    layer = model.model.layers[-1]
-    names = ("block_sparse_moe", "mixer", "mlp")
-    return next(getattr(layer, name) for name in names if hasattr(layer, name))
 
 
 def rows(count: int, dtype: torch.dtype = torch.float32, size: int = SIZE) -> torch.Tensor:
@@ -125,6 +120,15 @@ def test_all_rows_to_one_expert_and_none_to_others() -> None:
         torch.testing.assert_close(computed(parts, x), expected(mlp, x), rtol=1e-4, atol=1e-5)
     finally:
         bias[:] = before
+
+
+def test_a_number_is_added_to_the_sum_of_shares() -> None:
+    parts, x = ExpertParts.of(mixture("lfm2_moe")), rows(9)
+    routing = parts.routing
+    sums = replace(routing, normalizes=False).shares(x @ parts.router.T).sum(-1, keepdim=True)
+    wanted = computed(parts, x) * sums / (sums + 0.5)
+    added = replace(parts, routing=replace(routing, added_sum=0.5))
+    torch.testing.assert_close(computed(added, x), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_that_is_not_finite_harms_no_other() -> None:
