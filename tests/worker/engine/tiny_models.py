@@ -388,6 +388,13 @@ def mixture_of(model: Any) -> Any:
     return next(getattr(layer, name) for name in names if hasattr(layer, name))
 
 
+def assert_near(y: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Compare results of experts. The largest result sets the tolerance, because a small result may
+    be a sum of large terms."""
+    largest = float(wanted.abs().max())
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5 * max(1.0, largest))
+
+
 def save_model(directory: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
     """Saves a tiny model as a directory."""
     make_model(family, seed, **overrides).save_pretrained(directory)

@@ -205,10 +205,10 @@ def _biases(fused: Any, index: int) -> tuple[torch.Tensor | None, torch.Tensor |
 def _routing(mlp: Any, router: Any, found: Found) -> Routing:
     """Returns the routing of a router. Raises NotOfThisKindError if no known formula fits."""
     names = {name for name, _ in router.named_children()}
-    weight = getattr(getattr(router, _LINEAR, router), "weight", None)
-    is_known = hasattr(router, "top_k") and weight is not None and names <= _PARTS_OF_ROUTER
+    linear = getattr(router, _LINEAR, router)
+    is_known = hasattr(router, "top_k") and hasattr(linear, "weight") and names <= _PARTS_OF_ROUTER
     require(is_known, f"a router of type {type(router).__name__}")
-    num_experts = len(weight)
+    num_experts = len(linear.weight)
     owners = [mlp, router, getattr(router, "moe_statics", router)]
     bias = next((each for each in map(_choice_bias, owners) if each is not None), None)
     routing = Routing(
@@ -225,7 +225,7 @@ def _routing(mlp: Any, router: Any, found: Found) -> Routing:
     )
     fields = vars(router).items()
     settings = tuple((name, each) for name, each in fields if isinstance(each, int | float | str))
-    key = type(router), weight.shape, bias is None, settings
+    key = type(router), linear.weight.shape, bias is None, settings
     if key not in found:
         found[key] = _formula(routing, mlp, router)
     if (formula := found[key]) is None:

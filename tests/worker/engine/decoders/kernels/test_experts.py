@@ -21,7 +21,7 @@ from promptq.worker.engine.decoders.kernels.experts import choose_experts
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder, fused_mlp
 from promptq.worker.engine.decoders.kernels.grouped_product import GroupedProduct, Groups
 from promptq.worker.engine.quantization.modules import quantize_model
-from tests.worker.engine.tiny_models import MIXTURES, make_model, mixture_of
+from tests.worker.engine.tiny_models import MIXTURES, assert_near, make_model, mixture_of
 
 
 def random_routing(draw: random.Random, generator: torch.Generator, scores: str) -> Routing:
@@ -144,7 +144,7 @@ def test_each_familys_experts(family: str, bits: int | None, seed: int) -> None:
     wanted = (wanted[0] if isinstance(wanted, tuple) else wanted)[0]
     with poisoned_memory():
         found = fused_mlp(ExpertParts.of(mlp))(x[0])
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert_near(found, wanted)
 
 
 @torch.inference_mode()
