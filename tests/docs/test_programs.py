@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +38,38 @@ def test_unknown_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setattr("sys.argv", ["tests", "chaoss"])
     assert run("python -m tests", TESTS) == 2
     assert "no 'chaoss'" in capsys.readouterr().err
+
+
+ENDING = """
+import os, signal, sys
+if (word := sys.argv[1]) == "exit":
+    sys.exit(3)
+os.kill(os.getpid() if word == "kill" else os.getppid(), signal.Signals[sys.argv[2]])
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "name"),
+    [
+        ("exit", 3, ""),
+        ("kill SIGKILL", 137, "SIGKILL"),
+        ("parent SIGTERM", 143, "SIGTERM"),
+    ],
+)
+def test_a_killed_program_is_named(words: str, code: int, name: str, tmp_path: Path) -> None:
+    """Whether the program is killed or the process that waits for it."""
+    (tmp_path / "ending.py").write_text(ENDING)
+    starting = f"from {Program.__module__} import *; sys.exit(Program('ending').run(sys.argv[1:]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", starting, *words.split()],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == code
+    assert ended.stderr == (f"ending was killed by {name}\n" if name else "")
 
 
 def test_pages_and_code_name_what_there_is() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,14 +32,28 @@ class Program:
         paragraph = " ".join(text.split("\n\n")[0].split())
         return paragraph.split(". ")[0].rstrip(".") + "."
 
-    def start(self, arguments: list[str]) -> None:
-        """Replaces this process by the program."""
+    def run(self, arguments: list[str]) -> int:
+        """Run the program, and pass signals on to it. Returns the exit code. Names the signal that
+        killed the program, because a killed program prints nothing itself."""
         source = self._path().read_text()
         if {"-h", "--help"} & set(arguments) and "argparse" not in source:
             print(ast.get_docstring(ast.parse(source)))
-            sys.exit(0)
+            return 0
         command = [sys.executable, "-m", self.module, *self.arguments, *arguments]
-        os.execve(sys.executable, command, {**os.environ, **self.environment})  # noqa: S606
+        process: subprocess.Popen[bytes] | None = None
+
+        def pass_on(number: int, _: object) -> None:
+            if process is not None:
+                process.send_signal(number)
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, pass_on)
+        process = subprocess.Popen(command, env={**os.environ, **self.environment})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the program as well
+        code = process.wait()
+        if code < 0:
+            print(f"{self.module} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        return code if code >= 0 else 128 - code
 
     def _path(self) -> Path:
         spec = find_spec(self.module)
@@ -52,7 +68,7 @@ def run(command: str, programs: Mapping[str, Program]) -> int:
     """Start the program that the command line names, or print the page. Returns the exit code."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in programs:
-        programs[name].start(arguments)
+        return programs[name].run(arguments)
     if name not in ("-h", "--help"):
         print(f"There is no {name!r}; {command} --help lists all names.", file=sys.stderr)
         return 2

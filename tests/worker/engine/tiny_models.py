@@ -102,6 +102,13 @@ LONGCAT: dict[str, Any] = {  # each layer attends twice
     "moe_topk": 2,
     "zero_expert_num": 2,
 }
+LFM2: dict[str, Any] = {
+    **LLAMA_SHAPED,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention"] * 2,
+    "conv_L_cache": 3,
+    "conv_bias": True,
+}
 RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**LLAMA_SHAPED, **GATED_DELTA_NET, **EXPERTS},
     "qwen3_5_text": {**LLAMA_SHAPED, **GATED_DELTA_NET},
@@ -159,13 +166,7 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "routed_scaling_factor": 1.5,
     },
-    "lfm2": {
-        **LLAMA_SHAPED,
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "full_attention"] * 2,
-        "conv_L_cache": 3,
-        "conv_bias": True,
-    },
+    "lfm2": LFM2,
 }
 PARTIAL_ROTATION = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
@@ -222,6 +223,14 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "flint": {**_MIXTURE, **MIXED_LAYERS, "num_experts": 8},
     "cohere2_moe": {**_MIXTURE, **MIXED_LAYERS, "num_experts": 8},
+    "hunyuan_v1_moe": {**LLAMA_SHAPED, "num_experts": 8, "moe_topk": 3},
+    "lfm2_moe": {
+        **LFM2,
+        **_MIXTURE,
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "num_dense_layers": 1,
+    },
 }
 """Mixtures of experts, with all that their routers may have."""
 
@@ -367,9 +376,23 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     return model.eval()
+
+
+def mixture_of(model: Any) -> Any:
+    """Returns the experts and router of the last layer."""
+    layer = model.model.layers[-1]
+    names = ("block_sparse_moe", "feed_forward", "mixer", "mlp")
+    return next(getattr(layer, name) for name in names if hasattr(layer, name))
+
+
+def assert_near(y: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Compare results of experts. The largest result sets the tolerance, because a small result may
+    be a sum of large terms."""
+    largest = float(wanted.abs().max())
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5 * max(1.0, largest))
 
 
 def save_model(directory: Path, family: str, seed: int = 0, **overrides: Any) -> Path:

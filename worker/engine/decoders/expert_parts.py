@@ -28,8 +28,16 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 SCORES = ("softmax", "sigmoid", "sparsemixer")
 """Names of the functions that turn logits into scores, in the order of native/src/interface.h."""
-_PARTS = {"gate", "router", "experts", "shared_expert", "shared_experts", "shared_expert_gate"}
-_PARTS_OF_ROUTER = {"moe_statics"}
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+"""Names of shared experts."""
+_PARTS = {"gate", "router", "experts", "shared_expert_gate", *_SHARED}
+_LINEAR = "wg"
+"""The name of a linear layer that computes a router's logits."""
+_PARTS_OF_ROUTER = {"moe_statics", _LINEAR}
+_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names of a bias that only the choice of experts uses."""
+_ADDED_SUMS = (1e-20, 1e-6)
+"""Numbers that families add to the sum of shares."""
 _NUM_PROBES = 32
 
 
@@ -47,8 +55,8 @@ class Routing:
     """The number of groups from which experts are chosen. A group is better if its two best scores
     have a larger sum."""
     normalizes: bool = False
-    """Whether a row's shares are divided by their sum, or by `least_sum` if that is larger."""
-    least_sum: float = 1e-20
+    """Whether a row's shares are divided by their sum plus `added_sum`."""
+    added_sum: float = _ADDED_SUMS[0]
     scale: float = 1.0
     expert_scales: torch.Tensor | None = None
     """fp32 [num_experts], factors of the shares."""
@@ -70,7 +78,7 @@ class Routing:
         chosen = ranks.topk(self.top_k).indices
         shares = scores.gather(-1, chosen)
         if self.normalizes:
-            shares = shares / shares.sum(-1, keepdim=True).clamp_min(self.least_sum)
+            shares = shares / (shares.sum(-1, keepdim=True) + self.added_sum)
         if self.expert_scales is not None:
             shares = shares * self.expert_scales[chosen]
         return torch.zeros_like(scores).scatter(-1, chosen, self.scale * shares)
@@ -135,7 +143,8 @@ class ExpertParts:
         require(names <= _PARTS, f"an MLP of {sorted(names)}")
         router = mlp.gate if "gate" in names else mlp.router
         routing = _routing(mlp, router, {} if found is None else found)
-        weight, bias = router.weight.float(), getattr(router, "bias", None)
+        linear = getattr(router, _LINEAR, router)
+        weight, bias = linear.weight.float(), getattr(linear, "bias", None)
         if gate := getattr(mlp, "shared_expert_gate", None):
             is_plain = isinstance(gate, nn.Linear) and gate.bias is None and gate.out_features == 1
             require(is_plain, "a gate of shared experts with a bias")
@@ -143,7 +152,7 @@ class ExpertParts:
             of_gate = gate.quantized.dequantized() if is_quantized else gate.weight.float()
             weight = torch.cat([weight, of_gate])
             bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
-        shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
+        shared = next((getattr(mlp, name) for name in _SHARED if name in names), None)
         return replace(
             cls.routed(mlp.experts, routing, weight),
             router_bias=None if bias is None else bias.float(),
@@ -193,16 +202,13 @@ def _biases(fused: Any, index: int) -> tuple[torch.Tensor | None, torch.Tensor |
     return of_inputs, fused.down_proj_bias[index]
 
 
-_Formula = tuple[str, bool, float]
-"""The fields `scores`, `normalizes` and `scale` of a Routing."""
-
-
 def _routing(mlp: Any, router: Any, found: Found) -> Routing:
     """Returns the routing of a router. Raises NotOfThisKindError if no known formula fits."""
     names = {name for name, _ in router.named_children()}
-    is_known = hasattr(router, "top_k") and hasattr(router, "weight") and names <= _PARTS_OF_ROUTER
+    linear = getattr(router, _LINEAR, router)
+    is_known = hasattr(router, "top_k") and hasattr(linear, "weight") and names <= _PARTS_OF_ROUTER
     require(is_known, f"a router of type {type(router).__name__}")
-    num_experts = len(router.weight)
+    num_experts = len(linear.weight)
     owners = [mlp, router, getattr(router, "moe_statics", router)]
     bias = next((each for each in map(_choice_bias, owners) if each is not None), None)
     routing = Routing(
@@ -210,7 +216,6 @@ def _routing(mlp: Any, router: Any, found: Found) -> Routing:
         top_k=router.top_k,
         num_groups=getattr(router, "num_group", None) or 1,
         top_groups=getattr(router, "topk_group", None) or 1,
-        least_sum=getattr(router, "norm_min", 1e-20),
         jitter=getattr(router, "router_jitter_noise", 0.0),
     )
     in_group = num_experts // routing.num_groups
@@ -220,22 +225,22 @@ def _routing(mlp: Any, router: Any, found: Found) -> Routing:
     )
     fields = vars(router).items()
     settings = tuple((name, each) for name, each in fields if isinstance(each, int | float | str))
-    key = type(router), router.weight.shape, bias is None, settings
+    key = type(router), linear.weight.shape, bias is None, settings
     if key not in found:
         found[key] = _formula(routing, mlp, router)
     if (formula := found[key]) is None:
         raise NotOfThisKindError("it has a router with an unknown formula")
-    scores, normalizes, scale = formula
-    known = replace(routing, scores=scores, normalizes=normalizes, scale=scale)
+    known: Routing = formula
     return known if bias is None else replace(known, choice_bias=bias.float().flatten())
 
 
 def _choice_bias(module: Any) -> torch.Tensor | None:
-    return getattr(module, "e_score_correction_bias", None)
+    return next((getattr(module, name) for name in _BIASES if hasattr(module, name)), None)
 
 
-def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
-    """Returns the formula that reproduces the router on random inputs; None if there is none."""
+def _formula(routing: Routing, mlp: Any, router: Any) -> Routing | None:
+    """Returns the routing that reproduces the router's results on random inputs, but without the
+    `choice_bias`. Returns None if no formula fits."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -245,12 +250,13 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
         name: drawn(*each.shape) * (0.1 if each.numel() == routing.num_experts else 1.0)
         for name, each in chain(router.named_parameters(), router.named_buffers())
     }
-    weight, logit_bias = given["weight"], given.get("bias")
+    prefix = f"{_LINEAR}." if hasattr(router, _LINEAR) else ""
+    weight, logit_bias = given[f"{prefix}weight"], given.get(f"{prefix}bias")
     probes = 3.0 * drawn(_NUM_PROBES, weight.shape[1]) / weight.shape[1] ** 0.5
     # All logits of a row are shifted alike, because a softcap shows only in large logits. Sigmoids
     # of large positive logits are all 1, so a choice among these would be arbitrary.
     weight[:, 0], probes[:, 0] = 1.0, torch.linspace(-30.0, 5.0, _NUM_PROBES, device="cpu")
-    biases = [each for name, each in given.items() if name.endswith("e_score_correction_bias")]
+    biases = [each for name, each in given.items() if name.endswith(_BIASES)]
     arguments = []
     if _choice_bias(mlp) is not None:
         biases = arguments = [0.1 * drawn(routing.num_experts)]
@@ -260,14 +266,13 @@ def _formula(routing: Routing, mlp: Any, router: Any) -> _Formula | None:
         return None
     logits = nn.functional.linear(probes, weight, logit_bias)
     wanted = torch.zeros_like(logits).scatter(-1, chosen, shares.float())
-    for scores, normalizes in product(SCORES, (False, True)):
-        tried = replace(routing, scores=scores, normalizes=normalizes)
-        if biases:
-            tried = replace(tried, choice_bias=biases[0].flatten())
-        found = tried.shares(logits)
+    for scores, normalizes, added in product(SCORES, (False, True), _ADDED_SUMS):
+        tried = replace(routing, scores=scores, normalizes=normalizes, added_sum=added)
+        bias = biases[0].flatten() if biases else None
+        found = replace(tried, choice_bias=bias).shares(logits)
         scale = float((found * wanted).sum() / found.square().sum())
         if torch.allclose(scale * found, wanted, rtol=1e-3, atol=1e-5):
-            return scores, normalizes, 1.0 if abs(scale - 1) < 1e-6 else scale
+            return replace(tried, scale=1.0 if abs(scale - 1) < 1e-6 else scale)
     return None
 
 

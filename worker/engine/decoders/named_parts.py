@@ -17,6 +17,7 @@ _SYNONYMS = {
     "final_layernorm": "norm",
     "norm_f": "norm",
     "embedding_norm": "norm",
+    "pos_emb": "rotary_emb",
     "dense": "o_proj",
     "out_proj": "o_proj",
     "q_layernorm": "q_norm",

@@ -271,7 +271,7 @@ class NativeWeights(NativeTensors):
                 num_groups=routing.num_groups,
                 top_groups=routing.top_groups,
                 normalizes=routing.normalizes,
-                least_sum=routing.least_sum,
+                added_sum=routing.added_sum,
                 scale=routing.scale,
                 jitter=routing.jitter,
                 expert_scales=self._in_float32(routing.expert_scales),

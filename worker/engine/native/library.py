@@ -155,7 +155,7 @@ class Routing(Structure):
         *_all(c_int64, "num_experts", "top_k", "scores"),
         ("choice_bias", c_void_p),
         *_all(c_int64, "num_groups", "top_groups", "normalizes"),
-        *_all(c_double, "least_sum", "scale", "jitter"),
+        *_all(c_double, "added_sum", "scale", "jitter"),
         ("expert_scales", c_void_p),
     )
 

@@ -155,7 +155,7 @@ def quantize_model(
 
     for module, name in names.items():
         is_inner = type(module) is nn.Linear and module is not head
-        is_inner = is_inner and not name.endswith(".router.proj")  # must stay exact
+        is_inner = is_inner and not name.endswith((".router.proj", ".gate.wg"))  # must stay exact
         scale = embedding_scale(module)
         if is_inner and (weight := quantized(module, bits)) is not None:
             model.set_submodule(name, QuantizedLinear(weight, module.bias, dtype))

@@ -17,7 +17,7 @@ from promptq.worker.engine.decoders.norm_parts import NotOfThisKindError
 from promptq.worker.engine.device.expert_weights import misread_experts
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner.load_runner import load_runner
-from tests.worker.engine.tiny_models import MIXTURES, make_model, save_model
+from tests.worker.engine.tiny_models import MIXTURES, make_model, mixture_of, save_model
 
 FORMULAS = {
     "qwen3_moe": ("softmax", True),
@@ -34,13 +34,13 @@ FORMULAS = {
     "exaone_moe": ("sigmoid", True),
     "flint": ("sigmoid", True),
     "cohere2_moe": ("softmax", True),
+    "hunyuan_v1_moe": ("softmax", True),
+    "lfm2_moe": ("sigmoid", True),
 }
 
 
 def mixture(family: str, seed: int) -> Any:
-    model: Any = make_model(family, seed)
-    layer = model.model.layers[-1]
-    return layer.block_sparse_moe if family == "granitemoe" else layer.mlp
+    return mixture_of(make_model(family, seed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -49,6 +49,7 @@ def test_a_router_shows_its_formula(family: str, dtype: torch.dtype, seed: int) 
     """Whatever rounding hides in 16 bits."""
     parts = ExpertParts.of(mixture(family, seed).to(dtype))
     assert (parts.routing.scores, parts.routing.normalizes) == FORMULAS[family]
+    assert parts.routing.added_sum == (1e-6 if family == "lfm2_moe" else 1e-20)
     assert parts.router.dtype == torch.float32
 
 

@@ -25,7 +25,6 @@ from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_length import model_length
 from promptq.worker.engine.runner.load_runner import runner_of
 from tests.worker.engine.tiny_models import (
-    EXPERTS,
     FAMILIES,
     GPT_SHAPED,
     LATENT,
@@ -111,7 +110,6 @@ SERVED: dict[str, dict[str, Any]] = {
     "minicpm3": LATENT,
     "bailing_hybrid": LATENT
     | {"num_hidden_layers": 2, "layer_group_size": 2, "num_experts": 4, "linear_head_dim": 8},
-    "lfm2_moe": FAMILIES["lfm2"] | EXPERTS | {"num_dense_layers": 1},
     "nemotron_h": FAMILIES["nemotron_h"] | {"moe_latent_size": 16},
 }
 

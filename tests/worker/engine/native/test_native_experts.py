@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from promptq.worker.engine.decoders.native import NativeDecoder, UnpackedDecoder
 from promptq.worker.engine.device.expert_weights import input_weights
 from promptq.worker.engine.native.library import load_native
 from promptq.worker.engine.quantization.modules import quantize_model
-from tests.worker.engine.tiny_models import MIXTURES, make_model
+from tests.worker.engine.tiny_models import MIXTURES, assert_near, make_model, mixture_of
 
 SEED = 13
 SIZE = 32
@@ -26,12 +27,6 @@ def mixture(family: str, **overrides: Any) -> Any:
     model: Any = make_model(family, SEED, **overrides)
     model.set_experts_implementation("eager")  # the other one knows no odd sizes
     return mixture_of(model)
-
-
-def mixture_of(model: Any) -> Any:
-    layer = model.model.layers[-1]
-    names = ("block_sparse_moe", "mixer", "mlp")
-    return next(getattr(layer, name) for name in names if hasattr(layer, name))
 
 
 def rows(count: int, dtype: torch.dtype = torch.float32, size: int = SIZE) -> torch.Tensor:
@@ -68,7 +63,7 @@ def test_each_familys_experts(family: str) -> None:
     for is_packed in (True, False):
         for num_threads in (1, 3):
             y = computed(parts, x, is_packed=is_packed, num_threads=num_threads)
-            torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
+            assert_near(y, wanted)
 
 
 def test_transposed_experts_are_read_in_place() -> None:
@@ -109,7 +104,7 @@ def test_odd_sizes(shape: dict[str, int], count: int) -> None:
     mlp, x = mixture("qwen3_moe", **shape), rows(count)
     for is_packed in (True, False):
         y = computed(ExpertParts.of(mlp), x, is_packed=is_packed)
-        torch.testing.assert_close(y, expected(mlp, x), rtol=1e-4, atol=1e-5)
+        assert_near(y, expected(mlp, x))
 
 
 def test_all_rows_to_one_expert_and_none_to_others() -> None:
@@ -122,9 +117,19 @@ def test_all_rows_to_one_expert_and_none_to_others() -> None:
         parts = ExpertParts.of(mlp)
         chosen = parts.routing.shares(x @ parts.router.T) > 0
         assert chosen.sum(0).tolist() == [0, 700, 0, 0, 700, 0, 700, 0]
-        torch.testing.assert_close(computed(parts, x), expected(mlp, x), rtol=1e-4, atol=1e-5)
+        assert_near(computed(parts, x), expected(mlp, x))
     finally:
         bias[:] = before
+
+
+@torch.inference_mode()
+def test_a_number_is_added_to_the_sum_of_shares() -> None:
+    parts, x = ExpertParts.of(mixture("lfm2_moe")), rows(9)
+    routing = parts.routing
+    sums = replace(routing, normalizes=False).shares(x @ parts.router.T).sum(-1, keepdim=True)
+    wanted = computed(parts, x) * sums / (sums + 0.5)
+    added = replace(parts, routing=replace(routing, added_sum=0.5))
+    assert_near(computed(added, x), wanted)
 
 
 def test_a_row_that_is_not_finite_harms_no_other() -> None:
@@ -150,5 +155,5 @@ def test_quantized_experts(family: str, bits: int) -> None:
     wanted = expected(mlp, x)
     assert 0.001 < (expected(plain, x) - wanted).norm() / wanted.norm() < 0.5
     exact = computed(parts, x, is_packed=False)
-    torch.testing.assert_close(exact, wanted, rtol=1e-4, atol=1e-5)
+    assert_near(exact, wanted)
     assert (computed(parts, x) - wanted).norm() < 0.05 * wanted.norm()

@@ -84,7 +84,7 @@ def choose_experts(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor
         logits if bias is None else bias,
         experts,
         shares,
-        routing.least_sum,
+        routing.added_sum,
         routing.scale,
         routing.jitter,
         SCORES=SCORES.index(routing.scores),
@@ -139,7 +139,7 @@ def _choice_kernel(
     bias: tl.tensor,
     experts: tl.tensor,
     shares: tl.tensor,
-    least_sum: tl.tensor,
+    added_sum: tl.tensor,
     scale: tl.tensor,
     jitter: tl.tensor,
     SCORES: tl.constexpr,
@@ -187,7 +187,7 @@ def _choice_kernel(
         share = tl.where(slot == index, score, share)
         left = tl.where(expert == its, float("-inf"), left)
     if NORMALIZES:
-        share /= tl.maximum(tl.sum(share, 0), least_sum)
+        share /= tl.sum(share, 0) + added_sum
     place = row * TOP_K + slot
     tl.store(experts + place, chosen, mask=slot < TOP_K)
     tl.store(shares + place, share * scale, mask=slot < TOP_K)

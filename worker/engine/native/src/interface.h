@@ -122,8 +122,8 @@ struct Routing {
   int64_t scores;                   // one of Scores
   const float* choice_bias;         // [num_experts], added to the scores for the choice alone; may be null
   int64_t num_groups, top_groups;   // experts are chosen from the best groups, of equal size
-  int64_t normalizes;               // whether shares sum to 1; their sum counts as at least `least_sum`
-  double least_sum, scale, jitter;
+  int64_t normalizes;               // whether shares are divided by their sum plus `added_sum`
+  double added_sum, scale, jitter;
   const float* expert_scales;       // [num_experts], factors of the shares; may be null
 };
 

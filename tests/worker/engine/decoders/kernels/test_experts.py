@@ -21,7 +21,7 @@ from promptq.worker.engine.decoders.kernels.experts import choose_experts
 from promptq.worker.engine.decoders.kernels.fused import FusedDecoder, fused_mlp
 from promptq.worker.engine.decoders.kernels.grouped_product import GroupedProduct, Groups
 from promptq.worker.engine.quantization.modules import quantize_model
-from tests.worker.engine.tiny_models import MIXTURES, make_model
+from tests.worker.engine.tiny_models import MIXTURES, assert_near, make_model, mixture_of
 
 
 def random_routing(draw: random.Random, generator: torch.Generator, scores: str) -> Routing:
@@ -39,6 +39,7 @@ def random_routing(draw: random.Random, generator: torch.Generator, scores: str)
         num_groups=num_groups,
         top_groups=top_groups,
         normalizes=draw.random() < 0.5,
+        added_sum=draw.choice([1e-20, 0.1]),
         scale=draw.choice([1.0, 2.5]),
     )
 
@@ -137,15 +138,13 @@ def test_each_familys_experts(family: str, bits: int | None, seed: int) -> None:
     if bits is not None:
         quantize_model(model, bits, 32)
     model.requires_grad_(False).to(DEVICE)
-    layer = model.model.layers[-1]
-    names = {"granitemoe": "block_sparse_moe", "nemotron_h": "mixer"}
-    mlp = getattr(layer, names.get(family, "mlp"))
+    mlp = mixture_of(model)
     x = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     wanted = mlp(x)
     wanted = (wanted[0] if isinstance(wanted, tuple) else wanted)[0]
     with poisoned_memory():
         found = fused_mlp(ExpertParts.of(mlp))(x[0])
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert_near(found, wanted)
 
 
 @torch.inference_mode()

@@ -36,7 +36,7 @@ class ExpertChoice {
     pick(ranks, top_k, experts);
     float sum = 0.0f;
     for (int64_t slot = 0; slot < top_k; ++slot) sum += shares[slot] = scores[experts[slot]];
-    const float divisor = routing_.normalizes ? std::max(sum, static_cast<float>(routing_.least_sum)) : 1.0f;
+    const float divisor = routing_.normalizes ? sum + static_cast<float>(routing_.added_sum) : 1.0f;
     for (int64_t slot = 0; slot < top_k; ++slot)
       shares[slot] = shares[slot] / divisor * static_cast<float>(routing_.scale);
     if (!expert_scales_.empty())
