@@ -260,7 +260,7 @@ class ClientProgram:
         serving = []
         for number in numbers:
             serving.append(asyncio.create_task(self._serve(number, producer, subscriber)))
-            gap = 4 * self._rng.random() ** 3  # requests come in bursts
+            gap = min(2.0, 4 * self._rng.random() ** 3)  # requests come in bursts
             await asyncio.sleep(work.seconds * gap / len(numbers))
         await asyncio.gather(*serving)
 
