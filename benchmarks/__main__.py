@@ -31,6 +31,7 @@ PROGRAMS = {
     "long-queue": Program("benchmarks.queue.long_queue"),
     "scaling-out": Program("benchmarks.queue.scaling_out"),
     "idle": Program("benchmarks.queue.idle"),
+    "script-time": Program("benchmarks.queue.script_time"),
     "memory": Program("benchmarks.queue.redis_memory"),
     "swap": Program("benchmarks.model_swap"),
     "import": Program("benchmarks.client_import"),
