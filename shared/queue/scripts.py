@@ -147,6 +147,11 @@ def claim(
     return Call("claim", args, parse)
 
 
+def has_work(fingerprint: str) -> Call[bool]:
+    """Looks whether a claim by a worker with this model might change or return anything."""
+    return Call("has_work", [fingerprint], lambda reply: bool(int(reply)))
+
+
 def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
     events: list[TokenEvent] = []
     if item[9]:
