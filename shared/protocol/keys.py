@@ -91,6 +91,8 @@ class Keys:
     """Hash with the name, fingerprint and output style of the queue's model."""
     workers = _Name("workers")
     overflow_workers = _Name("workers:overflow")
+    reaper = _Name("workers:reaper")
+    """Lease of the worker that ends expired leases and deletes orphans."""
     tenants_waiting = _Name("tenants:waiting")
     backlog = _Name("backlog")
     """Hash with the numbers of waiting requests and their tokens, for the limits of `enqueue`."""
