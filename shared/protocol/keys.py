@@ -112,6 +112,8 @@ class Keys:
     time at which reaps began to run without interruption."""
     statistics = _Name("statistics")
     """Samples of the queue's statistics, one for each 5 s of the last hour."""
+    statistics_open = _Name("statistics:open")
+    """Hash with the sample of the current 5 s."""
     statistics_minutes = _Name("statistics:minutes")
     """A sample for each minute, computed from the samples in the stream `statistics`."""
     unfinished_batches = _Name("batches:unfinished")
