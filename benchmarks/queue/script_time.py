@@ -1,8 +1,9 @@
-"""Measures the server's CPU time for each script, with up to 10,000,000 waiting requests.
+"""Measures the server's CPU time for each script, with up to a million waiting requests.
 
 One request goes through the real path, and the server copies this request until enough wait. Then
 a client sends many calls of each script at once, so that the server is busy. A number in the table
-is the server's CPU time for one call (µs), from INFO, with reading the call and writing the reply.
+is the server's CPU time for one call (µs), from INFO, with reading the call and writing the reply;
+of three rounds, the least.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from promptq.shared.protocol.claims import ClaimContext, Claims, ModelIdentity, 
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.protocol.worker_stats import RECORD_MS, WorkerStats
 from promptq.shared.queue import scripts, statistics
-from promptq.shared.queue.call import Call
+from promptq.shared.queue.call import SCRIPT_NAMES, Call, script_text
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.support.requests import held, row
 
-DEPTHS = (10_000, 100_000, 1_000_000, 10_000_000)
+DEPTHS = (10_000, 100_000, 1_000_000)
 _BULK = 10_000
 _ROWS = 8
+_ROUNDS = 3
 _LEASE_MS = 3_600_000
 _PROMPT = {"prompt": "Once upon a time", "max_tokens": 200}
 _MODEL = ModelIdentity("m", "f")
@@ -49,6 +51,8 @@ class Waiting:
     def __init__(self, plain: Any) -> None:
         self._plain = plain
         self._queue = RequestQueue(plain)
+        for name in SCRIPT_NAMES:
+            plain.script_load(script_text(name))
         (self._template,) = self._queue.enqueue([_new()])
         self._num_copies = 0
 
@@ -116,7 +120,8 @@ def table(depths: Iterable[int], calls: int) -> list[str]:
         waiting = Waiting(plain)
         for depth in depths:
             waiting.fill(depth)
-            columns.append(waiting.measure(calls))
+            found = [waiting.measure(calls) for _ in range(_ROUNDS)]
+            columns.append({name: min(each[name] for each in found) for name in found[0]})
             print(f"{depth:,} waiting: {columns[-1]}", file=sys.stderr)
     head = ["script", *(f"{depth:,} waiting" for depth in depths)]
     rows = [[name, *(f"{found[name]:,.0f}" for found in columns)] for name in columns[0]]
