@@ -30,6 +30,8 @@ PROGRAMS = {
     "batch": Program("benchmarks.batch"),
     "long-queue": Program("benchmarks.queue.long_queue"),
     "scaling-out": Program("benchmarks.queue.scaling_out"),
+    "idle": Program("benchmarks.queue.idle"),
+    "script-time": Program("benchmarks.queue.script_time"),
     "memory": Program("benchmarks.queue.redis_memory"),
     "swap": Program("benchmarks.model_swap"),
     "import": Program("benchmarks.client_import"),

@@ -91,6 +91,8 @@ class Keys:
     """Hash with the name, fingerprint and output style of the queue's model."""
     workers = _Name("workers")
     overflow_workers = _Name("workers:overflow")
+    reaper = _Name("workers:reaper")
+    """Lease of the worker that ends expired leases and deletes orphans."""
     tenants_waiting = _Name("tenants:waiting")
     backlog = _Name("backlog")
     """Hash with the numbers of waiting requests and their tokens, for the limits of `enqueue`."""
@@ -111,6 +113,8 @@ class Keys:
     time at which reaps began to run without interruption."""
     statistics = _Name("statistics")
     """Samples of the queue's statistics, one for each 5 s of the last hour."""
+    statistics_open = _Name("statistics:open")
+    """Hash with the sample of the current 5 s."""
     statistics_minutes = _Name("statistics:minutes")
     """A sample for each minute, computed from the samples in the stream `statistics`."""
     unfinished_batches = _Name("batches:unfinished")

@@ -148,6 +148,11 @@ def claim(
     return Call("claim", args, parse)
 
 
+def has_work(fingerprint: str) -> Call[bool]:
+    """Looks whether a claim by a worker with this model might change or return anything."""
+    return Call("has_work", [fingerprint], lambda reply: bool(int(reply)))
+
+
 def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
     events: list[TokenEvent] = []
     if item[9]:
@@ -300,13 +305,23 @@ def drain(channel: str, worker_id: str | None) -> Call[int]:
 
 
 def heartbeat(
-    stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
+    stats: WorkerStats,
+    ttl_ms: int,
+    slots: Sequence[SlotStats] | None = None,
+    last: WorkerStats | None = None,
 ) -> Call[int]:
     """Publishes a worker's statistics for `ttl_ms` milliseconds; 0 removes the worker. Returns the
-    number of live workers."""
+    number of live workers.
+
+    With `last`, the statistics of the last report, sends only what changed since then. Returns -1
+    if the server no longer has the last report.
+    """
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
-    for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
-        args += [name, str(value)]
+    if last is not None:
+        args += ["changes", 1, "overflow", str(stats.overflow)]
+    for name, value in stats:
+        if name != "heartbeat_at" and (last is None or value != getattr(last, name)):
+            args += [name, str(value)]
     if slots is not None:
         args += ["slots", SLOTS.dump_json([*slots])]
     return Call("heartbeat", args, int)

@@ -43,6 +43,10 @@ class Contribution:
     overflow_tokens: int = 0
     """Tokens that an overflow worker generated. They do not count as the queue's speed."""
 
+    def __bool__(self) -> bool:
+        """Returns whether there is anything to add."""
+        return self != Contribution()
+
 
 def sample(part: Contribution) -> Call[int]:
     """Adds a worker's numbers, and writes finished samples. Returns how many it wrote."""
@@ -55,6 +59,12 @@ def sample(part: Contribution) -> Call[int]:
         overflow_tokens=part.overflow_tokens,
     )
     return Call("statistics", args, int)
+
+
+def open_bucket(keys: Keys) -> Call[int]:
+    """Reads the beginning (server ms) of the sample that `sample` last added to; 0 if none."""
+    reading = ["HGET", keys.statistics_open, "bucket"]
+    return Call("", reading, lambda reply: int(reply or 0), int)
 
 
 def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sample]]:

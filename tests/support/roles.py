@@ -40,6 +40,7 @@ _ROLE_OF_SCRIPT = {
     "priorities": "producer",
     "measure_work": "producer",
     "reprioritise": "producer",
+    "has_work": "worker",
     "claim": "worker",
     "publish": "worker",
     "release": "worker",
@@ -47,7 +48,7 @@ _ROLE_OF_SCRIPT = {
     "statistics": "worker",
     "sweep": "worker",
     "heartbeat": "worker",
-    "hold_lease": "jobs",
+    "hold_lease": "operator",  # workers and jobs call it, for different keys
     "store_response": "gateway",
 }
 """The role that calls each script. Workers call `cancel`, too."""

@@ -4,11 +4,12 @@ queue's statistics."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import fields
 
-from promptq.shared.protocol.worker_stats import RECORD_MS, WorkerStats
-from promptq.shared.queue import scripts, statistics
+from promptq.shared.protocol.worker_stats import RECORD_MS, SAMPLE_MS, WorkerStats
+from promptq.shared.queue import lookups, scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import EngineSnapshot, EngineStats
 from promptq.worker.engine.api.port import EnginePort
@@ -18,6 +19,8 @@ from promptq.worker.leases.meter import Meter
 
 INTERVAL_SECONDS = 1.0
 _ENGINE_FIELDS = {each.name for each in fields(EngineStats)} & WorkerStats.model_fields.keys()
+_FULL_REPORT_SECONDS = 5.0
+"""Between two reports with all statistics. The others have only what changed."""
 _PATIENCE_SECONDS = 0.1
 """The most seconds to wait for the engine's snapshot of the batch. The engine takes the snapshot
 after the running step. If the step takes longer, a later heartbeat publishes the snapshot."""
@@ -44,15 +47,34 @@ class Heartbeat:
         self._next_snapshot: asyncio.Task[EngineSnapshot] | None = None
         self._reported: EngineStats = engine.stats  # of the last heartbeat
         self._reported_at = time.monotonic()
+        self._last_sent: WorkerStats | None = None  # None: send all statistics
+        self._full_report_at = -math.inf
 
     async def beat(self) -> int:
         """Publish a heartbeat. Returns the number of workers. Raises RedisError, OSError."""
         await self._take_snapshot()
         contribution = self._contribution()
-        batch = live_batch(self._snapshot, self._leases)
-        num_workers = await self._queue.run(scripts.heartbeat(self.stats(), RECORD_MS, batch))
-        await self._queue.run(statistics.sample(contribution))
+        num_workers, now_ms, bucket = await self._report()
+        # The first call of each sample counts what waits, so idle workers see to it, too.
+        if contribution or bucket != now_ms - now_ms % SAMPLE_MS:
+            await self._queue.run(statistics.sample(contribution))
         return num_workers
+
+    async def _report(self) -> list[int]:
+        """Returns the number of workers, the server's time (ms), and the open sample's beginning"""
+        now, stats = time.monotonic(), self.stats()
+        is_full = now - self._full_report_at > _FULL_REPORT_SECONDS
+        last, self._last_sent = None if is_full else self._last_sent, None
+        batch = live_batch(self._snapshot, self._leases)
+        beat = scripts.heartbeat(stats, RECORD_MS, batch, last)
+        open_bucket = statistics.open_bucket(self._queue.keys)
+        reply = await self._queue.run([beat, lookups.server_time_ms(), open_bucket])
+        if reply[0] < 0:
+            return await self._report()
+        if last is None:
+            self._full_report_at = now
+        self._last_sent = stats
+        return reply
 
     async def leave(self) -> None:
         """Report that the worker leaves the queue. Raises RedisError, OSError."""

@@ -9,14 +9,18 @@ from collections.abc import Callable
 
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 
 REAPS_PER_LEASE = 4
+_LEASE_REAPS = 1.5
+"""After this number of missed reaps, another worker reaps."""
 
 
 class Reaper:
     """Returns crashed workers' requests to the queue. Call `run_once` several times in `lease_ms`.
+    Of a queue's workers, one reaps at a time: the worker that has the lease `workers:reaper`.
 
     No worker can renew its leases while the server accepts no writes, so an expired lease does not
     prove a crash. After an outage of at least half of `lease_ms`, the reaper waits for half of
@@ -34,6 +38,7 @@ class Reaper:
     ) -> None:
         self._queue = queue
         self._patience = queue.lease_ms / 1000 / 2
+        self._lease_ms = int(queue.lease_ms * _LEASE_REAPS / REAPS_PER_LEASE)
         self._clock = clock
         self.reached_at = clock()
         """The time at which the server last accepted a write, by `clock`, in seconds."""
@@ -50,11 +55,19 @@ class Reaper:
         now = self._clock()
         if now - self.reached_at > self._patience or now < self._patient_until:
             await self._queue.publish([], [])  # refused if renewals are
-        else:
+        elif await self._hold_lease(self._lease_ms):
             while await self._reap():
                 self._note_answer()
             await self._sweep()
         self._note_answer()
+
+    async def leave(self) -> None:
+        """Let another worker take over. Raises RedisError, OSError."""
+        await self._hold_lease(0)
+
+    async def _hold_lease(self, ttl_ms: int) -> bool:
+        keys = self._queue.keys
+        return await self._queue.run(scripts.hold(keys, keys.reaper, self._queue.worker_id, ttl_ms))
 
     async def _reap(self) -> bool:
         """Returns whether more is to be reaped. Gives up when the server is silent for too long.

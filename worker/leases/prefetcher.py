@@ -14,8 +14,9 @@ from threading import get_ident
 from redis.exceptions import RedisError
 
 from promptq.shared.errors import InvalidRequestError, SpoiltRecordError
-from promptq.shared.protocol.claims import Room
+from promptq.shared.protocol.claims import Claims, Room
 from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import POLL_SECONDS, AsyncRequestQueue
 from promptq.shared.queue.spoilt import note
 from promptq.shared.runtime.logs import get_logger
@@ -37,6 +38,9 @@ _JITTER_SECONDS = 0.001
 _PUT_OFF_POLL_SECONDS = 0.1
 """Seconds between two polls while a delay of `SlowLane.put_off` is running. No message reports the
 end of a delay."""
+
+_MANY_WORKERS = 8
+"""If more workers share a queue, a message wakes most of them in vain."""
 
 _WALK_SECONDS = 0.1  # between claims that look further along the queue
 
@@ -81,6 +85,7 @@ class Prefetcher:
         self._slow: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None  # raised by a task of the slow lane
         self._too_small: Room | None = None  # the room for which the last claim found nothing
+        self._looks_first = False  # whether probably no request waits
         self._task: asyncio.Task[None] | None = None
         self._log = get_logger(worker_id=queue.worker_id).bind()  # once, not at each line
 
@@ -153,8 +158,10 @@ class Prefetcher:
         seconds = _PUT_OFF_POLL_SECONDS if self._slow_lane.has_put_off else POLL_SECONDS
         if not await self._wake_up.wait(seconds):
             self._wake_up.work_came()  # perhaps a message was missed
+            self._looks_first = True
             await self._report_prompt_lengths()
         elif self.num_workers > 1:
+            self._looks_first = self.num_workers > _MANY_WORKERS  # another worker may be first
             jitter = _JITTER_SECONDS * (self.num_workers - 1)
             await asyncio.sleep(random.uniform(0, jitter))  # noqa: S311 # spreads claims
 
@@ -168,9 +175,7 @@ class Prefetcher:
             return 0
         if not work_came and self._too_small is not None and not _exceeds(room, self._too_small):
             return 0
-        started = time.monotonic()
-        claims = await self._queue.take_batch(replace(room, num_sharing=self.num_workers))
-        self._meter.observe(CLAIM_TIME, time.monotonic() - started)
+        claims = await self._claim(room)
         self._wake_up.claimed(claims.num_pending)
         self._too_small = None if claims else room
         if not claims:
@@ -187,6 +192,17 @@ class Prefetcher:
         if self._leases.some_return.is_set():  # before the next claim, because returns free room
             await self._exchange.give_back()
         return len(claims)
+
+    async def _claim(self, room: Room) -> Claims:
+        looks_first, self._looks_first = self._looks_first, False
+        if looks_first and not self._queue.has_unanswered_claim:
+            fingerprint = "" if self._policy.is_overflow else self._queue.model.fingerprint
+            if not await self._queue.run(scripts.has_work(fingerprint)):
+                return Claims()
+        started = time.monotonic()
+        claims = await self._queue.take_batch(replace(room, num_sharing=self.num_workers))
+        self._meter.observe(CLAIM_TIME, time.monotonic() - started)
+        return claims
 
     async def _take(self, leases: list[Lease], results: list[_Result]) -> None:
         # Gives a request back if its end cannot be published.

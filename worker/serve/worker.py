@@ -237,6 +237,7 @@ class Worker:
         await self.engine.stop(patience=self._settings.stuck_seconds)
         if self.served.grammars is not None and not self.intake.is_preparing:
             await asyncio.to_thread(self.served.grammars.close)
+        await self._survive_redis(self._reaper.leave)
         await self._survive_redis(self.heartbeat.leave)
 
     @property

@@ -157,6 +157,7 @@ def live_through_everything(client: Any, name: str) -> None:
     assert queue.run(statistics.priorities(queue.keys))[1] == 1
     assert queue.run(measure_work(queue.keys)).num_waiting > 0
     assert queue.contains("once")
+    assert queue.run(scripts.has_work(""))
 
     held = {claim.request_id: claim for claim in late.take_batch(ROOM)}
     assert held.keys() >= {"done", "gone", "back", "dead", "once"}

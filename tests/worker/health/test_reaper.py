@@ -18,7 +18,7 @@ from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.health.reaper import Reaper
 from tests.support.roles import AsyncQueueClient, as_role
-from tests.support.waiting import Clock
+from tests.support.waiting import Clock, async_until
 
 LEASE_SECONDS = 10.0
 
@@ -156,6 +156,33 @@ async def test_ends_all_that_is_overdue_in_one_turn(queue: Unreachable) -> None:
     ids = await queue.enqueue([NewRequest(new_request_id(), overdue) for _ in range(2500)])
     await beat(reaper, clock, 2)
     assert {await queue.state(request_id) for request_id in ids} == {RequestState.EXPIRED}
+
+
+@pytest.mark.parametrize("end", ["leaves", "dies"])
+async def test_one_worker_reaps_at_a_time_and_another_when_it_is_gone(
+    redis_url: str, end: str
+) -> None:
+    lease_ms = 60_000 if end == "leaves" else 400
+    clock = Clock()
+    async with AsyncQueueClient.from_url(as_role("", redis_url)) as client:
+        queues = [Unreachable(client, lease_ms=lease_ms) for _ in range(2)]
+        first, second = (Reaper(queue, clock) for queue in queues)
+        for _ in range(3):
+            clock.now += lease_ms / 1000 / 4
+            await first.run_once()
+            await second.run_once()
+        request_id = await held_past_its_lease(queues[0], redis_url)
+        if end == "leaves":
+            assert await client.get(queues[0].keys.reaper) == queues[0].worker_id.encode()
+            await second.run_once()
+            assert await queues[0].state(request_id) is RequestState.ACTIVE, "the first one reaps"
+            await first.leave()
+
+        async def second_reaps() -> bool:
+            await second.run_once()
+            return await queues[0].state(request_id) is RequestState.WAITING
+
+        await async_until(second_reaps)
 
 
 async def reaps_and_sweeps(redis_url: str, client: Any) -> bool:

@@ -201,6 +201,42 @@ async def test_other_workers_get_their_share_of_a_burst(client: Any) -> None:
     assert max(house.queue.num_claimed[1:]) == 1
 
 
+@pytest.mark.parametrize("num_workers", [1, prefetcher._MANY_WORKERS + 1])
+async def test_claims_only_where_it_finds_work_and_needs_no_message(
+    client: Any, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    monkeypatch.setattr(prefetcher, "POLL_SECONDS", 0.02)
+    house = House(client, depth=9)
+    house.intake.num_workers = num_workers
+    looks: list[Any] = []
+    run = house.queue.run
+
+    async def counted(call: Any, **options: Any) -> Any:
+        looks.append(call)
+        return await run(call, **options)
+
+    monkeypatch.setattr(house.queue, "run", counted)
+    house.intake.start()
+
+    async def has_looked_in_vain() -> bool:
+        before = len(house.queue.num_claimed)
+        looks.clear()
+        await async_until(lambda: len(looks) >= 3)
+        return len(house.queue.num_claimed) == before
+
+    await async_until(has_looked_in_vain)
+    keys, payload = house.queue.keys, '{"prompt":"a"}'
+    for nth, (key, score) in enumerate(
+        [(keys.pending, 1), (keys.delayed, 1), (keys.pending_of("acme"), 1)]
+    ):
+        await client.hset(keys.request(str(nth)), mapping={"payload": payload, "score": "1"})
+        if key == keys.pending_of("acme"):
+            await client.sadd(keys.tenants_waiting, "acme")
+        await client.zadd(key, {str(nth): score})
+        await house.until_available(nth + 1)
+    await house.intake.stop()
+
+
 async def test_runs_once_at_a_time_and_can_be_started_again(client: Any) -> None:
     house = House(client)
     with pytest.raises(RuntimeError, match="not started"):

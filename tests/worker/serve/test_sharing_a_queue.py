@@ -179,3 +179,23 @@ async def test_a_request_whose_hash_was_deleted_is_let_go_and_ends(
         await until_tokens(queue, request_id, 5)
         await queue.redis.delete(queue.keys.request(request_id))
         assert (await finished(queue, request_id))["finish_reason"] == "error"
+
+
+async def test_a_report_that_was_deleted_is_complete_again(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """Most reports have only what changed."""
+    async with running_worker(redis_url) as worker:
+        read = lookups.worker_stats(queue.keys, worker.worker_id)
+        before = await queue.run(read)
+        assert before is not None
+
+        async def has_beaten_again() -> bool:
+            now = await queue.run(read)
+            return now is not None and now.heartbeat_at > before.heartbeat_at
+
+        await async_until(has_beaten_again)
+        await queue.redis.delete(queue.keys.worker(worker.worker_id))
+        after = await async_until(lambda: queue.run(read))
+        for name in ("model", "pid", "max_num_seqs", "kv_tokens", "started_at_ms"):
+            assert getattr(after, name) == getattr(before, name)
