@@ -120,7 +120,7 @@ def replay(num_workers: int) -> float:
             beats = [scripts.heartbeat(report, RECORD_MS, [], report) for report in reports]
             rest = [lookups.server_time_ms(), open_bucket(queue.keys)]
             _send_all(connections, [[beat, *rest] for beat in beats], queue)
-            if second % 5 in (1, 3):
+            if second in (1, 3):  # workers call it each 2.5 s
                 key, ttl_ms = queue.keys.reaper, 3750
                 holds = [[scripts.hold(queue.keys, key, name, ttl_ms)] for name in ids]
                 _send_all(connections, holds, queue)
