@@ -49,32 +49,41 @@ class Heartbeat:
         self._reported_at = time.monotonic()
         self._last_sent: WorkerStats | None = None  # None: send all statistics
         self._full_report_at = -math.inf
+        self._next_sample_at = -math.inf
 
     async def beat(self) -> int:
         """Publish a heartbeat. Returns the number of workers. Raises RedisError, OSError."""
         await self._take_snapshot()
         contribution = self._contribution()
-        num_workers, now_ms, bucket = await self._report()
-        # The first call of each sample counts what waits, so idle workers see to it, too.
-        if contribution or bucket != now_ms - now_ms % SAMPLE_MS:
+        num_workers = await self._report()
+        if contribution or await self._is_sample_due():
             await self._queue.run(statistics.sample(contribution))
         return num_workers
 
-    async def _report(self) -> list[int]:
-        """Returns the number of workers, the server's time (ms), and the open sample's beginning"""
+    async def _is_sample_due(self) -> bool:
+        """Returns whether no worker has begun the current sample. The first call of each sample
+        counts what waits, so idle workers begin samples, too."""
+        if time.monotonic() < self._next_sample_at:
+            return False
+        open_bucket = statistics.open_bucket(self._queue.keys)
+        now_ms, bucket = await self._queue.run([lookups.server_time_ms(), open_bucket])
+        since_begin_ms = now_ms % SAMPLE_MS
+        self._next_sample_at = time.monotonic() + (SAMPLE_MS - since_begin_ms) / 1000
+        return bucket != now_ms - since_begin_ms
+
+    async def _report(self) -> int:
+        """Publish the statistics, or what changed in them. Returns the number of workers."""
         now, stats = time.monotonic(), self.stats()
         is_full = now - self._full_report_at > _FULL_REPORT_SECONDS
         last, self._last_sent = None if is_full else self._last_sent, None
         batch = live_batch(self._snapshot, self._leases)
-        beat = scripts.heartbeat(stats, RECORD_MS, batch, last)
-        open_bucket = statistics.open_bucket(self._queue.keys)
-        reply = await self._queue.run([beat, lookups.server_time_ms(), open_bucket])
-        if reply[0] < 0:
+        num_workers = await self._queue.run(scripts.heartbeat(stats, RECORD_MS, batch, last))
+        if num_workers < 0:
             return await self._report()
         if last is None:
             self._full_report_at = now
         self._last_sent = stats
-        return reply
+        return num_workers
 
     async def leave(self) -> None:
         """Report that the worker leaves the queue. Raises RedisError, OSError."""
