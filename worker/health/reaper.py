@@ -73,8 +73,11 @@ class Reaper:
         """Returns whether more is to be reaped. Gives up when the server is silent for too long.
         Otherwise the client would repeat the call, and the server would reap right after an outage.
         """
+        seconds_left = self.reached_at + self._patience - self._clock()
         try:
-            async with asyncio.timeout(self.reached_at + self._patience - self._clock()):
+            if seconds_left <= 0:  # the call that holds the lease took too long
+                raise TimeoutError
+            async with asyncio.timeout(seconds_left):
                 return (await self._queue.reap()).has_more
         except TimeoutError:
             raise RedisTimeoutError(f"no answer for {self._patience:g} s") from None
