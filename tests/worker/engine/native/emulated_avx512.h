@@ -47,6 +47,11 @@ inline __m512i widen_shorts(const __m256i& shorts) {
   return each_lane<int32_t, __m512i>([&](int i) { return from.of[i]; });
 }
 
+inline __m512 widen_fp16(const __m256i& halves) {
+  const Lanes<uint16_t, __m256i> from(halves);
+  return each_lane<float, __m512>([&](int i) { return _cvtsh_ss(from.of[i]); });
+}
+
 inline __m512i shift_left(const __m512i& words, int count) {
   const Lanes<uint32_t, __m512i> from(words);
   return each_lane<uint32_t, __m512i>([&](int i) { return from.of[i] << count; });
@@ -135,6 +140,7 @@ inline __m512 add_products_of_halves(const __m512& sums, const __m512bh& a, cons
 #define _mm512_slli_epi32(words, count) emulated::shift_left(words, count)
 #define _mm512_cvtepu8_epi16(bytes) emulated::widen_bytes(bytes)
 #define _mm512_cvtepu16_epi32(shorts) emulated::widen_shorts(shorts)
+#define _mm512_cvtph_ps(halves) emulated::widen_fp16(halves)
 #define _mm512_madd_epi16(a, b) emulated::multiply_shorts(a, b)
 #define _mm512_maddubs_epi16(a, b) emulated::multiply_bytes(a, b)
 #define _mm512_dpbusd_epi32(sums, a, b) emulated::add_products_of_bytes(sums, a, b)
