@@ -46,7 +46,7 @@ HEAD = """\
 
 @dataclass
 class Cost:
-    """What processes cost the server within some virtual seconds."""
+    """Cost of processes for the server within some virtual seconds."""
 
     num_commands: float
     ms: float

@@ -181,7 +181,8 @@ async def test_nobody_believes_a_sentinel_that_missed_a_failover(
 async def test_nobody_believes_the_leader_of_a_failover_until_its_end(
     tmp_path: Path, asks_each_time: None
 ) -> None:
-    """It names the former master until all replicas follow the new one. Here, one replica hangs."""
+    """The sentinel names the former master until all replicas follow the new one. Here, one replica
+    hangs."""
     ports = free_port(), free_port()
     leader, another = (redis.Redis(port=port) for port in ports)
     addresses = ",".join(f"127.0.0.1:{port}" for port in ports)

@@ -234,6 +234,7 @@ async def test_claims_only_where_it_finds_work_and_needs_no_message(
             await client.sadd(keys.tenants_waiting, "acme")
         await client.zadd(key, {str(nth): score})
         await house.until_available(nth + 1)
+    assert sum(house.queue.num_claimed) == 3
     await house.intake.stop()
 
 
