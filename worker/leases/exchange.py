@@ -110,7 +110,8 @@ class Exchange:
                 note(error)
 
     async def _carry_out(self, ids: set[str]) -> None:
-        held = [lease for lease in map(self._leases.by_request, ids) if lease is not None]
+        leases = map(self._leases.by_request, sorted(ids))
+        held = [lease for lease in leases if lease is not None]
         if held:
             await self.renew(held)
         if others := sorted(ids - {lease.request_id for lease in held}):

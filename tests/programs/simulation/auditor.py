@@ -148,7 +148,7 @@ def _check_rate(stream: Stream, notes: Notes) -> Iterator[Violation]:
     workers = {step.worker for step in steps}
     limit = max(1 / LONGEST_SECONDS, *(notes.events_per_second[worker] for worker in workers))
     seconds = steps[-1].at - steps[0].at
-    num_events = len(stream.seen.events)
+    num_events = sum(bool(event.token_ids) for event in stream.seen.events)
     num_at_once = _EVENTS_AT_ONCE * len(workers) + sum(step.begins for step in steps)
     if num_events > num_at_once + limit * seconds:
         what = f"{num_events} events in {seconds:.3f} s, above the limit of {limit:g} a second"
