@@ -118,8 +118,10 @@ def replay(num_workers: int) -> float:
         for second in range(5):
             _send_all(connections, [[scripts.has_work(_MODEL.fingerprint)]] * num_workers, queue)
             beats = [scripts.heartbeat(report, RECORD_MS, [], report) for report in reports]
-            rest = [lookups.server_time_ms(), open_bucket(queue.keys)]
-            _send_all(connections, [[beat, *rest] for beat in beats], queue)
+            _send_all(connections, [[beat] for beat in beats], queue)
+            if second == 0:  # workers look at the statistics each 5 s
+                looks = [lookups.server_time_ms(), open_bucket(queue.keys)]
+                _send_all(connections, [looks] * num_workers, queue)
             if second in (1, 3):  # workers call it each 2.5 s
                 key, ttl_ms = queue.keys.reaper, 3750
                 holds = [[scripts.hold(queue.keys, key, name, ttl_ms)] for name in ids]
