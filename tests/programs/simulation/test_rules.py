@@ -229,7 +229,7 @@ def worker(**fields: Any) -> Any:
 
 
 def look(watch: Watch, now: float, *workers: Any, is_calm: bool = True, **more: Any) -> None:
-    """Lets a watch look at workers, in a calm world unless other facts are given."""
+    """Calls `look` of a watch with these workers. By default, the world is calm."""
     facts = {"processes": [], "calls": NO_CALLS, "is_quiet": is_calm, **more}
     watch.look(now, workers, is_calm=is_calm, **facts)
 
