@@ -6,10 +6,15 @@ import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Response
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from promptq.producer.apis.files import LEAST_EXPIRY_SECONDS, ThisStore, page_of
-from promptq.producer.batch_store.batch_records import Batches, BatchMissingError, new_batch
+from promptq.producer.batch_store.batch_records import (
+    LONGEST_WINDOW,
+    Batches,
+    BatchMissingError,
+    new_batch,
+)
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
 from promptq.producer.calls.call_body import wrong_field
 from promptq.producer.http.auth import ThisCaller, needs
@@ -17,6 +22,7 @@ from promptq.producer.http.errors import described
 from promptq.producer.http.json_body import described_body, json_body
 from promptq.producer.http.rate_limits import COUNTED_READ, admit_call
 from promptq.producer.http.state import ThisGateway
+from promptq.shared.protocol.urgency import WINDOW, window_ms
 
 router = APIRouter(
     tags=["batches"], responses=described(400, 401, 403, 404, 503), dependencies=[needs("batches")]
@@ -44,6 +50,12 @@ Metadata = Annotated[
 ]
 
 
+def _check_window(window: str) -> str:
+    if window_ms(window) > window_ms(LONGEST_WINDOW):
+        raise ValueError(f"is longer than {LONGEST_WINDOW}")
+    return window
+
+
 class NewBatch(BaseModel):
     """The fields of /v1/batches."""
 
@@ -54,7 +66,9 @@ class NewBatch(BaseModel):
         description="`/v1/chat/completions`, `/v1/completions` or `/v1/embeddings`; every line must"
         " name the same"
     )
-    completion_window: Literal["24h"] = Field(description="`24h`")
+    completion_window: Annotated[str, AfterValidator(_check_window)] = Field(
+        pattern=WINDOW, description="`24h` or less, such as `2h`; what has not ended then expires"
+    )
     output_expires_after: Expiry | None = Field(
         None, description="when the answers are deleted; by default after 30 days"
     )
@@ -80,7 +94,7 @@ async def create(
     store: ThisStore,
     batches: TheseBatches,
 ) -> dict[str, object]:
-    """Run the lines of an uploaded file within a day."""
+    """Run the lines of an uploaded file within a time."""
     response.headers.update(await admit_call(gateway, caller))
     try:
         stored = await asyncio.to_thread(store.get, new.input_file_id, *caller.reach)
@@ -97,6 +111,7 @@ async def create(
         new.metadata,
         new.output_expires_after.seconds if new.output_expires_after else BATCH_FILE_SECONDS,
         gateway.settings.served_queues[1:],
+        new.completion_window,
     )
     record.tenant = stored.tenant  # the caller's tenant, or the tenant without a name
     await batches.add(record, gateway.settings.batches_per_tenant)

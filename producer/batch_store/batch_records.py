@@ -18,11 +18,13 @@ from promptq.producer.batch_store.files import BATCH_FILE_SECONDS
 from promptq.producer.batch_store.input_file import is_batch_id, new_batch_id
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Usage
+from promptq.shared.protocol.urgency import window_ms
 from promptq.shared.queue.call import Call, ids_of, text_map, text_of
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.spoilt import note, spoilt_record
 
-WINDOW_SECONDS = 86_400
+LONGEST_WINDOW = "24h"
+WINDOW_SECONDS = window_ms(LONGEST_WINDOW) // 1000
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelled"
@@ -53,6 +55,7 @@ class BatchRecord(BaseModel):
     status: Status = "validating"
     ending: Status | None = None
     """The final status, such as `completed`, that the batch gets after `finalizing`."""
+    completion_window: str = LONGEST_WINDOW
     created_at: int
     expires_at: int
     in_progress_at: int | None = None
@@ -89,7 +92,6 @@ class BatchRecord(BaseModel):
             **self.model_dump(exclude=hidden),
             "object": "batch",
             "status": "cancelling" if is_cancelling else self.status,
-            "completion_window": "24h",
             "errors": {"object": "list", "data": self.errors} if self.errors else None,
             "request_counts": {
                 "total": self.total,
@@ -113,6 +115,7 @@ def new_batch(
     metadata: dict[str, str] | None = None,
     output_ttl_seconds: int = BATCH_FILE_SECONDS,
     queues: Sequence[str] = (),
+    completion_window: str = LONGEST_WINDOW,
 ) -> BatchRecord:
     """Returns a new batch, which is not in Redis yet."""
     now = int(time.time())
@@ -126,7 +129,8 @@ def new_batch(
         metadata=metadata,
         output_ttl_seconds=output_ttl_seconds,
         created_at=now,
-        expires_at=now + WINDOW_SECONDS,
+        completion_window=completion_window,
+        expires_at=now + window_ms(completion_window) // 1000,
     )
 
 

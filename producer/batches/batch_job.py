@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import redis.asyncio
 
 from promptq.producer.batch_store.batch_records import (
+    LONGEST_WINDOW,
     Batches,
     BatchMissingError,
     BatchRecord,
@@ -143,10 +144,15 @@ class _BatchJob:
         )
         with Journal(record.id, self._running("output"), self._running("errors")) as journal:
             settings, caller = self._settings, record.caller
+            defaults: dict[str, Any] = {
+                "priority": max(settings.batch_priority, caller.highest_priority)
+            }
+            if record.completion_window != LONGEST_WINDOW:
+                defaults["completion_window"] = record.completion_window
             options = RunOptions(
                 endpoint=record.endpoint,
                 max_in_flight=settings.batch_in_flight,
-                defaults={"priority": max(settings.batch_priority, caller.highest_priority)},
+                defaults=defaults,
                 caller=caller,
                 fetch=partial(self._pictures.fetch, caller=caller),
                 expires_at=record.expires_at,

@@ -69,7 +69,7 @@ class LineGateway:
         aliases = await self._queues.aliases()
         with _refusing(line, request_id):
             call = _call_of(line)
-            call = call.with_fields(**{**options.defaults, **call.fields}).with_model_of(aliases)
+            call = call.with_fields(**_with_defaults(call, options)).with_model_of(aliases)
             caller, rates, account = options.caller, list[Rate](), None
             first, *_ = request_ids(request_id, call.num_choices)
             if caller is not None and call.model:
@@ -119,6 +119,7 @@ class LineGateway:
         """Returns the body of the line's answer. Raises RefusedLineError if a request failed."""
         view = await item.served.view()
         call = _call_of(item.line).with_model_of(await self._queues.aliases())
+        call = call.with_fields(priority=item.requests[0].request.priority)
         completion = completion_of(call, item.request_id, view.model)
         style = view.output_style
         results = [item.results[new.request_id] for new in item.requests]
@@ -174,6 +175,13 @@ class LineGateway:
         deadline_ms = min(new.request.deadline_ms or left, left)
         request = new.request.model_copy(update={"deadline_ms": deadline_ms})
         return replace(new, request=request)
+
+
+def _with_defaults(call: CompletionCall, options: RunOptions) -> dict[str, Any]:
+    fields = {**options.defaults, **call.fields}
+    if "service_tier" in call.fields and "priority" not in call.fields:
+        fields.pop("priority", None)
+    return fields
 
 
 def _holder(caller: Caller) -> str:

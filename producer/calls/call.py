@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from promptq.producer.calls.output.model_text import needed_of
 from promptq.producer.clients.request_builder import Prompt
+from promptq.shared.protocol.urgency import priority_of
 
 MAX_CHOICES = 256
 """The most answers to one call: the number of its prompts times `n`."""
@@ -66,6 +67,14 @@ class CompletionCall:
         model: str | None = self.fields.get("model")
         return model
 
+    @property
+    def priority(self) -> int:
+        """The priority in the fields, or that of their service tier."""
+        priority, tier = self.fields.get("priority"), self.fields.get("service_tier")
+        if isinstance(priority, int):
+            return priority
+        return priority_of(tier) if isinstance(tier, str) else 0
+
     def requests(self, completion_id: str) -> list[dict[str, Any]]:
         """Returns the fields of each request, from which `compose` (clients/request_builder.py)
         builds a payload. The `n` requests of a prompt follow each other."""
@@ -90,7 +99,8 @@ class CompletionCall:
     def for_answer(self) -> CompletionCall:
         """Returns the call without the data that only the payloads need. This data may be
         megabytes."""
-        needed = ("model", "logprobs") + (("output_prefix",) if self.form == "message" else ())
+        of_form = ("output_prefix",) if self.form == "message" else ()
+        needed = ("model", "logprobs", "priority", "service_tier", *of_form)
         kept: dict[str, Any] = {name: self.fields[name] for name in needed if name in self.fields}
         kept |= needed_of(self.fields)
         prompts: list[Prompt | None] = [None] * len(self.prompts)

@@ -279,7 +279,8 @@ def answer(
         return {"error": details}, []
     new, payloads, pictures = [], [], dict[str, Any]()
     for item in prepared.new:
-        included = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
+        included = {"priority", "deadline_ms", "completion_window"}
+        included |= {"idempotency_key", "tenant", "trace_context"}
         fields = item.request.model_dump(include=included)
         new.append([item.request_id, fields, item.delay_ms, item.durability, [*item.pictures]])
         bare = replace(item, request=item.request.model_copy(update={"trace_context": None}))

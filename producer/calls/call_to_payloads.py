@@ -92,7 +92,7 @@ def check_pictures_served(view: QueueView, names: Mapping[str, str]) -> None:
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
     """Returns the call. If the call names no tenant, sets the caller's tenant. If the call has no
-    priority, and the caller may not use the default 0, sets the caller's highest priority. Raises
+    priority, sets that of its service tier, or the most urgent one that the caller may use. Raises
     ApiError 403 if the caller may not use the call's tenant or priority."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     if tenant is not None:
@@ -101,8 +101,8 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
         call = call.with_fields(tenant=caller.tenant)
     if isinstance(priority, int):
         check_priority(caller, priority)
-    elif priority is None and caller.highest_priority > 0:
-        call = call.with_fields(priority=caller.highest_priority)
+    elif priority is None:
+        call = call.with_fields(priority=max(call.priority, caller.highest_priority))
     return call
 
 

@@ -19,6 +19,7 @@ from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.events import ErrorInfo, Usage, sum_of_known
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason, Request, field_of
+from promptq.shared.protocol.urgency import Tier, tier_of
 from promptq.shared.queue.request_queue import new_request_id
 
 _NUMBER = re.compile(r"[0-9]{1,3}")
@@ -53,6 +54,7 @@ class Completion:
     encoding_format: str | None = None
     """The encoding of vectors; None if the call requests text."""
     top_n: int | None = None
+    service_tier: Tier = "default"
     prefill: str = ""
     """Text with which the call lets the output begin. The answer does not repeat this text."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -166,6 +168,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         echo_only=call.echo_only,
         encoding_format=call.encoding_format,
         top_n=call.top_n,
+        service_tier=tier_of(call.priority),
         prefill=_prefill(**call.fields.get("output_prefix", {})),
         names=call.names,
     )
@@ -180,6 +183,7 @@ def shown_fields(payload: bytes, with_prompt: bool) -> dict[str, Any]:
         "prompt": _text(request.prompt) if with_prompt else None,
         "model": request.model,
         "logprobs": request.logprobs,
+        "priority": request.priority,
         "prefill": "" if prefix is None else _prefill(prefix.token_ids, prefix.text),
         **needed_of(vars(request)),
     }
@@ -204,6 +208,7 @@ def stream_completion(
         detach=query.get("detach") == "1",
         echoes=[prompts[index // n] for index in range(num_choices)] if wants_echo(query) else (),
         echo_only=query.get("echo") == _ECHO_ONLY,
+        service_tier=tier_of(first["priority"]),
         prefill=first["prefill"] if is_message_id(completion_id) else "",
     )
 

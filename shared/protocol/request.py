@@ -24,6 +24,7 @@ from promptq.shared.protocol.keys import NAME, NAME_IN_WORDS
 from promptq.shared.protocol.messages import normalised
 from promptq.shared.protocol.output_format import Output, check_tools, wanted_output
 from promptq.shared.protocol.pictures import Picture, pictures_of
+from promptq.shared.protocol.urgency import WINDOW, WINDOW_IN_WORDS, priority_of, window_ms
 
 PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
@@ -60,7 +61,11 @@ the function that renders it. With `chat_template`, for example, a client could 
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _HTTP_URL = "^https?://"
-_PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with http:// or https://"}
+_PATTERNS_IN_WORDS = {
+    NAME: NAME_IN_WORDS,
+    WINDOW: WINDOW_IN_WORDS,
+    _HTTP_URL: "a URL that begins with http:// or https://",
+}
 
 _LONGEST_SHOWN = 80  # characters of a wrong value in an error message
 
@@ -277,8 +282,8 @@ class Request(SamplingParams):
     """A request's payload.
 
     Exactly one of `prompt` (text or token ids) and `messages` is set. `deadline_ms` is the time
-    from enqueueing in milliseconds. Within a protocol version, an unknown field is an error that
-    names the field.
+    from enqueueing in milliseconds. `service_tier` sets `priority`, and is then None. Within a
+    protocol version, an unknown field is an error that names the field.
     """
 
     version: int = Field(PROTOCOL_VERSION, ge=1)
@@ -289,7 +294,15 @@ class Request(SamplingParams):
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower runs sooner")
+    service_tier: str | None = Field(
+        None, max_length=64, description="`flex`, `default` or `priority`: sets `priority`"
+    )
     deadline_ms: int | None = Field(None, ge=1, le=MAX_MS)
+    completion_window: str | None = Field(
+        None,
+        pattern=WINDOW,
+        description="such as `2h` or `90m`: sets `deadline_ms`; the earliest deadline runs first",
+    )
     tenant: str | None = Field(None, pattern=NAME)
     idempotency_key: str | None = Field(None, min_length=1, max_length=200)
     cache_salt: str | None = Field(None, max_length=200)
@@ -323,6 +336,16 @@ class Request(SamplingParams):
                 " that renders it, and a request may not set it"
             )
         return kwargs
+
+    @model_validator(mode="after")
+    def _set_urgency(self) -> Self:
+        if self.service_tier is not None:
+            if "priority" not in self.model_fields_set:
+                self.priority = priority_of(self.service_tier)
+            self.service_tier = None  # from here on, only the priority says it
+        if self.completion_window is not None:
+            self.deadline_ms = min(self.deadline_ms or MAX_MS, window_ms(self.completion_window))
+        return self
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:

@@ -33,7 +33,6 @@ class FieldsWithoutEffect(BaseModel):
 
     user: str | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
-    service_tier: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
     prompt_cache_key: str | None = Field(None, description=IGNORED)
     prompt_cache_retention: str | None = Field(None, description=IGNORED)

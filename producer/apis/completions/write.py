@@ -48,6 +48,7 @@ def answer(
         "model": completion.model,
         "choices": choices,
         "usage": completion.usage([result.usage for result in results]),
+        "service_tier": completion.service_tier,
     }
     if completion.is_chat and completion.with_prompt_logprobs:  # the choices have one prompt
         body["prompt_logprobs"] = yield from prompt_logprobs(results[0])
@@ -237,6 +238,12 @@ def _frame_of(completion: Completion) -> tuple[str, str]:
     kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
     before = (
         f'{{"id":{quoted(completion.id)},"object":"{kind}","created":{completion.created}'
-        f',"model":{quoted(completion.model)},"choices":['
+        f',"model":{quoted(completion.model)},{_tier_of(completion)}"choices":['
     )
     return before, '],"usage":null}' if completion.include_usage else "]}"
+
+
+def _tier_of(completion: Completion) -> str:
+    # Each chunk has it, so the usual one is left out.
+    tier = completion.service_tier
+    return "" if tier == "default" else f'"service_tier":"{tier}",'

@@ -86,7 +86,6 @@ class MessageOptions(CountOptions, GeneratingOptions):
     max_tokens: int = Field(ge=1)
     stop_sequences: Texts | None = None
     temperature: float | None = Field(None, ge=0.0, le=1.0)
-    service_tier: str | None = Field(None, description="accepted without effect")
 
 
 def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:

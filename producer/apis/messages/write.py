@@ -16,6 +16,7 @@ from promptq.producer.calls.output.tool_calls import call_id
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.urgency import Tier
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 """Event that keeps the connection open between two other events."""
@@ -27,7 +28,9 @@ _DELTAS: dict[Kind, tuple[str, str]] = {
 }  # the delta's type, and its member with the text
 _NO_DETAILS = '"stop_details":null,"container":null'
 # Clients expect these members, which have no meaning in promptq.
-_NO_USAGE = '"cache_creation":null,"server_tool_use":null,"service_tier":null,"inference_geo":null'
+_NO_USAGE = '"cache_creation":null,"server_tool_use":null,"inference_geo":null'
+_TIERS: dict[Tier, str] = {"priority": "priority", "default": "standard", "flex": "batch"}
+"""Anthropic's names of the service tiers."""
 _NO_MARK = "\0"
 """A character that occurs in no mark (such as `<think>`) and is not white space. When the parser
 reads this character, it returns all text that it held back as the possible beginning of a mark."""
@@ -43,6 +46,7 @@ class MessageWriter:
         self.whole = ""
         """The message as JSON once it has ended; empty before."""
         self._completion = completion
+        self._tier = _TIERS[completion.service_tier]
         self._names = {**NAMES, **completion.names}
         self._text = OutputText(style, completion.expected)
         self._prefill = _Prefill(completion, style) if completion.prefill else None
@@ -62,7 +66,7 @@ class MessageWriter:
         if not self._is_open:
             self._is_open = True
             stop = '"stop_reason":null,"stop_sequence":null'
-            start = self._message("", stop, _usage(Usage(), 0))
+            start = self._message("", stop, _usage(Usage(), 0, self._tier))
             self._frame("message_start", f'"message":{start}')
         text = event.text
         if self._prefill is not None and event.index == 0:
@@ -91,7 +95,7 @@ class MessageWriter:
             stop_reason, sequence = "tool_use", None
         else:
             stop_reason = "end_turn" if sequence is None else "stop_sequence"
-        usage = _usage(event.usage or Usage(), self._num_prefilled)
+        usage = _usage(event.usage or Usage(), self._num_prefilled, self._tier)
         stop = f'"stop_reason":"{stop_reason}","stop_sequence":{to_json(sequence).decode()}'
         self.whole = self._message(",".join(self._blocks), stop, usage)
         delta = f'"delta":{{{stop},{_NO_DETAILS}}}'
@@ -217,7 +221,7 @@ def _input_of(arguments: str) -> str:
     return to_json(value if isinstance(value, dict) else {_BROKEN: arguments}).decode()
 
 
-def _usage(usage: Usage, num_prefilled: int) -> str:
+def _usage(usage: Usage, num_prefilled: int, tier: str) -> str:
     # To Anthropic, tokens of the prefill are input, and cached tokens are not.
     details = "null"
     if usage.reasoning_tokens is not None:
@@ -226,7 +230,7 @@ def _usage(usage: Usage, num_prefilled: int) -> str:
         f'{{"input_tokens":{max(0, usage.prompt_tokens + num_prefilled - usage.cached_tokens)}'
         f',"cache_creation_input_tokens":0,"cache_read_input_tokens":{usage.cached_tokens}'
         f',"output_tokens":{max(0, usage.completion_tokens - num_prefilled)}'
-        f',"output_tokens_details":{details},{_NO_USAGE}}}'
+        f',"output_tokens_details":{details},"service_tier":"{tier}",{_NO_USAGE}}}'
     )
 
 

@@ -101,7 +101,6 @@ class ResponseOptions(InputOptions, GeneratingOptions):
     stream_options: StreamOptions | None = Field(None, description=IGNORED)
     max_tool_calls: int | None = Field(None, description=IGNORED)
     user: str | None = Field(None, description=IGNORED)
-    service_tier: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
     prompt_cache_key: str | None = Field(None, description=IGNORED)
     prompt_cache_retention: str | None = Field(None, description=IGNORED)
@@ -214,7 +213,6 @@ def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
         "prompt_cache_key": options.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None, **(options.reasoning or {})},
         "safety_identifier": options.safety_identifier,
-        "service_tier": "default",
         "store": options.store,
         "temperature": fields.get("temperature", 1.0),
         "text": {**(options.text or {}), "format": described},

@@ -26,6 +26,7 @@ from promptq.producer.http.stream import EventStream, Frames, Out, frame_bytes
 from promptq.producer.http.submit import IncomingCall, with_headers
 from promptq.shared.errors import PromptqError, RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.urgency import tier_of
 from promptq.shared.runtime.logs import bind
 
 JSON = "application/json"
@@ -161,7 +162,8 @@ async def _begin(
     prepared, new = incoming.prepared, incoming.prepared.extra
     assert isinstance(new, NewResponse)
     served, view = await incoming.queue()
-    call = replace(new.call, model=prepared.call.model or view.model)
+    echo = f'{new.call.echo},"service_tier":"{tier_of(prepared.call.priority)}"'
+    call = replace(new.call, model=prepared.call.model or view.model, echo=echo)
     bind(request_id=call.id)
     tenant = prepared.new[0].request.tenant or ""
     stored = StoredResponse(call, tenant, served.name) if call.store else None

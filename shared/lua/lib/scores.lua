@@ -7,8 +7,14 @@ function scores.priority_level()
   return server.config('strict_priority') == '1' and 2199023255552 or server.number('aging_ms', 60000)
 end
 
--- The score of a request of this priority that arrives now.
-function scores.at_arrival(priority) return server.now + priority * scores.priority_level() end
+-- How long before its deadline a request by deadline counts as one that has just arrived (ms).
+local MARGIN_MS = 600000
+
+-- The score of a request of this priority that arrives now. With a deadline, the score of one that arrives shortly
+-- before it: so the earliest deadline comes first, behind all that arrive until then, and none waits for ever.
+function scores.at_arrival(priority, deadline_ms)
+  return server.now + math.max(0, (deadline_ms or 0) - MARGIN_MS) + priority * scores.priority_level()
+end
 
 -- A stored score as text, or that of the end of the queue if a stranger wrote something else.
 function scores.read(stored)

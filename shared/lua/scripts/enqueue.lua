@@ -5,8 +5,8 @@
 --       last, or left out; then 'then', and for each request its values. They are id, payload and, as needed,
 --       priority, deadline_ms (0: none), delay_ms, idempotency_key ('' for none), tenant ('' for none), account (''
 --       for none, else LIMIT HOLDER of the token rate that its output is charged to), forked_from ('' for none, else
---       POSITION ID), pictures (the names, with spaces between, of the pictures that the payload names). Then, for
---       each new picture, its name and its data URL
+--       POSITION ID), pictures (the names, with spaces between, of the pictures that the payload names), by_deadline
+--       (1: of such requests, the earliest deadline runs first). Then, for each new picture, its name and its data URL
 --       By position: 1 idempotency_ms, a space, and how many of these values each request has, in this order (6 if
 --       left out); then the values; then the nonce, or nothing
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
@@ -17,11 +17,11 @@
 
 local FIELDS = {
   'id', 'payload', 'priority', 'deadline_ms', 'delay_ms', 'idempotency_key', 'tenant', 'account', 'forked_from',
-  'pictures',
+  'pictures', 'by_deadline',
 }
 local DEFAULTS = {__index = {
   id = false, payload = false, priority = 0, deadline_ms = 0, delay_ms = 0, idempotency_key = '', tenant = '',
-  account = '', forked_from = '', pictures = '',
+  account = '', forked_from = '', pictures = '', by_deadline = '',
 }}
 local args, start, fields, num_fields
 if arguments.are_named then
@@ -93,7 +93,7 @@ local arrived = {}
 for _, request in ipairs(fresh) do
   local id, tenant, priority = request.id, request.tenant, tonumber(request.priority)
   local deadline_ms, delay_ms = tonumber(request.deadline_ms), tonumber(request.delay_ms)
-  local score = numbers.exact(scores.at_arrival(priority))
+  local score = numbers.exact(scores.at_arrival(priority, request.by_deadline == '1' and deadline_ms or 0))
   redis.call('HSET', keys.request(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
     'priority', priority, 'enqueued_at', server.now_text, 'tokens', numbers.exact(request.tokens),
     'nonce', nonce or '')

@@ -48,13 +48,15 @@ def files(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fi
 class Batch:
     """A batch that is written down, and can be run."""
 
-    def __init__(self, url: str, files: FileStore, caller: ApiKey, lines: list[Any]) -> None:
+    def __init__(
+        self, url: str, files: FileStore, caller: ApiKey, lines: list[Any], window: str = "24h"
+    ) -> None:
         self._url = url
         self._files = files
         source = write_lines(files.folder.with_name("in.jsonl"), lines)
         with source.open("rb") as stream:
             stored = files.add(stream, filename="in", purpose="batch", tenant=caller.tenant or "")
-        self.record = new_batch("/v1/completions", stored.id, caller)
+        self.record = new_batch("/v1/completions", stored.id, caller, completion_window=window)
 
     async def run(self) -> BatchRecord:
         await self.tell(lambda batches: batches.add(self.record))
@@ -214,3 +216,30 @@ async def test_what_a_killed_process_enqueued_is_cancelled_too(
     record = await batch.run()
     assert (record.status, record.failed) == ("cancelled", 12)
     assert own_worker.redis.zcard(KEYS.pending) == 0
+
+
+async def test_a_shorter_window_and_a_service_tier(
+    redis_url: str, files: FileStore, own_worker: HandWorker
+) -> None:
+    """Lines with a window run by their deadline. A line's tier precedes the batches' priority."""
+    plain, flex = line(0), line(1)
+    flex["body"]["service_tier"] = "flex"
+    batch = Batch(redis_url, files, PLAIN, [plain, flex], window="2h")
+    assert batch.record.expires_at - batch.record.created_at == 7200
+    running = asyncio.create_task(batch.run())
+    priorities = {}
+    for _ in range(2):
+        claim = await asyncio.to_thread(own_worker.take_next)
+        payload = json.loads(claim.payload)
+        priorities[payload["prompt"]] = payload["priority"]
+        waits_ms = claim.score - payload["priority"] * 60_000 - time.time() * 1000
+        assert 100 * 60_000 < waits_ms < 110 * 60_000, "10 minutes before the window's end"
+        assert payload["completion_window"] == "2h"
+        own_worker.finish(claim, "x")
+    record = await running
+    assert priorities == {"line 0": 100, "line 1": 10}
+    assert (record.status, record.completed) == ("completed", 2)
+    assert record.to_api()["completion_window"] == "2h"
+    answers = batch.written(record.output_file_id).values()
+    tiers = sorted(each["response"]["body"]["service_tier"] for each in answers)
+    assert tiers == ["flex", "flex"]

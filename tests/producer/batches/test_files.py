@@ -43,6 +43,11 @@ async def test_files(
         await client.batches.create(
             endpoint="/v1/moderations", completion_window="24h", input_file_id=ids[1]
         )
+    for window in ("25h", "0m", "soon"):
+        with pytest.raises(openai.BadRequestError, match="completion_window"):
+            await client.batches.create(
+                endpoint="/v1/completions", completion_window=window, input_file_id=ids[1]
+            )
     for seconds in (60, 10**9):
         with pytest.raises(openai.BadRequestError, match=r"output_expires_after\.seconds"):
             await client.batches.create(

@@ -102,7 +102,7 @@ def test_members_that_have_no_meaning_here(gateway: LiveGateway, own_worker: Han
         assert (text["citations"], call["caller"]) == (None, {"type": "direct"})
     for message in (whole, start, last["delta"]):
         assert (message["stop_details"], message["container"]) == (None, None)
-    absent = {"cache_creation", "inference_geo", "server_tool_use", "service_tier"}
+    absent = {"cache_creation", "inference_geo", "server_tool_use"}
     for each in (whole["usage"], start["usage"], last["usage"]):
         nulls = {name for name, value in each.items() if value is None}
         assert nulls == {*absent, "output_tokens_details"}

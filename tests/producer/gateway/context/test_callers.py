@@ -65,6 +65,46 @@ def test_a_caller_has_a_highest_priority(
         assert answer.json()["error"]["param"] == "priority"
 
 
+@pytest.mark.parametrize(
+    ("highest", "tier", "priority", "served"),
+    [
+        (-1000, "priority", -10, "priority"),
+        (-1000, "flex", 10, "flex"),
+        (-1000, "auto", 0, "default"),
+        (0, "priority", 0, "default"),
+        (15, "priority", 15, "flex"),
+    ],
+)
+def test_a_tier_serves_within_the_rights_of_the_caller(
+    http_of: Callable[..., httpx2.Client],
+    own_worker: HandWorker,
+    highest: int,
+    tier: str,
+    priority: int,
+    served: str,
+) -> None:
+    """Each API's answer names the tier that served, in whole answers and in streams."""
+    http = http_of(highest_priority=highest)
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    response, message = {"input": "Hi", "store": False}, {**chat, "model": "m"}
+    names = {"default": "standard", "flex": "batch"}
+    for path, body, where, name in (
+        ("chat/completions", chat, ("service_tier",), served),
+        ("completions", {"prompt": "Hi"}, ("service_tier",), served),
+        ("responses", response, ("service_tier",), served),
+        ("messages", message, ("usage", "service_tier"), names.get(served, served)),
+    ):
+        with own_worker.finishing(["x"]):
+            answer = http.post(f"/v1/{path}", json={**body, "service_tier": tier}).json()
+        for member in where:
+            answer = answer[member]
+        assert answer == name, path
+    with opened(http, own_worker, {**PROMPT, "service_tier": tier}) as (reading, claim):
+        assert json.loads(claim.payload).get("priority", 0) == priority
+        _, chunk = reading.next()
+        assert chunk.get("service_tier", "default") == served
+
+
 def test_streams_are_their_tenants_own(
     http_of: Callable[..., httpx2.Client], own_worker: HandWorker
 ) -> None:

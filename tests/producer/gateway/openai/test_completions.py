@@ -233,6 +233,7 @@ def test_every_field_of_a_payload_goes_through(
         "deadline_ms": 60000, "cache_salt": "s", "tenant": "them", "max_tokens": 9,
         "chat_template_kwargs": {"x": 1}, "webhook_url": "http://127.0.0.1:9/",
         "resume": "exact_only", "output_prefix": {"token_ids": [7], "text": "It"},
+        "completion_window": "2h",
     }  # fmt: skip
     payload = sent_by(
         gateway, own_worker, **known, logprobs=True, top_logprobs=2, user="me", max_tokens=None,
@@ -241,7 +242,11 @@ def test_every_field_of_a_payload_goes_through(
     expected = {**known, **extra, "messages": MESSAGES, "logprobs": 2}
     assert payload == expected
     other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context", "embed"}
-    other_ways |= {"tokenize", "prompt_logprobs"}  # the latter not with an output_prefix
+    other_ways |= {
+        "service_tier",
+        "tokenize",
+        "prompt_logprobs",
+    }  # the latter not with an output_prefix
     assert expected.keys() | other_ways == Request.model_fields.keys()
 
 
@@ -249,7 +254,7 @@ def test_fields_that_mean_nothing_here_are_taken(
     gateway: LiveGateway, own_worker: HandWorker
 ) -> None:
     payload = sent_by(
-        gateway, own_worker, user="me", store=False, service_tier="auto", safety_identifier="me",
+        gateway, own_worker, user="me", store=False, safety_identifier="me",
         prompt_cache_key="mine", parallel_tool_calls=False,
     )  # fmt: skip
     assert payload == {"messages": MESSAGES}

@@ -23,7 +23,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OF_ANY_VALUE: dict[str, Any] = {
     "user": "a",
     "store": True,
-    "service_tier": "auto",
     "safety_identifier": "a",
     "prompt_cache_key": "a",
     "prompt_cache_retention": "24h",

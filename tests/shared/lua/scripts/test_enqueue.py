@@ -170,3 +170,22 @@ def test_a_picture_counts_as_a_short_text_and_a_text_about_one_as_it_is(
     assert tokens("quoted", quoted) > len(url) // 4
     claims = {claim.request_id: claim for claim in queue.take_batch(ROOM)}
     assert claims["one"].cost < 1064 + 300 < claims["quoted"].cost
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("tenant", [None, "t"])
+def test_of_requests_with_windows_the_earliest_deadline_runs_first(
+    client: Any, queue: RequestQueue, tenant: str | None, is_strict: bool
+) -> None:
+    """They come after requests without windows, but not after those of a less urgent tier."""
+    client.hset(queue.keys.config, "strict_priority", int(is_strict))
+    windows = {"day": "24h", "hours": "2h", "soon": "5m", "hour": "1h"}
+    for name, window in windows.items():
+        put(queue, name, completion_window=window, tenant=tenant)
+    put(queue, "flex", completion_window="30m", service_tier="flex", tenant=tenant)
+    put(queue, "now", tenant=tenant)
+    order = ids(queue.take_batch(ROOM))
+    without_flex = [name for name in order if name != "flex"]
+    assert without_flex == ["soon", "now", "hour", "hours", "day"]
+    # Without strict priority, the tier costs only 10 minutes.
+    assert order.index("flex") == (5 if is_strict else 2)
