@@ -49,7 +49,7 @@ FIELDS: dict[str, Any] = {
     "prompt_cache_retention": "24h",
     "reasoning_effort": "low",
     "safety_identifier": "somebody",
-    "service_tier": "auto",
+    "service_tier": "flex",
     "store": False,
     "user": "somebody",
     "verbosity": "medium",
@@ -61,7 +61,10 @@ for name, value in FIELDS.items():
     def _(name: str = name, value: Any = value) -> str:
         most = {} if name == "max_completion_tokens" else {"max_tokens": trying.MAX_TOKENS}
         fields: Any = {"model": trying.ALIAS, "messages": trying.MESSAGES, "temperature": 0}
-        return same_chat(client.chat.completions.create(**fields, **most, **{name: value}))
+        answer = client.chat.completions.create(**fields, **most, **{name: value})
+        if name == "service_tier":
+            same("tier", answer.service_tier, value)
+        return same_chat(answer)
 
 
 @attempt("streamed chat with usage")
