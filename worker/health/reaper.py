@@ -52,14 +52,13 @@ class Reaper:
 
         Raises RedisError, OSError.
         """
-        now = self._clock()
-        if now - self.reached_at > self._patience or now < self._patient_until:
-            await self._queue.publish([], [])  # refused if renewals are
-        elif await self._hold_lease(self._lease_ms):
+        holds_lease = await self._hold_lease(self._lease_ms)  # refused if renewals are
+        self._note_answer()
+        if holds_lease and self.reached_at >= self._patient_until:
             while await self._reap():
                 self._note_answer()
             await self._sweep()
-        self._note_answer()
+            self._note_answer()
 
     async def leave(self) -> None:
         """Let another worker take over. Raises RedisError, OSError."""
@@ -73,11 +72,8 @@ class Reaper:
         """Returns whether more is to be reaped. Gives up when the server is silent for too long.
         Otherwise the client would repeat the call, and the server would reap right after an outage.
         """
-        seconds_left = self.reached_at + self._patience - self._clock()
         try:
-            if seconds_left <= 0:  # the call that holds the lease took too long
-                raise TimeoutError
-            async with asyncio.timeout(seconds_left):
+            async with asyncio.timeout(self._patience):
                 return (await self._queue.reap()).has_more
         except TimeoutError:
             raise RedisTimeoutError(f"no answer for {self._patience:g} s") from None

@@ -237,11 +237,9 @@ _OF_CLAIMS = {
 _OF_UPKEEP = {
     "reaper-never-reaps": Mutant(_REAPER, "while await self._reap():", "while False:"),
     "reaper-reaps-after-an-outage": Mutant(
-        _REAPER,
-        "if now - self.reached_at > self._patience or now < self._patient_until:",
-        "if now < self._patient_until:",
+        _REAPER, "if now - self.reached_at > self._patience:", "if False:"
     ),
-    "reaper-has-no-patience": Mutant(_REAPER, " or now < self._patient_until:", ":"),
+    "reaper-has-no-patience": Mutant(_REAPER, " and self.reached_at >= self._patient_until:", ":"),
     "reaper-forgets-that-it-reached-the-server": Mutant(
         _REAPER,
         "        self.reached_at = now\n",

@@ -70,6 +70,7 @@ FULL_DISK: Fields = {
         fault("drain a worker", 0.52, 0.0),
     ],
 }
+LONG_OUTAGE: Fields = {**CALM, "seconds": 13.0, "faults": [fault("kill the server", 0.2, 12.0)]}
 OUTAGE: Fields = {**CALM, "faults": [fault("kill the server", 0.3, 0.8)]}
 DEAD_WORKERS: Fields = {**CALM, "faults": dying("worker", 0.1, 0.2, 0.3, 0.4)}
 
@@ -77,6 +78,11 @@ WORLDS = {
     "reaper-never-reaps": (DEAD_WORKERS, "no end"),
     "reaper-reaps-after-an-outage": (OUTAGE, "early reap"),
     "reaper-has-no-patience": (OUTAGE, "early reap"),
+    "a-failed-claim-ends-the-worker": (LONG_OUTAGE, "bad exit"),
+    "a-lost-channel-ends-the-worker": (LONG_OUTAGE, "bad exit"),
+    "a-lost-connection-is-final": (LONG_OUTAGE, "stream failed"),
+    "stream-gives-up-early": (LONG_OUTAGE, "stream failed"),
+    "stream-never-reconnects": (LONG_OUTAGE, "stream failed"),
     "a-failed-cancel-ends-the-worker": (FALSE_CANCELS, "bad exit"),
     "a-full-claim-counts-as-empty": (CALM, "idle"),
     "a-heartbeat-repeats-its-batch": (CALM, "stale batch"),
@@ -84,7 +90,7 @@ WORLDS = {
     "held-requests-need-no-slots": (CALM, "holds too much"),
     "nothing-is-claimed-without-a-message": (LOST_MESSAGES, "idle"),
     "returns-are-repeated-at-once": (FULL_DISK, "hammers"),
-    "only-running-requests-are-renewed": ({**CALM, "lease_ms": 400}, "late renewal"),
+    "only-running-requests-are-renewed": ({**CALM, "lease_ms": 500}, "late renewal"),
     "gateway-keeps-abandoned-requests": (BUSY_GATEWAYS, "late cancel"),
     "gateway-resumes-at-the-beginning": (GATEWAYS, "http frame"),
     "gateway-ends-twice": (GATEWAYS, "http frame"),

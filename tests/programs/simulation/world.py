@@ -175,21 +175,19 @@ class World:
         """Look at the world until it ends."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if self._server_process.is_running:
-                processes = running(self._fleet.places)
-                is_calm = self._notes.is_calm(self.loop.now)
-                calls = {
-                    "connections": self.network.num_connects,
-                    "refused scripts": self._server.num_refused,
-                }
-                self._watcher.look(
-                    self.loop.now,
-                    self._workers,
-                    processes,
-                    calls,
-                    is_calm=is_calm,
-                    is_quiet=self._notes.is_quiet(self.loop.now),
-                )
+            answers = self._server_process.is_running
+            calls = {
+                "connections": self.network.num_connects,
+                "refused scripts": self._server.num_refused,
+            }
+            self._watcher.look(
+                self.loop.now,
+                self._workers,
+                running(self._fleet.places),
+                calls,
+                is_calm=answers and self._notes.is_calm(self.loop.now),
+                is_quiet=answers and self._notes.is_quiet(self.loop.now),
+            )
 
     async def _let_all_end(self) -> None:
         self.network.heal()
