@@ -1,8 +1,8 @@
 """Compile the Triton kernels for a card that need not be there: `... compile_kernels.py 90 SEED`.
 
 The launchers run as ever, but each launch ends with the machine code. Prints a line of JSON about
-each launch (see `described`). The seed chooses which variants follow the plain ones. With
-`--whole` after it, all of them do.
+each launch (see `described`). The seed chooses one variant of each kernel, and two of attention.
+With `--whole` after the seed, all variants are compiled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from random import Random
 from tempfile import NamedTemporaryFile
@@ -29,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu.cases import Case, Shape
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.attention.types import LayerCache, Pattern, Scoring, StepLayout
+from promptq.worker.engine.attention.types import FULL, LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.decoders.expert_parts import Limits, Routing
 from promptq.worker.engine.decoders.kernels.activation import Activation
 from promptq.worker.engine.decoders.kernels.convolution import convolve
@@ -129,35 +128,16 @@ def main() -> None:
         return compiled
 
     JITFunction.run = compile_only
-    seed, is_whole = int(sys.argv[2]), "--whole" in sys.argv
-    draw = Random(seed)
+    draw, is_whole = Random(int(sys.argv[2])), "--whole" in sys.argv
 
-    def some(variants: Sequence[Any], count: int) -> Sequence[Any]:
-        return variants if is_whole else draw.sample(variants, count)
-
-    step = [(1000, 1)] * 4 + [(300, 200)]
-    plain, *others = product(
-        (Shape(32, 8, 128, 128), Shape(12, 4, 192, 128)),
-        ((Pattern("full"), None), (Pattern("sliding", 128), 30.0)),
-    )
-    for shape, (pattern, softcap) in (plain, *some(others, 1)):
-        case = Case(step, shape, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
-        sinks = None if softcap is None else case.sinks
-        case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
-    latent = Shape(64, 1, 64, 512, is_latent=True)  # of DeepSeek-V3 on two cards
-    case = Case(step, latent, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
-    case.attend(TritonPaged(), Scoring(0.1, Pattern("full")))
-    if architecture >= 90:
-        in_fp8, cpu = torch.float8_e4m3fn, torch.device("cpu")
-        case = Case(step, plain[0], dtype=torch.bfloat16, kept=in_fp8, device=cpu, seed=1)
-        case.attend(TritonPaged(), Scoring(0.1, Pattern("full")))
-    choose_tokens(torch.zeros(4, 150_000, dtype=torch.bfloat16), torch.zeros(5, 4).double())
-    for variant in some(product_variants(), 2):
-        variant()
-    for plain_one, *other_ones in fused_variants():
-        plain_one()
-        for variant in some(other_ones, min(1, len(other_ones))):
+    def run(variants: Sequence[Callable[[], Any]], count: int = 1) -> None:
+        for variant in variants if is_whole else draw.sample(variants, count):
             variant()
+
+    run(attention_variants(architecture), 2)
+    choose_tokens(torch.zeros(4, 150_000, dtype=torch.bfloat16), torch.zeros(5, 4).double())
+    for variants in (product_variants(), *fused_variants()):
+        run(variants)
     if architecture >= 90:  # also from 89 on, which is not compiled for here
         for width in (HIDDEN, 4 * HIDDEN):
             rounded(empty(2, width))
@@ -193,6 +173,30 @@ def quantized(
     return weight
 
 
+def attention_variants(architecture: int) -> list[Callable[[], None]]:
+    """Each of them launches all kernels of attention. From 90 on, K and V may be in fp8."""
+    step = [(1000, 1)] * 4 + [(300, 200)]
+
+    def attend(
+        shape: Shape,
+        pattern: Pattern = FULL,
+        softcap: float | None = None,
+        kept: torch.dtype | None = None,
+    ) -> None:
+        options = {"dtype": torch.bfloat16, "kept": kept, "device": torch.device("cpu"), "seed": 1}
+        case = Case(step, shape, **options)
+        sinks = None if softcap is None else case.sinks
+        case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
+
+    shapes = Shape(32, 8, 128, 128), Shape(12, 4, 192, 128)
+    latent = Shape(64, 1, 64, 512, is_latent=True)  # of DeepSeek-V3 on two cards
+    return [
+        *(partial(attend, shape) for shape in (*shapes, latent)),
+        *(partial(attend, shape, Pattern("sliding", 128), 30.0) for shape in shapes),
+        *([partial(attend, shapes[0], kept=torch.float8_e4m3fn)] if architecture >= 90 else []),
+    ]
+
+
 def product_variants() -> list[Callable[[], None]]:
     """Of the product with weights of few bits: each format, for few rows and many."""
 
@@ -205,7 +209,7 @@ def product_variants() -> list[Callable[[], None]]:
 
 
 def fused_variants() -> list[list[Callable[[], Any]]]:
-    """Of each kernel of the fused decoder, the plain one first."""
+    """Of each kernel of the fused decoder."""
     return [
         *recurrent_variants(),
         [
@@ -263,7 +267,7 @@ def fused_variants() -> list[list[Callable[[], Any]]]:
 
 
 def recurrent_variants() -> list[list[Callable[[], Any]]]:
-    """Of each kernel for recurrent layers, with the sizes of Qwen3-Next first."""
+    """Of each kernel for recurrent layers."""
     qwen, granite = RecurrentSize(16, 32, 128, 128), RecurrentSize(1, 48, 128, 64)
     sizes = (qwen, True), (granite, False), (RecurrentSize(1, 32, 256, 64), False)  # Falcon-H1
     kimi = partial(scan, RecurrentSize(32, 32, 128, 128), True, has_key_decays=True)
@@ -272,12 +276,17 @@ def recurrent_variants() -> list[list[Callable[[], Any]]]:
         [partial(convolve_rows, False, 4, False), partial(convolve_rows, True, 3, True)],
         *(
             [
-                *(partial(scan, size, is_delta, num_rows) for size, is_delta in sizes),
+                *(partial(scan, *size, num_rows) for size in sizes),
                 partial(kimi, num_rows),
-                *(partial(scan, *size, num_rows, dtype=torch.float32) for size in sizes),
             ]
             for num_rows in (1, 5)
         ),
+        # A step in fp32 has no kernel for chunks.
+        [
+            partial(scan, *size, num_rows, dtype=torch.float32)
+            for size in sizes
+            for num_rows in (1, 5)
+        ],
         [
             partial(gated_norm, torch.zeros(2, HIDDEN), empty(2, 2 * HIDDEN)[:, HIDDEN:], norm)
             for norm in (of_head, of_row, replace(of_row, gates_first=True), None)
