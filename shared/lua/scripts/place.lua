@@ -15,8 +15,7 @@ if fields.state == 'active' or requests.is_final(fields.state) then return {fiel
 local tenant = keys.tenant_name(fields.tenant)
 local home = keys.pending_of(tenant)
 local num_of_tenant = server.size(home)
-local num_in_front = redis.pcall('ZRANK', home, id)
-if type(num_in_front) ~= 'number' then num_in_front = nil end
+local num_in_front = redis.call('ZRANK', home, id) or nil
 local delayed_until = not num_in_front and server.score_in(keys.delayed, id)
 if not num_in_front and not delayed_until and redis.pcall('HEXISTS', keys.request(id), 'payload') ~= 1 then
   return {''}
