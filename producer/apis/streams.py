@@ -34,6 +34,7 @@ from promptq.producer.http.bodies import read_body
 from promptq.producer.http.errors import described
 from promptq.producer.http.rate_limits import COUNTED_READ, admit_call
 from promptq.producer.http.state import Gateway, ThisGateway
+from promptq.producer.http.stream import place_of
 from promptq.producer.http.submit import IncomingCall
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import ForkPoint, invalid_request
@@ -140,6 +141,21 @@ async def read_stream(
     if of_completion != completion_id:
         raise wrong_field("Last-Event-ID", "belongs to another stream")
     return completions.stream_of(gateway, served, completion, have)
+
+
+@router.get("/v1/streams/{completion_id}/place", **COUNTED_READ)
+async def read_place(
+    completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
+) -> dict[str, object]:
+    """Read where a completion waits: how many requests wait in front, and when it will start.
+
+    Of several answers, this is the place of the first. Unless the completion waits, all numbers are
+    null, and `because` says why.
+    """
+    first, *_ = all_request_ids(completion_id, request.query_params)
+    bind(request_id=completion_id)
+    served, _ = await payloads_of(gateway.queues, caller, [first])
+    return place_of(completion_id, await served.client.place(first))
 
 
 @router.post(

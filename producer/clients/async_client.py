@@ -293,6 +293,13 @@ class AsyncClient:
         """Returns the state of a request; None if the request is unknown."""
         return await self._do(lookups.state(await self._keys(), check_request_id(request_id)))
 
+    async def place(self, request_id: str) -> admin.place.Place:
+        """Returns how many requests wait in front of a request, and when it will start.
+
+        Raises RequestNotFoundError.
+        """
+        return await self._do(admin.place.place(await self._keys(), request_id))
+
     async def timeline(self, request_id: str) -> admin.timeline.Timeline:
         """Returns what happened to a request, in order of time. Raises RequestNotFoundError."""
         return await self._do(admin.timeline.timeline(await self._keys(), request_id))

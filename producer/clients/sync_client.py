@@ -290,6 +290,13 @@ class Client:
         """Returns the state of a request; None if the request is unknown."""
         return self._do(lookups.state(self._keys(), check_request_id(request_id)))
 
+    def place(self, request_id: str) -> admin.place.Place:
+        """Returns how many requests wait in front of a request, and when it will start.
+
+        Raises RequestNotFoundError.
+        """
+        return self._do(admin.place.place(self._keys(), request_id))
+
     def timeline(self, request_id: str) -> admin.timeline.Timeline:
         """Returns what happened to a request, in order of time. Raises RequestNotFoundError."""
         return self._do(admin.timeline.timeline(self._keys(), request_id))

@@ -31,6 +31,7 @@ _PANELS = {
         "submit": "requests",
         "fork": "requests",
         "watch": "requests",
+        "place": "requests",
         "embed": "requests",
         "cancel": "requests",
         "reprioritise": "queue",

@@ -1,9 +1,10 @@
-"""Commands about one request: submit it, watch it, cancel it."""
+"""Commands about one request: submit it, watch it, find its place, cancel it."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Annotated, Any, cast
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.client import open_client, open_client_of
 from promptq.producer.commands.options import (
+    AsJson,
     Detach,
     EventsAsJson,
     Model,
@@ -227,6 +229,20 @@ def watch(
 
     with open_client_of(redis, queue, request_id) as client:
         raise typer.Exit(StreamPrinter(client, request_id, as_json).watch())
+
+
+def place(
+    request_id: RequestId, as_json: AsJson = False, redis: Redis = None, queue: Queue = None
+) -> None:
+    """Print how many requests wait in front of a request, and when it will start.
+
+    Examples:
+
+    promptq place 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
+    """
+    with open_client_of(redis, queue, request_id) as client:
+        found = client.place(request_id)
+    write(json.dumps({"id": request_id, **asdict(found)}) if as_json else str(found))
 
 
 def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> None:

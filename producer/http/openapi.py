@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from promptq.producer.calls.call_body import HEADERS, BodyOptions, GeneratingOptions
+from promptq.producer.http.stream import QUEUE_EVENTS
 from promptq.shared.protocol.request import OutputPrefix, Request, SamplingParams
 
 TOOL_FIELDS = frozenset({"tools", "tool_choice", "chat_template_kwargs"})
@@ -38,6 +39,8 @@ def operation(
     if "stream" in properties:
         about = "with `stream`: continue after this event"
         parameters.append(_header("Last-Event-ID", {"type": "string"}, about))
+        about = "if `1`, a stream has events `queue` with its place while it waits"
+        parameters.append(_header(QUEUE_EVENTS, {"type": "string"}, about))
     required = own.get("required", [])
     schema = {"type": "object", "properties": properties, "required": required}
     body = {"content": {"application/json": {"schema": schema}}, "required": True}

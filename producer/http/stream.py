@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import asdict
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+from pydantic_core import to_json
 from redis.exceptions import RedisError
+from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from promptq.producer.admin.place import Place
 from promptq.producer.calls.errors import ApiError, as_api_error
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.connection_limits import PIECES, Unfinished
@@ -25,10 +29,17 @@ from promptq.producer.http.errors import ClientLeftError
 from promptq.producer.http.state import Gateway
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.request import RequestState
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.printable import one_line
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.turns import SLICE_SECONDS, Turns
+
+QUEUE_EVENTS = "X-Queue-Events"
+"""Header of a call: if `1`, its stream has events `queue` while the call waits."""
+
+_PLACE_SECONDS = 2.0
+"""How long a comment waits for the place of its request."""
 
 _COMMENT = b": waiting\n"
 """A comment that keeps the connection open. No blank line follows: OpenAI's client would take it
@@ -100,7 +111,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_ids = self._streamed.request_ids
         write_piece = scope.get("extensions", {}).get(PIECES, {}).get("write")
-        out = Out(self, send, write_piece, self._gateway.settings.http_keepalive_seconds)
+        with_events = Headers(scope=scope).get(QUEUE_EVENTS) == "1"
+        waiting = partial(_waiting_frame, self._served, self._streamed, with_events)
+        out = Out(self, send, write_piece, self._gateway.settings.http_keepalive_seconds, waiting)
         try:
             async with cancelled_if_client_leaves(
                 self._gateway, receive, self._served, self._streamed
@@ -141,6 +154,25 @@ class EventStream(Response):
         await frames.finish()
 
 
+def place_of(streamed_id: str, place: Place) -> dict[str, Any]:
+    """Returns the place of an answer as a JSON object."""
+    return {"id": streamed_id, "object": "place", **asdict(place)}
+
+
+async def _waiting_frame(served: ServedQueue, streamed: Streamed, with_event: bool) -> bytes:
+    """Returns a comment, or an event, with the place of an answer that waits."""
+    try:
+        async with asyncio.timeout(_PLACE_SECONDS):
+            place = await served.client.place(streamed.request_ids[0])
+    except (PromptqError, RedisError, TimeoutError):  # the stream reports the server's errors
+        return _COMMENT
+    if place.state is not RequestState.WAITING:
+        return _COMMENT
+    if with_event:
+        return b"event: queue\ndata: %b\n\n" % to_json(place_of(streamed.id, place))
+    return f": {place}\n".encode("ascii")
+
+
 def frame_bytes(frames: str) -> bytes:
     """Returns frames as bytes. Escapes characters that some clients take for the end of a line."""
     return one_line(frames).encode()
@@ -164,7 +196,8 @@ class FramesInTurns(StreamingResponse):
 
 
 class Out:
-    """Sends the status and frames, and `keepalive` after `keepalive_seconds` without a frame."""
+    """Sends the status and frames. After `keepalive_seconds` without a frame, sends `keepalive`, or
+    if it is None, what `waiting` returns."""
 
     def __init__(
         self,
@@ -172,9 +205,11 @@ class Out:
         send: Send,
         write_piece: Callable[[bytes], Unfinished] | None,
         keepalive_seconds: float,
+        waiting: Callable[[], Awaitable[bytes]],
     ) -> None:
         self.has_begun = False
-        self.keepalive = _COMMENT
+        self.keepalive: bytes | None = None
+        self._waiting = waiting
         self._response = response
         self._send = send
         self._write_piece = write_piece
@@ -235,5 +270,9 @@ class Out:
         self._timer = self._loop.call_later(left, self._check_keepalive)
 
     async def _keep_alive(self) -> None:
+        wrote_at = self._wrote_at
+        frame = self.keepalive or await self._waiting()
+        if self.has_begun and self._wrote_at > wrote_at:
+            return  # the answer began meanwhile
         if not self._is_over:
-            await self.write_all(self.keepalive)
+            await self.write_all(self.keepalive or frame)

@@ -43,9 +43,10 @@ because Redis 7.0 cannot permit `client|setinfo` by name. They exclude commands 
 and CLIENT TRACKING, which would report the keys of all clients."""
 
 _COMMON = (
-    "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl smembers srandmember type"
-    " xrange xread xrevrange zcard zmscore zrange zscore del hdel hincrby hset hsetnx lpush ltrim"
-    " persist pexpire sadd set srem xadd zadd zrem zremrangebyscore"
+    "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl scard smembers"
+    " srandmember type xrange xread xrevrange zcard zcount zmscore zrange zrank zscore del hdel"
+    " hincrby hset hsetnx lpush ltrim persist pexpire sadd set srem xadd zadd zrem"
+    " zremrangebyscore"
     " evalsha publish script|load spublish"
 )
 """Commands of all roles except `subscriber`: to read, to write, and to run scripts."""
@@ -58,7 +59,7 @@ and a colon for other databases. A channel of database 0 never matches the secon
 _LOOK_THROUGH = "dbsize scan"
 """Commands that read the names of all keys of the database, including those of other queues."""
 
-_RQ_COMMANDS = "blmove expire hincrbyfloat llen lmove lrem rpush scard zrangebyscore"
+_RQ_COMMANDS = "blmove expire hincrbyfloat llen lmove lrem rpush zrangebyscore"
 
 _RQ_KEYS = (
     *(f"~rq:{kind}:promptq-*" for kind in ("queue", "workers", "worker", "job", "job:")),
@@ -110,7 +111,7 @@ ROLES: dict[str, Role] = {
         writes=(*_ENQUEUEING, *("outputs", "claims", "workers", "statistics", "model", "rates")),
         reads=("config",),
         channels=("control", "drain", "events:*"),
-        commands=f"{_COMMON} {_LISTEN} hrandfield scan zrank",
+        commands=f"{_COMMON} {_LISTEN} hrandfield scan",
         others=(f"~{QUEUES}",),
     ),
     "gateway": Role(

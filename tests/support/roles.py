@@ -37,6 +37,7 @@ _ROLE_OF_SCRIPT = {
     "purge": "producer",
     "list_waiting": "producer",
     "charge_rates": "gateway",
+    "place": "producer",
     "priorities": "producer",
     "measure_work": "producer",
     "reprioritise": "producer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -40,6 +41,7 @@ class StreamPrinter:
         self._as_json = as_json
         self._console = SafeConsole(stderr=True, highlight=False)
         self._is_interrupted = False
+        self._in_front = math.inf  # requests in front of this one, as last printed
         self._enqueued_at: float | None = None  # None if another process enqueued it
         self._first_token_ms: float | None = None
         self._ends_in_newline = True
@@ -149,7 +151,22 @@ class StreamPrinter:
             return ""
         # Running requests continue while the queue is paused.
         why = stats.why_no_worker if has_begun else stats.why_waiting()
-        return f"the request waits: {why}" if why else ""
+        if why or has_begun:
+            return f"the request waits: {why}" if why else ""
+        return self._place()
+
+    def _place(self) -> str:
+        """Returns the place of a request that waits; empty if the place is no better than the last
+        one that was returned. A long wait prints a line whenever half of the requests have gone."""
+        try:
+            place = self._client.place(self._id)
+        except (PromptqError, RedisError):  # also if the user may not read places
+            return ""
+        last = self._in_front
+        if place.in_front is None or place.in_front >= last or 2 * place.in_front > last:
+            return ""
+        self._in_front = place.in_front
+        return f"the request is {place}"
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:

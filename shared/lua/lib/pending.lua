@@ -4,11 +4,17 @@
 
 local MAX_HISTORY = 16
 
+local NUM_OF_TENANTS = 'waiting' -- how many requests of tenants with a name wait and are not delayed
+
 local changes = {} -- to the counts of the backlog, by field
+local function change_later(field, change) changes[field] = (changes[field] or 0) + change end
+
 function pending.count_later(kind, tenant, change)
   if change == 0 then return end
-  local field = kind .. ':' .. keys.tenant_name(tenant)
-  changes[field] = (changes[field] or 0) + change
+  tenant = keys.tenant_name(tenant)
+  change_later(kind .. ':' .. tenant, change)
+  if tenant == '' then return end
+  change_later(NUM_OF_TENANTS, ((kind == 'tokens') == (change > 0)) and 1 or -1)
 end
 
 server.at_the_end(function()
@@ -18,6 +24,17 @@ server.at_the_end(function()
   end
   changes = {}
 end)
+
+-- Correct the count of tenants' requests by the number of ids in all queues: plain clients and earlier releases do
+-- not count theirs.
+function pending.recount(num_in_queues)
+  local num = num_in_queues - server.size(keys.pending)
+  if num > 0 then
+    redis.pcall('HSET', keys.backlog, NUM_OF_TENANTS, numbers.exact(num))
+  else
+    redis.pcall('HDEL', keys.backlog, NUM_OF_TENANTS)
+  end
+end
 
 -- Count that a request stops waiting. `fields` has its state, tenant and tokens from before.
 function pending.leave(id, fields)

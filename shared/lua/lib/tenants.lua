@@ -12,9 +12,21 @@ function tenants.counters_of(priority)
   return keys.prefix .. 'tenants' .. (priority == 0 and '' or string.format(':%d', priority))
 end
 
-function tenants.weight_of(tenant)
-  local weight = tonumber(server.config('weight:' .. tenant) or nil)
+local function weight_in(setting)
+  local weight = tonumber(setting or nil)
   return weight and weight >= 1e-6 and weight <= 1e6 and weight or 1
+end
+
+function tenants.weight_of(tenant) return weight_in(server.config('weight:' .. tenant)) end
+
+-- The sum of the weights of several tenants, by one command.
+function tenants.sum_of_weights(names)
+  local settings, sum = {}, 0
+  for nth, name in ipairs(names) do settings[nth] = 'weight:' .. name end
+  for _, setting in ipairs(#names > 0 and redis.call('HMGET', keys.prefix .. 'config', unpack(settings)) or {}) do
+    sum = sum + weight_in(setting)
+  end
+  return sum
 end
 
 -- Count service at the end of the call. It counts only for requests that were claimed while tenants shared.

@@ -8,6 +8,7 @@ work.SAMPLE_MS = SAMPLE_MS
 local WINDOW_MS, RECENT_MS = 30000, 60000
 local WEIGHT_OF_NEW = 0.3
 local MAX_OUTPUT, MAX_PLACES, MAX_WAIT_MS = 2 ^ 31, 2 ^ 20, 86400000
+local MAX_TENANTS = 64 -- whose weights one call reads
 
 -- A field of a sample as a number that is 0, or neither tiny nor huge. A stranger may have written it.
 local function measured(value)
@@ -117,6 +118,31 @@ function work.tokens_requested(num_waiting, num_active)
   return most
 end
 
+-- What the workers did in the last minute: the number of finished requests and its dispersion (the variance of a
+-- sample's number by its mean, at least 1), output tokens, and over how many ms. Only samples in which requests waited
+-- show what the workers can do; without any, all samples with output count.
+function work.done_lately()
+  local full, all = {}, {}
+  for _, sample in ipairs(recent_samples()) do
+    local num, tokens = measured(sample.finished), measured(sample.tokens_per_second) * SAMPLE_MS / 1000
+    local found = {num, tokens}
+    if measured(sample.waiting) > 0 and measured(sample.active) > 0 then full[#full + 1] = found end
+    if num + tokens > 0 then all[#all + 1] = found end
+  end
+  local chosen, num, tokens, squares = #full > 0 and full or all, 0, 0, 0
+  for _, found in ipairs(chosen) do
+    num, tokens, squares = num + found[1], tokens + found[2], squares + found[1] * found[1]
+  end
+  local dispersion = 1
+  if num > 0 and #chosen > 1 then
+    local mean = num / #chosen
+    dispersion = math.max(1, (squares - num * mean) / (#chosen - 1) / mean)
+  elseif num == 0 then
+    num = tokens / work.tokens_of_answer() -- answers that take longer than a minute
+  end
+  return num, dispersion, tokens, #chosen * SAMPLE_MS
+end
+
 -- The mean time between two requests that leave the queue (ms), from the tokens of the last half minute, or else
 -- from the last finished requests; nil if unknown.
 local function ms_of_request()
@@ -129,27 +155,33 @@ local function ms_of_request()
   return (finished[1][1] - finished[#finished][1]) / (#finished - 1)
 end
 
--- The sum of the weights of all waiting tenants, in parts of this tenant's weight. A tenant has a part of the
--- workers by its weight, so this is the factor by which its requests take longer.
-local weights, waits
-local function share_of(tenant)
-  if not weights then
-    weights, waits = 0, {}
-    for _, key in ipairs(pending.queues()) do
-      local name = string.sub(key, #keys.pending + 2)
-      waits[name] = redis.call('EXISTS', key) == 1
-      if waits[name] then weights = weights + tenants.weight_of(name) end
-    end
+-- The sum of the weights of all tenants with waiting requests, in parts of this tenant's weight. A tenant has a part
+-- of the workers by its weight, so this is the factor by which its requests take longer. Of many tenants, the mean of
+-- a sample stands for all.
+local weights
+local function sum_of_weights()
+  local sample, names = redis.pcall('SRANDMEMBER', keys.tenants_waiting, MAX_TENANTS), {}
+  if sample.err then sample = {} end
+  for _, name in ipairs(sample) do
+    if name ~= '' then names[#names + 1] = name end
   end
-  local own = tenants.weight_of(tenant)
-  return (weights + (waits[tenant] and 0 or own)) / own
+  local size = #sample == MAX_TENANTS and redis.pcall('SCARD', keys.tenants_waiting)
+  local num_of_each = type(size) == 'number' and size / #sample or 1
+  local others = redis.call('EXISTS', keys.pending) == 1 and tenants.weight_of('') or 0
+  return tenants.sum_of_weights(names) * num_of_each + others
+end
+
+function work.share_of(tenant)
+  weights = weights or sum_of_weights()
+  local own, waits = tenants.weight_of(tenant), redis.call('EXISTS', keys.pending_of(tenant)) == 1
+  return math.max(1, (weights + (waits and 0 or own)) / own)
 end
 
 -- The time (ms) until `count` requests of a tenant, or of the whole queue if `tenant` is nil, have left the queue.
 function work.ms_until_left(count, tenant)
   local each = ms_of_request()
   if not each then return 1000 end
-  local share = tenant and share_of(tenant) or 1
+  local share = tenant and work.share_of(tenant) or 1
   return math.max(1, math.min(MAX_WAIT_MS, math.ceil(count * share * each)))
 end
 
@@ -163,5 +195,5 @@ function work.ms_until_end(num_before, tenant)
     running, ms_each = workers.running, 0
     if speed > 0 then ms_each = 1000 * work.tokens_of_answer() / (speed * math.max(1, workers.claiming)) end
   end
-  return math.min(MAX_WAIT_MS, ((num_before + 1) * share_of(tenant) + running) * ms_each)
+  return math.min(MAX_WAIT_MS, ((num_before + 1) * work.share_of(tenant) + running) * ms_each)
 end

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, priority_counts, work
+-- uses: keys, numbers, server, arguments, pending, priority_counts, work
 -- Add to the queue's statistics. The stream `statistics` gets one entry for each 5 s, however many call.
 -- ARGV by name, or by position: 1 generated_tokens   2 prompt_tokens that were computed   3 finished requests
 --       4 ttft: times to first token (ms), with spaces between   5 queue: times in the queue (ms), likewise
@@ -69,6 +69,7 @@ local function counted()
   for priority, num in pairs(counts) do
     parts[#parts + 1] = string.format('"%d":%d', priority, num)
   end
+  pending.recount(total)
   now.waiting, now.priorities = total, '{' .. table.concat(parts, ',') .. '}'
   return now
 end

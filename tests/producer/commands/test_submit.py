@@ -19,6 +19,7 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.scripts import heartbeat
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
 from tests.support.processes import Terminal, read_until
+from tests.support.requests import put
 from tests.support.roles import as_role
 from tests.support.servers import OwnServer
 
@@ -166,6 +167,39 @@ def test_says_at_a_terminal_why_nothing_comes(
         assert terminal.process.wait() == 130
     told = f"promptq: the request waits: {said}.*\r\n.*cancelled.*\r\n"
     assert re.fullmatch(told, terminal.shown)
+
+
+def test_says_at_a_terminal_how_many_wait_in_front(
+    own_worker: HandWorker, at_terminal: Callable[..., Terminal]
+) -> None:
+    own_worker.queue.run(heartbeat(WorkerStats(worker_id="by-hand"), 600_000))
+    put(own_worker.queue, "first")
+    with closing(at_terminal("submit", "Hi")) as terminal:
+        terminal.read_until("promptq: the request is waiting: 1 request waits in front, with about")
+        own_worker.take()
+        terminal.read_until(
+            "promptq: the request is waiting: next; the start is unknown: no output"
+        )
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_rest()
+
+
+def test_the_place_of_a_request(run: Run, own_worker: HandWorker) -> None:
+    put(own_worker.queue, "first")
+    put(own_worker.queue, "mine")
+    shown = run("place", "mine").stdout
+    assert re.fullmatch(
+        r"waiting: 1 request waits in front, with about \d+ tokens;"
+        r" the start is unknown: no worker is alive\n",
+        shown,
+    )
+    place = json.loads(run("place", "mine", "--json").stdout)
+    assert (place["id"], place["state"], place["in_front"]) == ("mine", "waiting", 1)
+    own_worker.take()
+    assert run("place", "first").stdout == "active: a worker holds the request\n"
+    done = run("place", "unknown")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no request 'unknown' is known" in done.stderr
 
 
 def test_says_that_no_replica_has_the_request(run: Run) -> None:

@@ -62,7 +62,10 @@ def test_the_description_lists_headers_and_errors(http: httpx2.Client, path: str
     """Each error with the object that all of them are."""
     document = http.get("/openapi.json").json()
     operation = document["paths"][path]["post"]
-    assert {it["name"] for it in operation["parameters"]} == HEADERS | {"Last-Event-ID"}
+    assert {it["name"] for it in operation["parameters"]} == HEADERS | {
+        "Last-Event-ID",
+        "X-Queue-Events",
+    }
     assert {"400", "401", "403", "404", "408", "409", "413", "429", "500", "503"} < set(
         operation["responses"]
     )

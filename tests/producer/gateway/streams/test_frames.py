@@ -3,36 +3,97 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
+import redis
 from openai import AsyncOpenAI, OpenAI
 
 from promptq.producer.gateway.app import create_app
 from promptq.producer.settings.gateway import GatewaySettings
 from promptq.shared.protocol.request import FinishReason
-from tests.producer.gateway.living import LiveGateway
+from promptq.shared.queue.request_queue import new_request_id
+from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.gateway.played import PROMPT, opened, read_frames, texts_of
 from tests.producer.playing import HandWorker
 from tests.support.model_free import running_worker, text_of
+from tests.support.requests import put
+from tests.support.roles import as_role
+from tests.support.servers import embedded_server
 
 
-def test_a_stream_that_waits_shows_that_it_lives(
+def test_a_stream_that_waits_shows_its_place(
     start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
 ) -> None:
     """After a while the status is sent without a token, and then comments."""
+    put(own_worker.queue, "first")
     gateway = start_gateway(http_header_seconds=0.05, http_keepalive_seconds=0.05)
     with (
         httpx2.Client(base_url=gateway.url, timeout=30) as http,
         http.stream("POST", "/v1/completions", json=PROMPT) as response,
     ):
         lines = response.iter_lines()
-        assert [next(lines) for _ in range(2)] == [": waiting", ": waiting"]
+        for _ in range(2):
+            assert next(lines).startswith(": waiting: 1 request waits in front, with about ")
+        place = http.get(f"{response.headers['X-Stream-Url']}/place").json()
+        assert place["object"] == "place"
+        assert place["id"] == response.headers["X-Request-Id"]
+        assert (place["state"], place["in_front"], place["at_most"]) == ("waiting", 1, False)
+        assert (place["start_p50_ms"], place["because"]) == (None, "no worker is alive")
+        own_worker.take()
+        while not next(lines).startswith(": waiting: next; the start is unknown: no worker"):
+            pass
         claim = own_worker.take()
         own_worker.finish(claim, "a")
         assert "[DONE]" in "".join(lines)
+        place = http.get(f"/v1/streams/{place['id']}/place").json()
+        assert (place["state"], place["because"]) == ("completed", "the request has ended")
+        unknown = http.get(f"/v1/streams/cmpl-{new_request_id()}/place")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_a_stream_has_events_of_the_queue_for_a_client_that_wants_them(
+    start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
+) -> None:
+    gateway = start_gateway(http_header_seconds=0.05, http_keepalive_seconds=0.05)
+    headers = {"X-Queue-Events": "1"}
+    with (
+        httpx2.Client(base_url=gateway.url, timeout=30) as http,
+        http.stream(
+            "POST",
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "Hi"}], "stream": True},
+            headers=headers,
+        ) as response,
+    ):
+        lines = response.iter_lines()
+        for _ in range(2):
+            event, data, blank = (next(lines) for _ in range(3))
+            assert (event, blank) == ("event: queue", "")
+            place = json.loads(data.removeprefix("data: "))
+            assert place["id"] == response.headers["X-Request-Id"]
+            assert place["in_front"] == 0
+        claim = own_worker.take()
+        while next(lines) != ": waiting":  # no event, as the request no longer waits
+            pass
+        own_worker.finish(claim, "a")
+        assert "event: queue" not in [*lines]
+
+
+def test_a_comment_comes_also_where_the_gateways_user_may_not_read_places() -> None:
+    """As a user that `promptq acl` of an earlier release made."""
+    with embedded_server() as url, redis.Redis.from_url(url) as default:
+        default.execute_command("ACL", "SETUSER", "gateway", "-zrank")
+        often = {"http_header_seconds": 0.05, "http_keepalive_seconds": 0.05}
+        with (
+            live_gateway(as_role("gateway", url), **often) as gateway,
+            httpx2.Client(base_url=gateway.url, timeout=30) as http,
+            http.stream("POST", "/v1/completions", json=PROMPT) as response,
+        ):
+            assert next(response.iter_lines()) == ": waiting"
 
 
 def text_by_openai(base_url: str) -> str:

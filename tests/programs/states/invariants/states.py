@@ -188,8 +188,9 @@ def a_place_in_the_queue_is_kept(world: World, view: View) -> Problems:
 
 
 def the_backlog_is_what_waits(world: World, view: View) -> Problems:
-    """The backlog of each tenant equals the tokens of its waiting and delayed requests. This does
-    not hold where plain clients remove requests that were counted.
+    """The backlog of each tenant equals the tokens of its waiting and delayed requests, and the
+    requests of tenants are counted. This does not hold where plain clients remove requests that
+    were counted.
     """
     if world.moves & STRAY:
         return
@@ -198,6 +199,8 @@ def the_backlog_is_what_waits(world: World, view: View) -> Problems:
         fields, tenant = view.fields(request_id), spec.tenant or ""
         if view.state(request_id) == "waiting":
             expected[f"tokens:{tenant}"] += int(fields.get("tokens", "0"))
+            is_counted = tenant and "tokens" in fields and request_id not in view.delayed
+            expected["waiting"] += bool(is_counted)
             expected[f"delayed:{tenant}"] += request_id in view.delayed
     if +expected != view.backlog:
         yield f"{dict(+expected)} wait, and {view.backlog} are counted"

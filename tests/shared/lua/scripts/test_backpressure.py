@@ -215,6 +215,8 @@ def test_what_is_counted_is_what_waits(
                 expected[f"tokens:{of}"] = expected.get(f"tokens:{of}", 0) + tokens_of(item)
                 if waiting_id.encode() in delayed:
                     expected[f"delayed:{of}"] = expected.get(f"delayed:{of}", 0) + 1
+                elif of:
+                    expected["waiting"] = expected.get("waiting", 0) + 1
         assert backlog(client, queue) == expected, (n, action)
     queue.clear()
     assert backlog(client, queue) == {}
