@@ -1,8 +1,9 @@
 """Measures how much a worker slows down other clients of its inference server.
 
 Three phases take turns: clients that call the server directly (the foreground), a full queue behind
-a worker, and both together. Each foreground request has a new prompt. A phase with both begins when
-the queue's requests fill all slots. Each ratio divides a figure of both by that of one alone: the
+a worker, and both together. Each foreground request has a new prompt. The phase of both comes after
+that of the foreground. The phase of the queue alone begins when the worker uses all slots, five
+minutes after the foreground. Each ratio divides a figure of both by that of one alone: the
 foreground's time to its first token, and the queue's tokens per second.
 """
 
@@ -115,6 +116,9 @@ class Bench:
         if kind == "foreground":
             return Phase(await self.foreground())
         async with self.queue():
+            slots = self.server.slots if kind == "queue" else 0
+            while self.server.num_running() < slots:  # noqa: ASYNC110 (no event reports it)
+                await asyncio.sleep(_POLL_SECONDS)
             before, began = await self.num_generated(), time.perf_counter()
             found = Phase()
             if kind == "both":
@@ -126,9 +130,10 @@ class Bench:
         return found
 
     async def run(self) -> None:
-        phases: dict[str, list[Phase]] = {"foreground": [], "queue": [], "both": []}
+        kinds = ["foreground", "both", "queue"]
+        phases: dict[str, list[Phase]] = {kind: [] for kind in kinds}
         for number in range(self.options.turns):
-            for kind in list(phases) if number % 2 == 0 else list(phases)[::-1]:
+            for kind in kinds if number % 2 == 0 else [kinds[-1], *kinds[:-1]]:
                 phases[kind].append(found := await self.phase(kind))
                 print(f"turn {number + 1}, {kind}: {_line(found)}", flush=True)
         for name, share in (("p50", 0.5), ("p95", 0.95)):

@@ -64,6 +64,11 @@ class RealServer:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        assert self._process is not None
+        return self._process.poll() is not None
+
     def start(self) -> None:
         """Start it, and wait until it answers."""
         command, environment = self._command()
@@ -99,8 +104,7 @@ class RealServer:
         return sum(slot["is_processing"] for slot in slots)
 
     def _answers(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, (self.folder / f"{self.name}.log").read_text()[-3000:]
+        assert not self.has_ended, (self.folder / f"{self.name}.log").read_text()[-3000:]
         try:
             socket.create_connection(("127.0.0.1", self.port)).close()  # cheaper than a client
             return httpx2.get(f"{self.url}/health").status_code == 200
@@ -128,6 +132,8 @@ class RealServer:
                 "LD_PRELOAD": ":".join(str(it) for it in libraries[:2]),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                # Beside other programs, the first step may take more than the 300 s of the default.
+                "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",
                 "OMP_NUM_THREADS": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "DO_NOT_TRACK": "1",

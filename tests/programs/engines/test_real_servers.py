@@ -5,6 +5,8 @@ Run by `python -m tests engines`, which builds the servers first. Skipped where 
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,12 +15,15 @@ import pytest
 
 from promptq import Client
 from promptq.worker.shipped import MODEL_DIR
+from tests.programs.chaos.processes.engines import Engines
+from tests.programs.chaos.schedule import Fault
 from tests.programs.engines.real_servers import (
     GREEDY,
     NUM_TOKENS,
     RealServer,
     logprobs_of,
     undisturbed,
+    why_missing,
 )
 from tests.support.processes import StartedWorker, started
 from tests.support.roles import as_role
@@ -183,3 +188,18 @@ def test_characters_of_several_tokens_arrive_whole(
         result = client.result(client.enqueue("Once", **options))
         assert len(result.token_ids) == 60
         assert result.text == tokenizer.decode(result.token_ids, skip_special_tokens=True)
+
+
+async def test_chaos_starts_a_server_that_has_ended_by_itself(tmp_path: Path) -> None:
+    if why := why_missing("llama.cpp"):
+        pytest.skip(why)
+    engines = Engines("llama.cpp", tmp_path)
+    await engines.start()
+    try:
+        [server] = engines.servers
+        os.kill(server.pid, signal.SIGKILL)
+        while not await engines.hurt(Fault.ENGINE_KILL, random.Random(1)):
+            pass
+        assert server.num_running() == 0
+    finally:
+        engines.kill()

@@ -22,6 +22,7 @@ from promptq.worker.upstream.dialects.dialect import Chunk
 from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
 from promptq.worker.upstream.forwarded_sequence import ForwardedSequence
 from promptq.worker.upstream.server_load import ServerLoad, read_load
+from promptq.worker.upstream.server_process import ServerProcess
 from tests.programs.stand_in_server.starting import (
     StandIn,
     limits_of,
@@ -116,14 +117,51 @@ async def shares(worker: Worker) -> None:
 
 
 @pytest.mark.matrix(1)
+async def test_the_first_requests_of_another_client_find_room(
+    redis_url: str, queue: AsyncRequestQueue, stand_in: tuple[str, StandIn]
+) -> None:
+    name, server = stand_in
+    async with endless_queue(queue), sharing(redis_url, name, server.url) as worker:
+        await async_until(lambda: server.told()["running"] == SLOTS - 1)
+        for _ in range(20):
+            await call(name, server.url, 5)
+        assert server.told()["waited"] == 0
+        assert not worker.heartbeat.stats().holds_back
+
+
+async def test_a_worker_uses_the_last_slot_when_no_other_client_has_come_for_long(
+    redis_url: str, queue: AsyncRequestQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_FORGET_SECONDS", 20 * gate._INTERVAL_SECONDS)
+    with stand_in_server("vllm", *SLOWLY) as server:
+        async with endless_queue(queue), sharing(redis_url, "vllm", server.url) as worker:
+            async with callers(1, "vllm", server.url, 100):
+                await async_until(lambda: worker.engine.stats.num_processed > 150)
+            assert server.told()["waited"] == 0, "the slot stayed free for longer than that"
+            await async_until(lambda: server.told()["running"] == SLOTS)
+
+
+async def test_only_a_server_that_the_worker_started_has_no_other_clients() -> None:
+    async def endless(_: EngineRequest) -> AsyncGenerator[Chunk]:
+        while True:
+            await asyncio.sleep(0.01)
+            yield Chunk([97])
+
+    for process, left in ((None, 1), (ServerProcess(["sleep", "600"], 1), 0)):
+        async with running(endless, process) as engine:
+            for number in range(engine.limits.max_num_seqs + 1):
+                engine.add(request(number, 5000))
+            assert engine.stats.num_running == engine.limits.max_num_seqs - left
+
+
+@pytest.mark.matrix(1)
 async def test_other_clients_find_room_once_one_had_to_wait(
     redis_url: str, queue: AsyncRequestQueue, stand_in: tuple[str, StandIn]
 ) -> None:
     name, server = stand_in
     async with endless_queue(queue), sharing(redis_url, name, server.url) as worker:
-        await async_until(lambda: server.told()["running"] == SLOTS)
-        assert not worker.heartbeat.stats().holds_back, "alone, it uses all slots"
-        async with callers(1, name, server.url, 100):
+        await async_until(lambda: server.told()["running"] == SLOTS - 1)
+        async with callers(2, name, server.url, 100):
             await shares(worker)
         await async_until(lambda: (worker.engine.stats.max_running or SLOTS) > 1)
         waited = server.told()["waited"]
@@ -131,7 +169,7 @@ async def test_other_clients_find_room_once_one_had_to_wait(
             await call(name, server.url, 5)
         assert server.told()["waited"] == waited
         await async_until(lambda: worker.engine.stats.num_running > SLOTS // 2)  # the rest
-        assert "at most" in worker.heartbeat.stats().holds_back
+        assert worker.engine.stats.num_running < SLOTS
 
 
 async def test_a_worker_uses_all_slots_again_when_no_other_client_has_waited_for_long(
@@ -139,12 +177,11 @@ async def test_a_worker_uses_all_slots_again_when_no_other_client_has_waited_for
 ) -> None:
     with stand_in_server("vllm", *SLOWLY) as server:
         async with endless_queue(queue), sharing(redis_url, "vllm", server.url) as worker:
-            await async_until(lambda: server.told()["running"] == SLOTS)
-            async with callers(1, "vllm", server.url, 100):
+            async with callers(2, "vllm", server.url, 100):
                 await shares(worker)
             for _ in range(20):
                 await call("vllm", server.url, 5)
-            assert "at most" in worker.heartbeat.stats().holds_back
+            assert worker.engine.stats.num_running < SLOTS
             monkeypatch.setattr(gate, "_FORGET_SECONDS", 0.0)
             await async_until(lambda: server.told()["running"] == SLOTS)
             assert not worker.heartbeat.stats().holds_back

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx2
+
 from promptq.worker.shipped import MODEL_DIR
 from tests.programs.chaos.audit.auditor import Violation
 from tests.programs.chaos.audit.records import Expected
@@ -58,6 +60,14 @@ class KillableStandIn:
         self._running.fail(fault)
 
 
+def _num_running(server: KillableStandIn | RealServer) -> int:
+    """Returns the number of running requests; 0 for a server that has ended by itself."""
+    try:
+        return server.num_running()
+    except httpx2.TransportError:
+        return 0
+
+
 class Engines:
     """Two stand-ins, one of which takes grammars, or one real server of another kind."""
 
@@ -65,17 +75,17 @@ class Engines:
         self._is_real = kind != "stand-in"
         self._engine = kind if self._is_real else "vllm"
         self._model = MODEL_DIR if self._is_real else save_byte_model(folder / "model")
-        self._servers: list[KillableStandIn | RealServer]
+        self.servers: list[KillableStandIn | RealServer]
         if self._is_real:
-            self._servers = [RealServer(kind, folder)]
+            self.servers = [RealServer(kind, folder)]
         else:
             with_plugin = KillableStandIn("--grammars", str(self._model), "--plugin")
-            self._servers = [KillableStandIn(), with_plugin]
+            self.servers = [KillableStandIn(), with_plugin]
         self._lock = asyncio.Lock()
 
     def options(self, number: int) -> list[str]:
         """Returns the options of the worker with this number."""
-        url = self._servers[number % len(self._servers)].url
+        url = self.servers[number % len(self._servers)].url
         where = ["--engine", self._engine, "--upstream", url]
         # A real server may be silent for long on a small machine, and is never frozen.
         wait = ["--redis-wait", _REAL_START_SECONDS] if self._is_real else ["--stuck-seconds", "3"]
@@ -85,7 +95,7 @@ class Engines:
         """Returns the answer to each request that `make_request` makes, by its template. Those of a
         real server are the native engine's. Checks that they obey their schemas."""
         fields = {"temperature": 0.0, "max_tokens": MOST_UPSTREAM_TOKENS + 1}
-        here = served() if self._is_real else built("vllm", self._servers[0].url, self._model)
+        here = served() if self._is_real else built("vllm", self.servers[0].url, self._model)
         prepared = [prepare(here, **each, **fields) for each in UPSTREAM_REQUESTS.values()]
         if self._is_real:
             answers = [output.token_ids for output in run(here, *prepared)]
@@ -105,7 +115,7 @@ class Engines:
         return found
 
     async def start(self) -> None:
-        for server in self._servers:
+        for server in self.servers:
             await asyncio.to_thread(server.start)
 
     async def hurt(self, fault: Fault, rng: random.Random) -> bool:
@@ -113,10 +123,10 @@ class Engines:
         if self._is_real and (fault is Fault.ENGINE_FAULT or self._lock.locked()):
             return False  # it still starts, and faults would queue up for longer than the run
         async with self._lock:
-            server = rng.choice(self._servers)
+            server = rng.choice(self.servers)
             if fault is Fault.ENGINE_KILL:
-                if self._is_real:
-                    if not await asyncio.to_thread(server.num_running):
+                if isinstance(server, RealServer) and not server.has_ended:
+                    if not await asyncio.to_thread(_num_running, server):
                         return False
                     await asyncio.sleep(rng.uniform(0.0, _SERVING_SECONDS))
                 server.kill()
@@ -130,13 +140,13 @@ class Engines:
 
     async def busy(self) -> AsyncIterator[Violation]:
         """Yields the servers that still compute something a while after the last request."""
-        for server in self._servers:
+        for server in self.servers:
             deadline = time.monotonic() + _IDLE_SECONDS
-            while (left := server.num_running()) and time.monotonic() < deadline:
+            while (left := _num_running(server)) and time.monotonic() < deadline:
                 await asyncio.sleep(0.1)
             if left:
                 yield Violation("left at a server", "", f"{left} still run at {server.url}")
 
     def kill(self) -> None:
-        for server in self._servers:
+        for server in self.servers:
             server.kill()
