@@ -11,7 +11,7 @@ from benchmarks.table.registry import ROWS
 from benchmarks.table.statistics import Figures
 from benchmarks.table.targets import Measured, Target, get
 
-_PEERS = ("vllm-offline", "vllm-server", "llama-server", "continuous", "static")
+_PEERS = ("vllm-offline", "vllm-server", "llama-server", "static")
 _SHORT = {"vllm-offline": "vLLM", "vllm-server": "vLLM server", "llama-server": "llama.cpp"}
 
 
