@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _AT_ONCE = frozenset({"burst", "solo", "shared-prefix"})
-_STREAMED = _AT_ONCE | {"poisson", "long-guest"}
-_OWN = _STREAMED | {"tight", "loose"}
+_STREAMED = _AT_ONCE | {"poisson"}
 _FORMATS = frozenset({"burst", "solo", "prompt"})
 
 
@@ -71,11 +70,10 @@ def vllm_variables(peers: Path) -> dict[str, str]:
 ROWS = {
     row.name: row
     for row in (
-        Row("engine", "engine alone", "engine", _OWN | {"step"}, is_own=True),
-        Row("redis", "whole path through Redis", "whole_path", _OWN, is_own=True),
+        Row("engine", "engine alone", "engine", _STREAMED, is_own=True),
+        Row("redis", "whole path through Redis", "whole_path", _STREAMED, is_own=True),
         Row("vllm-offline", "vLLM offline", "vllm_offline", _AT_ONCE, "vllm", runs_in_peer=True),
         Row("vllm-server", "vLLM server", "vllm_server", _STREAMED, "vllm", runs_in_peer=True),
-        Row("vllm-worker", "vLLM behind Redis", "vllm_worker", _STREAMED, "vllm", is_own=True),
         Row("llama-server", "llama.cpp server", "llama_server", _AT_ONCE, "llama"),
         Row("engine-bf16", "bf16", "engine", _FORMATS, is_own=True, format="bf16"),
         Row("engine-int8", "int8, KV too", "engine", _FORMATS, is_own=True, format="int8"),
