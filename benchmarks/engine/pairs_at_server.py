@@ -11,23 +11,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.models import MODELS, Shape, model_dir
-from benchmarks.lib.streaming import Stream, drive
+from benchmarks.lib.serving import free_port, running_server
+from benchmarks.lib.streaming import Stream, drive, wait_until_healthy
+from benchmarks.lib.vllm_command import vllm_command
 from benchmarks.table import workloads
 from benchmarks.table.floor import torch_dtype
 from benchmarks.table.jobs import Job
 from benchmarks.table.measuring import MAX_MODEL_LEN
+from benchmarks.table.registry import vllm_python, vllm_variables
 from benchmarks.table.rows import vllm_server, whole_path
-from benchmarks.table.rows.vllm_worker import server_for_workers, worker_flags
 from benchmarks.table.rows.whole_path import start_worker
 from benchmarks.table.statistics import Figures, figures
 from promptq import AsyncClient
 from promptq.shared.server.embedded import EmbeddedServer
+from promptq.worker.upstream.server_process import server_environment
 
 _ROOT = Path(__file__).parents[1]
 
@@ -90,13 +95,28 @@ def main() -> None:
         peers=str(_ROOT / ".peers"),
         torch_dtype=torch_dtype(),
     )
+    flags = ("--engine", "vllm", "--model", job.model, "--max-num-seqs", str(job.max_num_seqs))
     with EmbeddedServer() as redis, server_for_workers(job) as port:
-        worker = start_worker(redis.url, *worker_flags(job, port))
+        worker = start_worker(redis.url, *flags, "--upstream", f"http://127.0.0.1:{port}")
         try:
             tell(asyncio.run(_in_turns(redis.url, port, shape, options)))
         finally:
             worker.terminate()
             worker.wait()
+
+
+@contextmanager
+def server_for_workers(job: Job) -> Iterator[int]:
+    """Runs vLLM's server with the options that a worker needs. Yields its port."""
+    peers, port = Path(job.peers), free_port()
+    python = vllm_python(peers)
+    grammars = ("--structured-outputs-config", '{"backend": "guidance"}')
+    command = vllm_command(str(python), job, port, "--enable-scale-out", *grammars)
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**server_environment(), **vllm_variables(peers), "PATH": path}
+    with running_server(command, environment) as server:
+        asyncio.run(wait_until_healthy(port, lambda: server.poll() is None))
+        yield port
 
 
 async def _in_turns(

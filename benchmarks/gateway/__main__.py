@@ -5,11 +5,6 @@ channels records when Redis publishes each event. Another process, with bare HTT
 when the event's bytes arrive. Both only record times, which are evaluated afterwards. The
 difference is the delay of the gateway and a socket. Each load has several workers, so that their
 steps do not come all at once. Times are in milliseconds.
-
-`--attacked` adds an attacker to the load, which sends the worst calls that its API key allows
-(`benchmarks/gateway/attacker.py`). An attack also uses this machine's cores. So for comparison, in
-turns with this attack, the attacker attacks another gateway with another Redis server. The measured
-streams should be equally fast during both attacks.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -92,29 +86,7 @@ ROWS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Attack:
-    calls_per_minute: int
-    """The limit of the attacker's key; 0: no limit."""
-    is_elsewhere: bool = False
-    """Whether the attack goes to another gateway of another server, which has no other load."""
-    seconds_before: float = 0.0
-    """Time from the attack's beginning to the streams'. A key's first calls may come at once."""
-
-
-_SPENT = 40.0
-"""Seconds after which a key has spent the calls of its first minute."""
-ATTACKS = {
-    "alone": None,
-    "60 calls a minute, elsewhere": Attack(60, is_elsewhere=True),
-    "60 calls a minute": Attack(60),
-    "60 calls a minute, later, elsewhere": Attack(60, is_elsewhere=True, seconds_before=_SPENT),
-    "60 calls a minute, later": Attack(60, seconds_before=_SPENT),
-    "no rate": Attack(0),
-}
 _PLACES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "largest": 1.0}
-_NUM_ROUNDS = 7
-_ATTACKED = replace(LOADS[0], seconds=10.0)
 
 
 class PacedRunner(ModelFreeRunner):
@@ -254,9 +226,7 @@ class Measured:
     peak_bytes: int
 
 
-def measure(
-    commands: Sequence[Sequence[str]], load: Load, attack: Attack | None = None
-) -> Measured:
+def measure(commands: Sequence[Sequence[str]], load: Load) -> Measured:
     """Start processes that share the load's streams, and measure the streams through them."""
     this, described = "benchmarks.gateway", json.dumps(asdict(load))
     share = replace(load, num_streams=load.num_streams // len(commands))
@@ -271,8 +241,6 @@ def measure(
         pids = [pid for pid, _ in carriers]
         ports = [_port_in(said) for _, said in carriers]
         with child(this, "--observe", url, "--file", str(noted)):
-            if attack is not None:
-                _begin_attack(stack, attack, url, ports[0])
             cpu_before = sum(map(_cpu_seconds, pids))
             clients = uvloop.run(ask(ports, share, secret))
             cpu_seconds = sum(map(_cpu_seconds, pids)) - cpu_before
@@ -286,54 +254,8 @@ def measure(
     return Measured(added, cpu_per_token, peak)
 
 
-def _begin_attack(stack: ExitStack, attack: Attack, url: str, port: int) -> None:
-    if attack.is_elsewhere:
-        url = stack.enter_context(EmbeddedServer()).url
-        port = _port_in(stack.enter_context(child(*GATEWAY, url))[1])
-    with Client(url) as client:
-        key = ApiKey(name="b", requests_per_minute=attack.calls_per_minute)
-        secret, _ = client.create_api_key(key)
-    target = ("--port", str(port), "--secret", secret)
-    stack.enter_context(child("benchmarks.gateway.attacker", *target))
-    time.sleep(attack.seconds_before)
-
-
 def _port_in(said: str) -> int:
     return int(said.split("//127.0.0.1:")[1].split(",")[0])
-
-
-def compare_attacks(load: Load, num_rounds: int) -> None:
-    """Measure all attacks in turns, and compare the streams' p99 of pairs of attacks."""
-    rounds = []
-    for nth in range(num_rounds):
-        order = list(ATTACKS) if nth % 2 == 0 else list(reversed(ATTACKS))
-        rounds.append({name: measure([GATEWAY], load, ATTACKS[name]) for name in order})
-    table = Table("an attacker with", *_PLACES, "CPU, µs a token")
-    for name in ATTACKS:
-        found = [each[name] for each in rounds]
-        added = [[percentile(it.added, at) * 1000 for it in found] for at in _PLACES.values()]
-        used = [it.cpu_per_token * 1e6 for it in found]
-        table.add_row(name, *map(_median, added), _median(used, digits=0))
-    console_for_list().print(
-        f"Medians of {num_rounds} rounds of {load.num_streams} streams, and spans, ms:"
-    )
-    console_for_list().print(table)
-    for name, other in (
-        ("60 calls a minute", "60 calls a minute, elsewhere"),
-        ("60 calls a minute", "alone"),
-        ("60 calls a minute, later", "60 calls a minute, later, elsewhere"),
-        ("60 calls a minute, later", "alone"),
-    ):
-        ratios = [
-            percentile(each[name].added, 0.99) / percentile(each[other].added, 0.99)
-            for each in rounds
-        ]
-        console_for_list().print(f"p99, {name} over {other}: {_median(ratios)}")
-
-
-def _median(values: Sequence[float], digits: int = 2) -> str:
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -346,10 +268,6 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="run for a few seconds, to try the benchmark"
     )
-    parser.add_argument(
-        "--attacked", action="store_true", help="measure one gateway with and without an attacker"
-    )
-    parser.add_argument("--rounds", type=int, default=_NUM_ROUNDS, help="rounds of --attacked")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--observe", help=argparse.SUPPRESS)
     parser.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)
@@ -363,10 +281,6 @@ def main() -> None:
         return
     allow_many_connections()
     shorter = 5 if options.quick else 1
-    if options.attacked:
-        short = replace(_ATTACKED, seconds=_ATTACKED.seconds / shorter)
-        compare_attacks(short, options.rounds)
-        return
     table = Table("", "streams", *_PLACES, "CPU, µs a token", "memory, MiB")
     for name, commands, load in ROWS:
         measured = measure(commands, replace(load, seconds=load.seconds / shorter))

@@ -16,22 +16,14 @@ Stream = Callable[[Request], AsyncIterator[int]]
 async def drive(workload: Workload, stream: Stream) -> Outcome:
     """Runs a workload with one task for each request, like independent users."""
     traces = [Trace(0.0) for _ in workload.requests]
-    regular = [
-        trace for trace, request in zip(traces, workload.requests, strict=True) if not request.after
-    ]
-    progress = asyncio.Event()
     started = now()
 
     async def follow(request: Request, trace: Trace) -> None:
         await asyncio.sleep(max(0.0, request.at - (now() - started)))
-        while request.after and min(each.num_tokens for each in regular) < request.after:
-            progress.clear()
-            await progress.wait()
         trace.submitted = now()
         async for num_tokens in stream(request):
             trace.events.append(now())
             trace.num_tokens += num_tokens
-            progress.set()
 
     async with asyncio.TaskGroup() as tasks:
         for request, trace in zip(workload.requests, traces, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.lib import peers
 from benchmarks.lib.models import CACHE, MODELS
-from benchmarks.table import plot, targets
+from benchmarks.table import plot
 from benchmarks.table import printing as table
 from benchmarks.table.floor import torch_dtype
 from benchmarks.table.measuring import Plan, Run, carry_out
@@ -34,10 +34,8 @@ def main() -> None:
     measured = run.measured
     table.print_results(console, measured, run.missing)
     console.print(_rates(run, plan))
-    found = list(targets.targets(measured, run.floor_ratio("473m")))
-    table.print_targets(console, found)
     if options.json:
-        options.json.write_text(json.dumps(_report(plan, run, found), indent=1) + "\n")
+        options.json.write_text(json.dumps(_report(plan, run), indent=1) + "\n")
     if options.plot:
         plot.plot(measured, options.plot)
 
@@ -53,16 +51,14 @@ def _rates(run: Run, plan: Plan) -> str:
         lines.append(f"outputs are {plan.shorten} times shorter than the workloads specify")
     for model in plan.models:
         floor = f"{run.floor_seconds(model) * 1000:.1f} ms"
-        ratio = run.floor_ratio(model)
-        ours = "" if ratio is None else f"; the engine's takes {ratio:.2f} times that"
-        lines.append(f"floor of a decode step, {model}, full batch at length 250: {floor}{ours}")
+        lines.append(f"floor of a decode step, {model}, full batch at length 250: {floor}")
     lines += [
         f"poisson, {model}: {rate:.1f} requests a second" for model, rate in run.arrivals.items()
     ]
     return "\n".join(lines)
 
 
-def _report(plan: Plan, run: Run, found: list[targets.Target]) -> dict[str, Any]:
+def _report(plan: Plan, run: Run) -> dict[str, Any]:
     return {
         "machine": {"cores": os.cpu_count(), "processor": _processor()},
         "seed": plan.seed,
@@ -81,16 +77,6 @@ def _report(plan: Plan, run: Run, found: list[targets.Target]) -> dict[str, Any]
         "missing": [
             {"model": model, "row": row, "reason": reason}
             for (model, row), reason in run.missing.items()
-        ],
-        "targets": [
-            {
-                "name": each.name,
-                "measured": each.measured,
-                "at_least": each.at_least,
-                "aim": each.aim,
-                "verdict": each.verdict,
-            }
-            for each in found
         ],
     }
 

@@ -24,18 +24,6 @@ class Request:
     num_output: int
     at: float = 0.0
     """The time of arrival, in seconds after the workload's start."""
-    after: int = 0
-    """If positive: the request arrives once each request without `after` has this number of output
-    tokens."""
-    limit: int | None = None
-    """The request's `max_tokens`, if that is not `num_output`."""
-    end_token: int | None = None
-    """The token that ends the request, exactly at `num_output`.
-
-    A model with random weights does not end a text by itself. So `logit_bias` makes this token the
-    greedy choice everywhere, and `min_tokens` forbids it before `num_output`. The end is exact,
-    does not depend on rounding, and looks like any other to an engine.
-    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from benchmarks.table.floor import Rates, decode_floor, measure_rates, torch_dty
 from benchmarks.table.jobs import Job, Request, Workload
 from benchmarks.table.registry import ROWS, Row
 from benchmarks.table.running import run_row
-from benchmarks.table.statistics import Figures, figures, guest_ratio, medians
-from benchmarks.table.targets import Measured, best
+from benchmarks.table.statistics import Figures, Measured, figures, get, medians
 
 MAX_MODEL_LEN = 4096
 _LOAD = 0.7
@@ -76,12 +75,6 @@ class Run:
         shape = MODELS[model]
         return decode_floor(shape, self.rates, shape.batch, workloads.FLOOR_LENGTH)
 
-    def floor_ratio(self, model: str) -> float | None:
-        """The time of the engine's decode step divided by its floor; None if it was not
-        measured."""
-        step = self.measured.get((model, "step", "engine"))
-        return None if step is None else step["gap_p50"] / self.floor_seconds(model)
-
 
 def carry_out(plan: Plan, tell: Callable[[str], None]) -> Run:
     """Run the plan. `tell` gets a line for each process that starts or fails."""
@@ -110,7 +103,7 @@ def carry_out(plan: Plan, tell: Callable[[str], None]) -> Run:
 
 def _poisson(plan: Plan, run: Run, tell: Callable[[str], None]) -> None:
     for model in plan.models:
-        most = best(run.measured, model, "burst", "requests_per_second")
+        most = _fastest_peer(run.measured, model)
         if plan.rate is None and most is None:
             tell(f"poisson, {model}: left out; its rate needs a peer's burst, or --rate")
             continue
@@ -120,6 +113,16 @@ def _poisson(plan: Plan, run: Run, tell: Callable[[str], None]) -> None:
             loads = [workloads.poisson(plan.seed + number, rate, plan.seconds)]
             for row in _rows(plan, ["poisson"]):
                 _measure(plan, run, model, row, number, loads, tell)
+
+
+def _fastest_peer(measured: Measured, model: str) -> float | None:
+    """Returns the most requests a second that a peer served in a burst."""
+    found = [
+        get(measured, (model, "burst", row.name), "requests_per_second")
+        for row in ROWS.values()
+        if not row.is_own and not row.format
+    ]
+    return max((value for value in found if value is not None), default=None)
 
 
 def _rows(plan: Plan, names: Sequence[str]) -> list[Row]:
@@ -150,8 +153,6 @@ def _measure(
                 reason = f"{name}: {came} tokens came instead of {wanted}"
                 continue
             found = figures(outcome)
-            if name == "long-guest":
-                found["guest_ratio"] = guest_ratio(outcome.traces)
             run.rounds[model, name, row.name].append(found)
             tell(f"  {name}: {found['tokens_per_second']:,.1f} tokens/s")
     if reason is not None:

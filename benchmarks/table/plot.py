@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.table.registry import ROWS
-from benchmarks.table.targets import Measured, get
+from benchmarks.table.statistics import Measured, get
 
 
 def plot(measured: Measured, file: Path) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.table.registry import ROWS
-from benchmarks.table.statistics import Figures
-from benchmarks.table.targets import Measured, Target, get
+from benchmarks.table.statistics import Figures, Measured, get
 
-_PEERS = ("vllm-offline", "vllm-server", "llama-server", "continuous", "static")
+_PEERS = ("vllm-offline", "vllm-server", "llama-server", "static")
 _SHORT = {"vllm-offline": "vLLM", "vllm-server": "vLLM server", "llama-server": "llama.cpp"}
 
 
@@ -44,21 +41,6 @@ def print_results(
             elif reason := missing.get((model, row.name)):
                 table.add_row(row.title, f"[yellow]missing: {reason}[/]")
         console.print(table)
-
-
-def print_targets(console: Console, targets: Iterable[Target]) -> None:
-    table = Table(title="targets", title_justify="left")
-    table.add_column("")
-    for heading in ("measured", "at least", "aim", ""):
-        table.add_column(heading, justify="right")
-    colours = {"aim": "green", "met": "green", "missed": "red"}
-    for target in targets:
-        shown = "-" if target.measured is None else f"{target.measured:,.4g}"
-        bounds = ("at most " if target.less_is_more else "") + f"{target.at_least:,g}"
-        colour = colours.get(target.verdict, "dim")
-        verdict = f"[{colour}]{target.verdict}[/]"
-        table.add_row(target.name, shown, bounds, f"{target.aim:,g}", verdict)
-    console.print(table)
 
 
 def _cells(found: Figures, workload: str) -> list[str]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _AT_ONCE = frozenset({"burst", "solo", "shared-prefix"})
-_STREAMED = _AT_ONCE | {"poisson", "long-guest"}
-_OWN = _STREAMED | {"tight", "loose"}
+_STREAMED = _AT_ONCE | {"poisson"}
 _FORMATS = frozenset({"burst", "solo", "prompt"})
 
 
@@ -71,11 +70,10 @@ def vllm_variables(peers: Path) -> dict[str, str]:
 ROWS = {
     row.name: row
     for row in (
-        Row("engine", "engine alone", "engine", _OWN | {"step"}, is_own=True),
-        Row("redis", "whole path through Redis", "whole_path", _OWN, is_own=True),
+        Row("engine", "engine alone", "engine", _STREAMED, is_own=True),
+        Row("redis", "whole path through Redis", "whole_path", _STREAMED, is_own=True),
         Row("vllm-offline", "vLLM offline", "vllm_offline", _AT_ONCE, "vllm", runs_in_peer=True),
         Row("vllm-server", "vLLM server", "vllm_server", _STREAMED, "vllm", runs_in_peer=True),
-        Row("vllm-worker", "vLLM behind Redis", "vllm_worker", _STREAMED, "vllm", is_own=True),
         Row("llama-server", "llama.cpp server", "llama_server", _AT_ONCE, "llama"),
         Row("engine-bf16", "bf16", "engine", _FORMATS, is_own=True, format="bf16"),
         Row("engine-int8", "int8, KV too", "engine", _FORMATS, is_own=True, format="int8"),
@@ -83,7 +81,6 @@ ROWS = {
         Row("llama-bf16", "llama.cpp BF16", "llama_server", _FORMATS, "llama", format="BF16"),
         Row("llama-q8_0", "llama.cpp Q8_0", "llama_server", _FORMATS, "llama", format="Q8_0"),
         Row("llama-q4_0", "llama.cpp Q4_0", "llama_server", _FORMATS, "llama", format="Q4_0"),
-        Row("continuous", "transformers continuous batching", "continuous", _AT_ONCE),
         Row("static", "transformers generate, static", "static", _AT_ONCE),
         Row("queue", "queue alone", "queue_alone", frozenset({"queue"}), is_own=True),
         Row("bullmq", "BullMQ", "bullmq", frozenset({"queue"}), "bullmq"),

@@ -6,12 +6,15 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from benchmarks.table.jobs import Outcome, Trace
+from benchmarks.table.jobs import Outcome
 
 Figures = dict[str, float]
 """By name: `tokens_per_second`, `requests_per_second`, `first_token_p50`, `first_token_p95`,
-`gap_p50`, `gap_p95` (seconds between events of one request), `peak_bytes`, `guest_ratio`, and the
-engine's counters. Figures that a row does not report are missing."""
+`gap_p50`, `gap_p95` (seconds between events of one request), `peak_bytes`, and the engine's
+counters. Figures that a row does not report are missing."""
+
+Measured = dict[tuple[str, str, str], Figures]
+"""Medians by (model, workload, row)."""
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -44,24 +47,13 @@ def figures(outcome: Outcome) -> Figures:
     return found
 
 
-def guest_ratio(traces: Sequence[Trace]) -> float:
-    """Returns the others' p99 gap while the guest (the last trace) runs, divided by their p50
-    before."""
-    *others, guest = traces
-    all_started = max(trace.events[0] for trace in others)
-    before, during = [], []
-    for trace in others:
-        for start, end in pairwise(trace.events):
-            if all_started <= start and end <= guest.submitted:
-                before.append(end - start)
-            elif end > guest.submitted and start < guest.events[-1]:
-                during.append(end - start)
-    return percentile(during, 0.99) / percentile(before, 0.5)
-
-
 def medians(rounds: Sequence[Figures]) -> Figures:
     """Returns the median of each figure, over the rounds that have it."""
     names = {name for each in rounds for name in each}
     return {
         name: statistics.median(each[name] for each in rounds if name in each) for name in names
     }
+
+
+def get(measured: Measured, key: tuple[str, str, str], figure: str) -> float | None:
+    return measured.get(key, {}).get(figure)

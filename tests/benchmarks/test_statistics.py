@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.table.jobs import Outcome, Trace
-from benchmarks.table.statistics import figures, guest_ratio, medians, percentile
+from benchmarks.table.statistics import figures, medians, percentile
 
 
 def test_a_percentile_lies_between_its_neighbours() -> None:
@@ -34,13 +34,6 @@ def test_a_row_with_only_the_end_has_no_latencies() -> None:
     found = figures(Outcome(1.0, [Trace(0.0, num_tokens=5)]))
     assert found["tokens_per_second"] == 5.0
     assert not {"first_token_p50", "gap_p50", "peak_bytes"} & found.keys()
-
-
-def test_the_guest_is_held_against_the_time_before_it() -> None:
-    others = [Trace(0.0, [1.0, 2.0, 3.0, 7.0, 8.0]), Trace(0.0, [0.5, 2.0, 3.0, 7.0, 8.0])]
-    guest = Trace(3.5, [7.0, 7.5])
-    # Before: gaps of 1 s, but not that in which the last of the others began. During: 4, 1, 4, 1.
-    assert guest_ratio([*others, guest]) == pytest.approx(4.0)
 
 
 def test_medians_are_over_the_rounds_that_have_the_figure() -> None:

@@ -55,17 +55,15 @@ def drive(engine: Engine, workload: Workload, first_id: int) -> Outcome:
     before = engine.stats
     traces = {first_id + place: Trace(0.0) for place in range(len(workload.requests))}
     waiting = [(request, first_id + place) for place, request in enumerate(workload.requests)]
-    regular = [traces[sequence_id] for request, sequence_id in waiting if not request.after]
     started = now()
     while waiting or engine.has_work:
         elapsed = now() - started
-        least = min(trace.num_tokens for trace in regular)
         for item in list(waiting):
             request, sequence_id = item
-            if request.at <= elapsed and least >= request.after:
+            if request.at <= elapsed:
                 waiting.remove(item)
                 # A request that comes in the midst of a step has waited since then.
-                traces[sequence_id].submitted = now() if request.after else started + request.at
+                traces[sequence_id].submitted = started + request.at
                 engine.add(engine_request(request, sequence_id))
         if not engine.has_work:
             time.sleep(max(0.0, min(request.at for request, _ in waiting) - (now() - started)))
@@ -84,18 +82,12 @@ def drive(engine: Engine, workload: Workload, first_id: int) -> Outcome:
 
 
 def engine_request(request: Request, sequence_id: int) -> EngineRequest:
-    fields: dict[str, object] = {"temperature": 0.0, "ignore_eos": True}
-    if request.end_token is not None:
-        fields["logit_bias"] = {str(request.end_token): 100.0}
-        fields["min_tokens"] = request.num_output - 1
-    limit = request.limit or request.num_output
     return EngineRequest(
         sequence_id=sequence_id,
         prompt_token_ids=request.prompt,
-        params=SamplingParams.model_validate({**fields, "max_tokens": limit}),
+        params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.num_output),
         seed=0,
-        max_tokens=limit,
-        end_token_ids=frozenset() if request.end_token is None else frozenset({request.end_token}),
+        max_tokens=request.num_output,
         order=(float(sequence_id), str(sequence_id)),
     )
 

@@ -23,18 +23,13 @@ _HEARTBEAT_SECONDS = 1.0
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
-    run_worker(
-        job,
-        done,
+    """Runs all workloads through Redis and one worker."""
+    flags = (
         *("--model", job.model, "--dtype", "bfloat16"),
         *("--max-num-seqs", str(job.max_num_seqs)),
         *("--max-model-len", str(job.max_model_len)),
         *("--kv-cache-memory", str(job.kv_cache_bytes)),
     )
-
-
-def run_worker(job: Job, done: Callable[[str, Outcome], None], *flags: str) -> None:
-    """Runs all workloads through Redis and one worker with these flags."""
     with EmbeddedServer() as server:
         worker = start_worker(server.url, *flags)
         try:
@@ -75,7 +70,12 @@ def streams_of(client: AsyncClient, **fields: Any) -> Stream:
     """Sends requests to the client's queue, with further fields."""
 
     async def stream(request: Request) -> AsyncIterator[int]:
-        request_id = await client.enqueue(request.prompt, **_fields(request), **fields)
+        fixed: dict[str, Any] = {
+            "max_tokens": request.num_output,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        request_id = await client.enqueue(request.prompt, **fixed, **fields)
         async with aclosing(client.stream(request_id)) as events:
             async for event in events:
                 if event.error is not None:
@@ -84,19 +84,6 @@ def streams_of(client: AsyncClient, **fields: Any) -> Stream:
                     yield len(event.token_ids)
 
     return stream
-
-
-def _fields(request: Request) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "max_tokens": request.limit or request.num_output,
-        "temperature": 0.0,
-        "ignore_eos": True,
-    }
-    if request.end_token is not None:
-        fields["logit_bias"] = {str(request.end_token): 100.0}
-        fields["min_tokens"] = request.num_output - 1
-        fields["stop_token_ids"] = [request.end_token]
-    return fields
 
 
 async def _counters(client: redis.asyncio.Redis) -> dict[str, float]:

@@ -13,7 +13,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,15 @@ def fails(call: Callable[[], Any], *words: str) -> str:
     """Checks that the call raises an error with these words."""
     try:
         got = call()
+    except Exception as error:
+        return says(error, *words)
+    raise AssertionError(f"no error was raised: {got!r}")
+
+
+async def fails_later(call: Awaitable[Any], *words: str) -> str:
+    """Checks that the awaited call raises an error with these words."""
+    try:
+        got = await call
     except Exception as error:
         return says(error, *words)
     raise AssertionError(f"no error was raised: {got!r}")

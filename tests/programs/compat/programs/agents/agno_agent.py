@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import trying
 from agno.agent import Agent
 from agno.models.openai import OpenAILike, OpenResponses
-from pydantic import BaseModel
+from tales import Tale, paint, painted
 from trying import attempt, is_tale, same
-
-
-class Tale(BaseModel):
-    """A tale."""
-
-    hero: Literal["fox", "hare", "owl"]
-    friends: Literal[1, 2, 3]
-
-
-painted: list[Any] = []
-
-
-def paint(hero: Literal["fox", "hare", "owl"], friends: Literal[1, 2, 3]) -> str:
-    """Paint a hero."""
-    painted.append({"hero": hero, "friends": friends})
-    return f"{friends} {hero}"
 
 
 def try_api(api: str, kind: Any, limit: str, choice: dict[str, Any]) -> None:

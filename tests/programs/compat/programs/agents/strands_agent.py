@@ -5,18 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import trying
-from pydantic import BaseModel
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
 from strands.models.openai_responses import OpenAIResponsesModel
+from tales import Tale
 from trying import attempt, is_tale, same
-
-
-class Tale(BaseModel):
-    """A tale."""
-
-    hero: Literal["fox", "hare", "owl"]
-    friends: Literal[1, 2, 3]
 
 
 @tool

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import trying
-from pydantic import BaseModel
+from tales import Tale
 from trying import attempt, is_tale, same
 
 client = openai.OpenAI(max_retries=0)
@@ -17,11 +17,6 @@ RESPONSE: Any = {
     "temperature": 0,
     "max_output_tokens": trying.MAX_TOKENS,
 }
-
-
-class Tale(BaseModel):
-    hero: Literal["fox", "hare", "owl"]
-    friends: Literal[1, 2, 3]
 
 
 def same_response(got: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import trying
 from haystack import Document
@@ -14,26 +14,10 @@ from haystack.components.generators.chat import (
 )
 from haystack.dataclasses import ChatMessage
 from haystack.tools import create_tool_from_function
-from pydantic import BaseModel
+from tales import Tale, paint, painted
 from trying import attempt, is_tale, same
 
 MESSAGES = [ChatMessage.from_system(trying.SYSTEM), ChatMessage.from_user(trying.QUESTION)]
-
-
-class Tale(BaseModel):
-    """A tale."""
-
-    hero: Literal["fox", "hare", "owl"]
-    friends: Literal[1, 2, 3]
-
-
-painted: list[Any] = []
-
-
-def paint(hero: Literal["fox", "hare", "owl"], friends: Literal[1, 2, 3]) -> str:
-    """Paint a hero."""
-    painted.append({"hero": hero, "friends": friends})
-    return f"{friends} {hero}"
 
 
 TOOL = create_tool_from_function(paint)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import instructor
 import openai
 import trying
 from instructor.core import IncompleteOutputException
-from pydantic import BaseModel
+from tales import Tale
 from trying import attempt, is_tale
 
 FIELDS: Any = {"model": trying.MODEL, "messages": trying.MESSAGES, "temperature": 0}
-
-
-class Tale(BaseModel):
-    """A tale."""
-
-    hero: Literal["fox", "hare", "owl"]
-    friends: Literal[1, 2, 3]
 
 
 def client(mode: instructor.Mode) -> Any:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import trying
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
-from pydantic import BaseModel
+from tales import Tale
 from trying import attempt, is_tale, same
 
 FIELDS: Any = {"temperature": 0, "max_retries": 0}
 MESSAGES = [("system", trying.SYSTEM), ("user", trying.QUESTION)]
-
-
-class Tale(BaseModel):
-    """A tale."""
-
-    hero: Literal["fox", "hare", "owl"]
-    friends: Literal[1, 2, 3]
 
 
 def model(name: str = trying.MODEL, max_tokens: int = trying.MAX_TOKENS, **fields: Any) -> Any:

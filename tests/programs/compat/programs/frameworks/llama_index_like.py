@@ -10,20 +10,13 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
+from tales import Tale
 from trying import attempt, is_tale, same
 
 MESSAGES = [
     ChatMessage(role="system", content=trying.SYSTEM),
     ChatMessage(role="user", content=trying.QUESTION),
 ]
-
-
-class Tale(BaseModel):
-    """A tale."""
-
-    hero: Literal["fox", "hare", "owl"]
-    friends: Literal[1, 2, 3]
 
 
 def model(name: str = trying.MODEL, max_tokens: int = trying.MAX_TOKENS, **fields: Any) -> Any:

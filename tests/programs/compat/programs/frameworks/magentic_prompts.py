@@ -15,15 +15,8 @@ from magentic import (
     UserMessage,
     chatprompt,
 )
-from pydantic import BaseModel
+from tales import Tale
 from trying import attempt, is_tale, same
-
-
-class Tale(BaseModel):
-    """A tale."""
-
-    hero: Literal["fox", "hare", "owl"]
-    friends: Literal[1, 2, 3]
 
 
 def paint(hero: Literal["fox", "hare", "owl"], friends: Literal[1, 2, 3]) -> Any:

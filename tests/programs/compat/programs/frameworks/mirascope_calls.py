@@ -6,18 +6,11 @@ from typing import Any, Literal
 
 import trying
 from mirascope import llm
-from pydantic import BaseModel
+from tales import Tale
 from trying import attempt, is_tale, same
 
 llm.register_provider("openai", base_url=trying.URL, api_key=trying.KEY)
 MESSAGES = [llm.messages.system(trying.SYSTEM), llm.messages.user(trying.QUESTION)]
-
-
-class Tale(BaseModel):
-    """A tale."""
-
-    hero: Literal["fox", "hare", "owl"]
-    friends: Literal[1, 2, 3]
 
 
 @llm.tool

@@ -10,7 +10,7 @@ import outlines
 import trying
 from outlines.inputs import Chat
 from outlines.types import CFG, Regex
-from pydantic import BaseModel
+from tales import Tale
 from trying import attempt, is_tale, same
 
 FIELDS: Any = {"temperature": 0, "max_tokens": trying.MAX_TOKENS}
@@ -22,11 +22,6 @@ HERO: "fox" | "hare" | "owl"
 NUMBER: /[1-3]/
 """
 FOLLOWS_GRAMMAR = r"A (fox|hare|owl) has [1-3] friends(!| and a (fox|hare|owl)\.)"
-
-
-class Tale(BaseModel):
-    hero: Literal["fox", "hare", "owl"]
-    friends: Literal[1, 2, 3]
 
 
 def model(kind: str, name: str = trying.MODEL) -> Any:
