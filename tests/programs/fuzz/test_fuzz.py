@@ -16,7 +16,7 @@ from tests.programs.fuzz.http_requests import KINDS as KINDS_OF_HTTP
 from tests.programs.fuzz.http_requests import all_routes
 from tests.support.roles import as_role
 
-COUNT = 6000
+COUNT = 4500
 HTTP_COUNT = 600
 
 

@@ -17,8 +17,8 @@ from tests.programs.simulation.mutants import QUICK
 from tests.programs.simulation.shrinking import read_plan
 from tests.support.processes import run
 
-NUM_SEEDS = 20
-NUM_MUTANTS = 3
+NUM_SEEDS = 10
+NUM_MUTANTS = 2
 MOST_SEEDS = 200
 """Few, so that a rare world that comes near a limit of time fails in each run or in none."""
 

@@ -54,6 +54,7 @@ def test_every_invariant_holds_on_redis_too(redis_server_url: str) -> None:
     assert explore(world, emptied(redis_server_url), most_states=MOST_STATES).states > 50
 
 
+@pytest.mark.matrix(16)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.breaks)
 def test_each_invariant_finds_a_script_that_breaks_it(embedded_url: str, mutant: Mutant) -> None:
     only = Invariants.only(mutant.breaks)

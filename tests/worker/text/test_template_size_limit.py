@@ -95,7 +95,7 @@ def rendered(template: str, **fields: Any) -> str:
     return ChatRenderer(tokenizer).render(request)
 
 
-@pytest.mark.matrix(25)
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("template", GROWING)
 def test_what_grows_is_refused_in_one_sentence_before_it_takes_the_memory(template: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

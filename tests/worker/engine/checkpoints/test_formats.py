@@ -115,7 +115,7 @@ def test_weights_are_those_that_the_tool_reads(name: str) -> None:
     assert off_by(logits_of(loaded.model, ids), logits).max() < most
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", IN_FEW_BITS)
 def test_native_code_serves_it(name: str) -> None:
     runner = load_runner(str(FILES / name), options())

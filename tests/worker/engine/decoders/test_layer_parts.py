@@ -117,6 +117,7 @@ def test_the_unknown_part_of_a_family_is_named(
         ModelParts.of(make_model(family, seed, **settings))
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_known_before_weights_are_loaded(family: str) -> None:
     """Whether a saved format is kept is decided for a model without values."""
@@ -151,6 +152,7 @@ def test_layers_without_rotation_are_found_by_what_they_compute(
     assert found == rotates
 
 
+@pytest.mark.matrix(24)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", sorted(NATIVE))
 def test_norms_are_described_to_the_last_bit(family: str, dtype: torch.dtype, seed: int) -> None:

@@ -107,7 +107,7 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
         QuantizedWeight.of(weight, 8)
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     "family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "minicpm3"]
 )

@@ -159,7 +159,7 @@ def test_a_state_of_other_tokens_is_not_used() -> None:
         pool.begin([ScheduledSequence(sequence, 5, 1, samples=False)])
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "modules"])
 @pytest.mark.parametrize("family", ONE_OF_EACH_KIND)
 def test_a_failed_step_is_computed_again_from_the_states_before_it(
@@ -265,7 +265,7 @@ def test_the_librarys_modules_draft_nothing(directory_of: Callable[[str], Path])
     assert not runner.is_row_invariant
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("family", [*ONE_OF_EACH_KIND, "falcon_h1", "nemotron_h"])
 @pytest.mark.usefixtures("costless")
 def test_a_resume_in_bf16_has_the_same_bits(

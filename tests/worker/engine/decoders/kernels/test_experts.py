@@ -86,7 +86,7 @@ WEIGHTS = ["plain", "transposed", (8, None, False), (4, 32, True)]
 """Quantized ones: bits, group, and whether there are offsets."""
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", WEIGHTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_each_pair_is_multiplied_with_its_experts_weight(
@@ -127,7 +127,7 @@ def test_each_pair_is_multiplied_with_its_experts_weight(
             assert torch.equal(alone, found[top_k : 2 * top_k])
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("family", [*MIXTURES, "nemotron_h"])
 @torch.inference_mode()

@@ -163,7 +163,7 @@ def all_logits(decoder: FusedDecoder, step: PackedStep) -> torch.Tensor:
     return decoder.logits(step, rows)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

@@ -117,7 +117,7 @@ def test_norm_of_some_columns(seed: int) -> None:
     assert_rounded_alike(rows, expected)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations(name: str, dtype: torch.dtype, seed: int) -> None:
@@ -227,7 +227,7 @@ class Heads:
         return torch.cat([tables.rotated(heads[..., :turning]), heads[..., turning:]], dim=-1)
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("formula", [None, *FORMULAS], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_are_normed_rotated_and_written(

@@ -46,7 +46,7 @@ from tests.worker.engine.tiny_models import LLAMA_SHAPED, VOCAB_SIZE, make_model
 KINDS = [(8, None), (8, 16), (8, 64), (4, None), (4, 32), (4, 128)]
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("has_offsets", [False, True], ids=["", "offsets"])
 @pytest.mark.parametrize(("bits", "group"), KINDS)
 @pytest.mark.parametrize(

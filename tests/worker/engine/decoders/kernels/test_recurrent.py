@@ -80,7 +80,7 @@ class FusedMixer(Mixer):
             return recurrent_layer(self._mixer.parts, pool)(hidden, StepSequences.of(rows))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "row by row"])
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 @torch.inference_mode()
@@ -118,7 +118,7 @@ def step(
     return [*output.split(counts)]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "row by row"])
 @pytest.mark.parametrize("num_drafted", [1, 3, 20])
 @pytest.mark.parametrize("family", [*ONE_OF_EACH_KIND, "kimi_linear"])
