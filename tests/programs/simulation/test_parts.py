@@ -40,6 +40,7 @@ def dying(kind: str, *times: float) -> list[Fields]:
 
 
 GATEWAYS: Fields = {**CALM, "num_gateways": 2}
+BURST: Fields = {**CALM, "seconds": 0.1}
 BACKLOG: Fields = {**CALM, "num_requests": 160, "seconds": 0.2}
 BUSY_GATEWAYS: Fields = {**GATEWAYS, "num_requests": 120}
 JOBS: Fields = {**CALM, "num_requests": 2, "num_leaders": 2}
@@ -70,6 +71,15 @@ FULL_DISK: Fields = {
         fault("drain a worker", 0.52, 0.0),
     ],
 }
+REFUSED_CLAIMS: Fields = {
+    **CALM,
+    "num_requests": 120,
+    "seconds": 1.0,
+    "faults": [
+        fault("fill the disk of the server", 0.4, 0.3),
+        fault("drain a worker", 0.5, 0.0),
+    ],
+}
 LONG_OUTAGE: Fields = {**CALM, "seconds": 13.0, "faults": [fault("kill the server", 0.2, 12.0)]}
 OUTAGE: Fields = {**CALM, "faults": [fault("kill the server", 0.3, 0.8)]}
 DEAD_WORKERS: Fields = {**CALM, "faults": dying("worker", 0.1, 0.2, 0.3, 0.4)}
@@ -83,6 +93,9 @@ WORLDS = {
     "a-lost-connection-is-final": (LONG_OUTAGE, "stream failed"),
     "stream-gives-up-early": (LONG_OUTAGE, "stream failed"),
     "stream-never-reconnects": (LONG_OUTAGE, "stream failed"),
+    "messages-during-a-claim-are-lost": (CALM, "late claim"),
+    "work-without-room-is-forgotten": (BURST, "late claim"),
+    "a-lost-claim-is-left-behind": (REFUSED_CLAIMS, "left behind"),
     "a-failed-cancel-ends-the-worker": (FALSE_CANCELS, "bad exit"),
     "a-full-claim-counts-as-empty": (CALM, "idle"),
     "a-heartbeat-repeats-its-batch": (CALM, "stale batch"),
