@@ -3,7 +3,7 @@
 One request goes through the real path, and the server copies this request until enough wait. Then
 a client sends many calls of each script at once, so that the server is busy. A number in the table
 is the server's CPU time for one call (µs), from INFO, with reading the call and writing the reply;
-of three rounds, the least. A hash takes 1.6 kB, so only the first million ids in the queue have
+of three rounds, the least. A hash takes 0.7 kB, so only the first million ids in the queue have
 one. Of the calls measured, only `priorities` reads the hashes of ids that wait further back.
 """
 
@@ -36,8 +36,8 @@ _LEASE_MS = 3_600_000
 _PROMPT = {"prompt": "Once upon a time", "max_tokens": 200}
 _MODEL = ModelIdentity("m", "f")
 
-# KEYS: the sorted set, a request. ARGV: the first number, how many copies, the prefix of their keys,
-# and how many copies have a hash. All copies are older than the request.
+# KEYS: the sorted set, a request. ARGV: the first number, how many copies, the prefix of their
+# keys, and how many copies have a hash. All copies are older than the request.
 _COPY = """
 local oldest = tonumber(redis.call('HGET', KEYS[2], 'score')) - 1e7
 for nth = tonumber(ARGV[1]), ARGV[1] + ARGV[2] - 1 do
