@@ -3,8 +3,9 @@
 Workers without a model wait for requests that never come. The table has each command or script that
 they send, how often one worker sends it, and how long it runs. The last row has the server's whole
 CPU time for one worker, without what the server needs when it has no workers. Few workers leave the
-processor's caches cold, so a call of a large fleet takes less time. The last line is about such a
-fleet: this process sends the calls of all its workers.
+processor's caches cold, so a call of a large fleet takes less time. The last lines are about such a
+fleet: this process sends the calls of all its workers. First they wait undisturbed. Then requests
+wake them as often as possible, and other workers claim these requests.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from hashlib import sha1
+from math import ceil
 from typing import Any
 
 import redis
@@ -32,6 +34,8 @@ from promptq.shared.server.embedded import EmbeddedServer
 
 _SETTLE_SECONDS = 3.0
 _MOST_COMMANDS = 100_000
+_WAKE_UPS = 8
+"""Most messages that wake many workers within a millisecond for each worker (`server.lua`)."""
 _MODEL = ModelIdentity("m", "f")
 _SHAS = {
     name: sha1(script_text(name).encode(), usedforsecurity=False).hexdigest()
@@ -99,11 +103,15 @@ def table(num_workers: int, seconds: float) -> list[str]:
     ]
 
 
-def replay(num_workers: int) -> float:
+def replay(num_workers: int, *, is_woken: bool = False) -> float:
     """Returns the server's CPU seconds in a second of a fleet of idle workers.
 
     This process sends the commands of all workers for five seconds, as fast as the server answers.
+    Workers that are woken all the time look for work twice within a millisecond for each worker.
     """
+    num_looks, num_wake_ups = 1, 0
+    if is_woken:
+        num_looks, num_wake_ups = ceil(2000 / num_workers), _WAKE_UPS * 1000 // num_workers
     with EmbeddedServer() as server, redis.Redis.from_url(server.url) as plain:
         queue = RequestQueue(plain, worker_id="w", model=_MODEL)
         for name in ("has_work", "hold_lease"):
@@ -112,11 +120,22 @@ def replay(num_workers: int) -> float:
         ids = [f"w{nth}" for nth in range(num_workers)]
         reports = [WorkerStats(worker_id=worker_id) for worker_id in ids]
         queue.run([scripts.heartbeat(report, RECORD_MS, []) for report in reports])
-        pool = ConnectionPool.from_url(server.url, max_connections=num_workers, socket_timeout=None)
+        pool = ConnectionPool.from_url(
+            server.url, max_connections=2 * num_workers, socket_timeout=None
+        )
         connections = [pool.get_connection() for _ in ids]
+        listening = [pool.get_connection() for _ in ids]
+        for connection in listening:
+            connection.send_command("SUBSCRIBE", queue.keys.control)
+            connection.read_response(push_request=True)
         before = server_cpu_seconds(plain)
         for second in range(5):
-            _send_all(connections, [[scripts.has_work(_MODEL.fingerprint)]] * num_workers, queue)
+            for _ in range(num_wake_ups):
+                queue.run(scripts.wake_workers(queue.keys))
+                for connection in listening:
+                    connection.read_response(push_request=True)
+            look = [scripts.has_work(_MODEL.fingerprint)] * num_looks
+            _send_all(connections, [look] * num_workers, queue)
             beats = [scripts.heartbeat(report, RECORD_MS, [], report) for report in reports]
             _send_all(connections, [[beat] for beat in beats], queue)
             if second == 0:  # workers look at the statistics each 5 s
@@ -157,8 +176,9 @@ def main() -> None:
     for num_workers in options.workers:
         print(f"\n{num_workers} idle workers, for one worker:\n")
         print("\n".join(table(num_workers, options.seconds)))
-    cores = replay(options.fleet)
-    print(f"\n{options.fleet:,} idle workers take {100 * cores:.0f}% of a core of one server")
+    for is_woken, state in ((False, "idle"), (True, "idle, and always woken")):
+        cores = replay(options.fleet, is_woken=is_woken)
+        print(f"\n{options.fleet:,} workers, {state}: {100 * cores:.0f}% of a core of one server")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from promptq.shared.protocol.keys import ALIASES, ALL_QUEUES, QUEUES, Keys
 
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "waiting": ("pending", "pending:*", "tenants", "tenants:*", "backlog", "deadlines", "delayed"),
+    "waiting": (
+        *("pending", "pending:*", "woken", "tenants", "tenants:*"),
+        *("backlog", "deadlines", "delayed"),
+    ),
     "requests": ("request:*", "idempotency:*", "picture:*"),
     "logs": ("tokens:*",),
     "leases": ("leases", "webhooks", "dead"),

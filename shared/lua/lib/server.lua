@@ -88,4 +88,16 @@ server.at_the_end(function()
   removals = {}
 end)
 
-function server.wake_workers() redis.call('PUBLISH', keys.channels .. 'control', 'pending') end
+-- Wake the workers that wait. Each of them looks for work within a millisecond for each worker that lives. Until an
+-- eighth of them has looked, the others will see further requests too, so a large fleet gets no message for these.
+local MANY_WORKERS, PARTS = 8, 8
+function server.wake_workers()
+  local num, woken = server.size(keys.prefix .. 'workers'), keys.prefix .. 'woken'
+  if num > MANY_WORKERS then
+    local last = redis.pcall('GET', woken)
+    local passed = server.now - (type(last) == 'string' and tonumber(last) or 0)
+    if passed >= 0 and passed < num / PARTS then return end
+    redis.pcall('SET', woken, server.now_text, 'PX', num)
+  end
+  redis.call('PUBLISH', keys.channels .. 'control', 'pending')
+end

@@ -48,6 +48,7 @@ def _arguments() -> argparse.Namespace:
         "--server", choices=SERVERS, default="", help="default: redis-server if it is installed"
     )
     parser.add_argument("--fleets", type=int, nargs="+", metavar="WORKERS", help=_HELP_OF_FLEETS)
+    parser.add_argument("--real", action="store_true", help=_HELP_OF_REAL)
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     arguments = parser.parse_args()
     if arguments.seeds is None:
@@ -69,6 +70,9 @@ printed as a table of the number of worlds after which each is found"""
 
 
 _HELP_OF_FLEETS = """measure instead what fleets with these numbers of workers cost their server"""
+
+_HELP_OF_REAL = """with --fleets: compare instead the speed of each fleet with that of real
+processes whose engines take as long"""
 
 
 def _mutants(text: str) -> list[str]:
@@ -144,10 +148,24 @@ def _print_table(arguments: argparse.Namespace, seeds: range) -> int:
 def _print_fleets(arguments: argparse.Namespace, library: Path, kind: str) -> int:
     from tests.programs.simulation.fleet_costs import HEAD, NUM_REQUESTS, measure
 
+    if arguments.real:
+        return _print_speeds(arguments, library, kind)
     num_requests = arguments.most_requests or NUM_REQUESTS
     print(HEAD, flush=True)
     for num_workers in arguments.fleets:
         print(measure(num_workers, num_requests, arguments.seed, library, kind), flush=True)
+    return 0
+
+
+def _print_speeds(arguments: argparse.Namespace, library: Path, kind: str) -> int:
+    from tests.programs.simulation import real_time
+
+    num_requests = arguments.most_requests or real_time.NUM_REQUESTS
+    print(real_time.HEAD, flush=True)
+    for num_workers in arguments.fleets:
+        plan = real_time.plan_of(num_workers, num_requests, arguments.seed)
+        print(real_time.in_processes(plan), flush=True)
+        print(real_time.in_a_world(plan, library, kind), flush=True)
     return 0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from promptq.worker.engine.api.messages import EngineRequest, StepOutput
 from promptq.worker.engine.api.port import Engine
+from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.serve.engine_thread import EngineThread
 from tests.programs.simulation.step_costs import step_seconds
@@ -25,6 +26,15 @@ class CountingRunner(ModelFreeRunner):
     def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         self.num_tokens = sum(share.num_tokens for share in batch.scheduled)
         return super().launch(batch, after)
+
+    def seconds_of_step(self, slowness: float, rng: random.Random) -> float:
+        """Draws the time of the last step: about `slowness` times as long as a measured one."""
+        return slowness * step_seconds(self.num_tokens) * (0.5 + rng.random())
+
+
+def engine_of(runner: CountingRunner, num_slots: int) -> LLMEngine:
+    """Returns the engine of a world's worker."""
+    return LLMEngine(runner, max_num_seqs=num_slots, max_num_batched_tokens=64, prefill_chunk=32)
 
 
 class SimulatedEngine(EngineThread):
@@ -90,8 +100,7 @@ class SimulatedEngine(EngineThread):
                 self.num_late_outputs += sum(
                     output.sequence_id in self._aborted for output in step.outputs
                 )
-                seconds = self._slowness * step_seconds(self._runner.num_tokens)
-                await asyncio.sleep(seconds * (0.5 + self._rng.random()))
+                await asyncio.sleep(self._runner.seconds_of_step(self._slowness, self._rng))
                 self._note_tokens(step)
                 while len(self._outbox) >= _MOST_UNFETCHED_STEPS and not self._stopping:
                     self._last_progress = time.monotonic()

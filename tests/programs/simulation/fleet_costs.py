@@ -89,14 +89,14 @@ class FleetCosts:
         return f"| {' | '.join(cells)} |"
 
 
-class _Equal(random.Random):
+class Equal(random.Random):
     """Takes the first of all choices. With it, all workers are alike, and as fast as measured."""
 
     def choice(self, seq: SupportsLenAndGetItem[T]) -> T:
         return seq[0]
 
 
-class _FleetWorld(World):
+class FleetWorld(World):
     """A world without faults. All its workers start before the first request."""
 
     most_callbacks = sys.maxsize
@@ -104,21 +104,24 @@ class _FleetWorld(World):
     def __init__(self, plan: Plan, server: ServerProcess) -> None:
         super().__init__(plan, server, None, None)
         for place in self._fleet.workers:
-            place.make_random = _Equal
+            place.make_random = Equal
         self.costs: list[Cost] = []
 
     async def _main(self) -> None:
+        await self._start_workers()
+        await self._measure(asyncio.sleep(_SECONDS))
+        for place in self._fleet.queue_clients:
+            place.start()
+        await self._measure(self._serve())
+        await self._drain_all()
+
+    async def _start_workers(self) -> None:
         self._server.listen()
         for place in self._fleet.workers:
             place.start()
         while not all(worker.ready_at for worker in self._workers):
             await asyncio.sleep(LOOK_SECONDS)
         await asyncio.sleep(_SETTLE_SECONDS)
-        await self._measure(asyncio.sleep(_SECONDS))
-        for place in self._fleet.queue_clients:
-            place.start()
-        await self._measure(self._serve())
-        await self._drain_all()
 
     async def _serve(self) -> None:
         await asyncio.sleep(_SECONDS)
@@ -157,7 +160,7 @@ def measure(
         tempfile.TemporaryDirectory(prefix="fleet-") as folder,
         ServerProcess(Path(folder), library, kind) as server,
     ):
-        world = _FleetWorld(plan, server)
+        world = FleetWorld(plan, server)
         try:
             if violations := world.run().violations:
                 raise RuntimeError(f"{num_workers} workers: {violations[0]}")

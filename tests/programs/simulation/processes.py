@@ -19,14 +19,13 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.rows import Published, Row, RowStatus
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
-from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.serve.build import Served
 from promptq.worker.serve.process import open_when_there
 from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
 from tests.programs.simulation.auditor import Stream, is_cancelled_while_it_runs
-from tests.programs.simulation.engine import CountingRunner, SimulatedEngine
+from tests.programs.simulation.engine import CountingRunner, SimulatedEngine, engine_of
 from tests.programs.simulation.loop import PROCESS, Process
 from tests.programs.simulation.notes import Claim, Drain, DueClaim, Notes, Step
 from tests.support.model_free import END_TOKEN_ID
@@ -38,7 +37,7 @@ URL = f"redis://{HOST}:6379/0"
 QUEUE = Queue.VOLUME
 SIZES = ((8, 36), (2, 72), (8, 24))
 """Slots and KV blocks of a worker: so few blocks that a full batch preempts, or few slots."""
-_BLOCK_SIZE = 8
+BLOCK_SIZE = 8
 _LARGEST_REQUEST = 184
 """KV tokens that are enough for any request: its prompt and its output."""
 _AGAIN_SECONDS = 0.05
@@ -135,11 +134,9 @@ class WorkerProgram:
         client = await open_when_there(URL, _WAIT_SECONDS)
         try:
             num_slots, num_blocks = self._rng.choice(self._sizes)
-            runner = CountingRunner(num_blocks, _BLOCK_SIZE)
+            runner = CountingRunner(num_blocks, BLOCK_SIZE)
             self.engine = SimulatedEngine(
-                LLMEngine(
-                    runner, max_num_seqs=num_slots, max_num_batched_tokens=64, prefill_chunk=32
-                ),
+                engine_of(runner, num_slots),
                 runner,
                 self._rng,
                 slowness=self._rng.choice([1, 4, 10]),

@@ -90,6 +90,16 @@ def test_idle_workers_send_at_most_5_commands_a_second() -> None:
     assert all(1 < float(row[1]) <= 5 for row in rows), ended.stdout
 
 
+def test_a_world_is_compared_with_real_processes() -> None:
+    ended = simulate("--fleets", "1", "--real", "--most-requests", "10")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [line.strip("| ").split(" | ") for line in ended.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["processes", "world"]
+    figures = [float(cell) for row in rows for cell in ", ".join(row[1:]).split(", ")]
+    assert len(figures) == 10, ended.stdout
+    assert min(figures) > 0, ended.stdout
+
+
 FAULT = {"at": 1.0, "kind": "kill a worker", "choice": 0.5, "seconds": 1.0}
 PLAN = {
     "seed": 1,
