@@ -8,7 +8,7 @@ from rich.table import Table
 from benchmarks.table.registry import ROWS
 from benchmarks.table.statistics import Figures, Measured, get
 
-_PEERS = ("vllm-offline", "vllm-server", "llama-server", "static")
+_PEERS = ("vllm-offline", "vllm-server", "llama-server", "continuous", "static")
 _SHORT = {"vllm-offline": "vLLM", "vllm-server": "vLLM server", "llama-server": "llama.cpp"}
 
 

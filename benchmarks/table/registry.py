@@ -81,6 +81,7 @@ ROWS = {
         Row("llama-bf16", "llama.cpp BF16", "llama_server", _FORMATS, "llama", format="BF16"),
         Row("llama-q8_0", "llama.cpp Q8_0", "llama_server", _FORMATS, "llama", format="Q8_0"),
         Row("llama-q4_0", "llama.cpp Q4_0", "llama_server", _FORMATS, "llama", format="Q4_0"),
+        Row("continuous", "transformers continuous batching", "continuous", _AT_ONCE),
         Row("static", "transformers generate, static", "static", _AT_ONCE),
         Row("queue", "queue alone", "queue_alone", frozenset({"queue"}), is_own=True),
         Row("bullmq", "BullMQ", "bullmq", frozenset({"queue"}), "bullmq"),
