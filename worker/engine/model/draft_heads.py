@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from promptq.worker.engine.api.messages import HeadWeights, WeightCounts
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.types import FULL, LayerCache, LayerSpec, StepLayout
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
@@ -36,11 +35,12 @@ class NoHeadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """A model's head, and the numbers of weights in model and head."""
+    """A model's head."""
 
     module: nn.Module
     """An `MtpLayer` of transformers."""
-    weights: HeadWeights
+    work: float
+    """The work of the head for a token, as a fraction of the model's."""
 
 
 def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> LoadedHead:
@@ -79,7 +79,7 @@ def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> Loade
         raise NoHeadError(
             f"{len(wrong)} of its weights are missing or misshaped, such as {wrong[0]}"
         )
-    return LoadedHead(head.requires_grad_(False).eval(), _weights(model, head))
+    return LoadedHead(head.requires_grad_(False).eval(), _work(model, head))
 
 
 def head_spec(specs: list[LayerSpec]) -> LayerSpec:
@@ -97,22 +97,22 @@ def rotary_of(model: PreTrainedModel) -> nn.Module | None:
     return getattr(whole.get_decoder(), "rotary_emb", None)
 
 
-def _weights(model: PreTrainedModel, head: nn.Module) -> HeadWeights:
+def _work(model: PreTrainedModel, head: nn.Module) -> float:
+    """Returns the number of weights that the head multiplies by a row, divided by the model's."""
     whole: Any = model
     config: Any = model.config.get_text_config(decoder=True)
     output = whole.get_output_embeddings().weight.numel()
     num_used = getattr(config, "num_experts_per_tok", None) or 0
 
-    def count(modules: nn.Module) -> WeightCounts:
-        parameters = list(modules.parameters())
+    def used(weight: torch.Tensor) -> float:
         # Weights of convolutions have three dimensions too, but only one input.
-        of_groups = [each for each in parameters if each.dim() == 3 and each.shape[1] > 1]
-        experts = of_groups if num_used else []
-        of_experts = sum(each.numel() for each in experts)
-        dense = sum(each.numel() for each in parameters) - of_experts + output
-        return WeightCounts(dense, of_experts, num_used / len(experts[0]) if experts else 0.0)
+        is_of_experts = num_used and weight.dim() == 3 and weight.shape[1] > 1
+        return weight.numel() * (num_used / len(weight) if is_of_experts else 1)
 
-    return HeadWeights(count(whole.get_decoder().layers), count(head))
+    def count(modules: nn.Module) -> float:
+        return float(output + sum(map(used, modules.parameters())))
+
+    return count(head) / count(whole.get_decoder().layers)
 
 
 class HeadOfModules:

@@ -138,9 +138,13 @@ class HeadDrafts:
     def keep(self, items: list[ScheduledSequence], states: torch.Tensor | None) -> None:
         """Record that the model has computed these items. Stores `states`, the hidden states of the
         rows that `rows_to_keep` returned; None if it returned no rows."""
-        if self._num_filled:
-            for item in items:
-                self._forget(item)
+        if not self.needs_states(items):
+            # The head rests. Later, the head attends only to later rows.
+            self._num_filled.clear()
+            self._held.clear()
+            return
+        for item in items:
+            self._forget(item)
         held, end = {}, 0
         for item in items:
             if (num_kept := _num_kept(item)) == 0:

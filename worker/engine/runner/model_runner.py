@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from promptq.worker.engine.api.messages import LEAST, EngineAbilities, HeadWeights, PromptLogprobs
+from promptq.worker.engine.api.messages import LEAST, EngineAbilities, PromptLogprobs
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import (
     NO_DRAWS,
@@ -152,11 +152,11 @@ class ModelRunner:
         """Whether the bits of a row's logits do not depend on other rows. Set by `warm_up`."""
         self.why_no_head = loaded.why_no_head
         """Why the head in the files does not draft; empty if it drafts, or if there is no head."""
-        self._head_weights: HeadWeights | None = None
+        self._head_work: float | None = None
         self._drafts: HeadDrafts | None = None
         if loaded.head is not None and head_cache is not None:
             head = code_of_head(loaded, checked, model, head_cache)
-            self._head_weights = loaded.head.weights
+            self._head_work = loaded.head.work
             sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
             self._drafts = HeadDrafts(head, head_cache, sampler, self.device)
 
@@ -277,7 +277,7 @@ class ModelRunner:
         """See `Runner.abilities`. Known only after the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
-        return EngineAbilities(exact_resume=is_exact, unheeded=unheeded, head=self._head_weights)
+        return EngineAbilities(exact_resume=is_exact, unheeded=unheeded, head_work=self._head_work)
 
     @property
     def own_code(self) -> str:

@@ -25,6 +25,8 @@ from promptq.worker.engine.sampling.temperature_and_choice import Chosen, Distri
 
 _ROWS_AT_ONCE = 64
 """Number of prompt rows whose log-probabilities are computed at a time, to limit memory."""
+_MOST_PREPARED = 8
+"""The most sets of rows whose parameters are kept."""
 _NO_CHOICE = (
     "no token can be chosen, because of the model's logits or of the request's limits; if the"
     " request limits nothing, a weight is not a number (fetch the model's files again), or the"
@@ -56,7 +58,8 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Chooses a token for each row. Parameters are prepared anew only when the sequences change."""
+    """Chooses a token for each row. Keeps the prepared parameters of recent sets of rows, because
+    steps with and without drafts alternate."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, native: bool = False) -> None:
         """`native` means that the device is a CPU and native code is loaded (see `kernels_on`)."""
@@ -64,7 +67,7 @@ class Sampler:
         self._device = device
         self._kernels = kernels_on(device, native=native)
         self._scratch = Scratch(device)
-        self._rows: _Rows | None = None
+        self._rows: dict[tuple[Sequence, ...], _Rows] = {}
 
     def draws(
         self, sequences: list[Sequence], num_ahead: list[int] | None = None
@@ -140,17 +143,18 @@ class Sampler:
         return HostCopies([torch.cat(columns) for columns in zip(*pieces, strict=True)])
 
     def _rows_of(self, sequences: list[Sequence]) -> _Rows:
-        sequence_ids = [sequence.sequence_id for sequence in sequences]
-        if self._rows is None or sequence_ids != self._rows.sequence_ids:
-            self._rows = _Rows(sequences, self._vocab_size, self._device)
-        return self._rows
+        key = tuple(sequences)
+        if (rows := self._rows.get(key)) is None:
+            if len(self._rows) == _MOST_PREPARED:
+                self._rows.clear()
+            rows = self._rows[key] = _Rows(sequences, self._vocab_size, self._device)
+        return rows
 
 
 class _Rows:
     """The prepared parameters of a set of sequences."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
-        self.sequence_ids = [sequence.sequence_id for sequence in sequences]
         params = [sequence.request.params for sequence in sequences]
         reporting = [row for row, each in enumerate(params) if each.logprobs is not None]
         self.logprobs = RawLogprobs(reporting, [params[row].logprobs or 0 for row in reporting])
