@@ -187,33 +187,15 @@ def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
     """Returns a layout with one row for each of a step's first `count` sequences. The row is
     `depth` positions after the sequence's last row in the step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
-    device = layout.block_tables.device
-    return layout_of_rows(
-        [*range(count + 1)],
-        [place + 1 for place in places],
-        layout.block_tables[:count],
-        torch.arange(count, device=device),
-        torch.tensor(places, device=device),
-        layout.block_size,
-    )
-
-
-def layout_of_rows(
-    query_starts: list[int],
-    context_lens: list[int],
-    block_tables: torch.Tensor,
-    sequences: torch.Tensor,
-    places: torch.Tensor,
-    block_size: int,
-) -> StepLayout:
-    """Returns the layout of rows that a head computes. Row i belongs to the sequence
-    `sequences[i]`. The row's K and V are written at position `places[i]` of that sequence."""
+    tables, size = layout.block_tables[:count], layout.block_size
+    of_row = torch.arange(count, device=tables.device)
+    at = torch.tensor(places, device=tables.device)
     return StepLayout(
         num_decodes=0,
-        query_starts=query_starts,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        write_blocks=block_tables[sequences, places // block_size],
-        write_offsets=places % block_size,
-        block_size=block_size,
+        query_starts=[*range(count + 1)],
+        context_lens=[place + 1 for place in places],
+        block_tables=tables,
+        write_blocks=tables[of_row, at // size],
+        write_offsets=at % size,
+        block_size=size,
     )

@@ -217,7 +217,7 @@ class ModelRunner:
             if pools:
                 shares = [item for item in step.items if item.num_pooled]
                 pooled = PooledStates(shares, HostCopies([states[: len(pooled_rows)].float()]))
-            kept = states[len(pooled_rows) :]
+            kept = states[len(pooled_rows) :] if pooled_rows else states
         elif isinstance(model, GraphedModel):
             logits, chosen = model.run(step, rows)
         else:
@@ -241,7 +241,7 @@ class ModelRunner:
             sequences,
             masks,
             num_ahead,
-            last_tokens=step.input_ids[0].index_select(0, step.sampled),
+            last_tokens=after and step.input_ids[0].index_select(0, step.sampled),
             draws=step.draws,
             chosen=chosen,
         )

@@ -20,7 +20,7 @@ from promptq.worker.engine.sampling.constraints import Constraints
 from promptq.worker.engine.sampling.logprobs import RawLogprobs
 from promptq.worker.engine.sampling.mask_thread import PendingMasks
 from promptq.worker.engine.sampling.penalties import Penalties
-from promptq.worker.engine.sampling.randomness import uniforms
+from promptq.worker.engine.sampling.randomness import streams, uniforms
 from promptq.worker.engine.sampling.temperature_and_choice import Chosen, Distributions, kernels_on
 
 _ROWS_AT_ONCE = 64
@@ -74,11 +74,12 @@ class Sampler:
     ) -> npt.NDArray[np.float64]:
         """Returns the random numbers and parameters that `sample` uses: [len(DRAWS), R]."""
         rows = self._rows_of(sequences)
-        positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
+        places = [len(sequence.token_ids) for sequence in sequences]
         if num_ahead is not None:
-            positions += np.array(num_ahead, dtype=np.uint64)
+            places = [place + ahead for place, ahead in zip(places, num_ahead, strict=True)]
+        positions = np.array(places, dtype=np.uint64)
         draws = rows.distributions.draws.copy()
-        draws[0] = uniforms(rows.seeds, positions)
+        draws[0] = uniforms(rows.streams, positions)
         return draws
 
     def distributions(self, sequences: list[Sequence]) -> Distributions:
@@ -161,5 +162,6 @@ class _Rows:
         self.constraints = Constraints(sequences, vocab_size, device)
         self.penalties = Penalties(sequences, device)
         self.adjusts = bool(self.constraints or self.penalties)
-        self.seeds = np.array([sequence.request.seed for sequence in sequences], dtype=np.uint64)
+        seeds = np.array([sequence.request.seed for sequence in sequences], dtype=np.uint64)
+        self.streams = streams(seeds)
         self.distributions = Distributions(params, vocab_size, device)
