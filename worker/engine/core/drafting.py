@@ -63,8 +63,10 @@ _PLAIN_EVERY = 32
 """After this many steps with drafts, one step without drafts measures that time again."""
 _TRIAL = 4
 """Number of steps with drafts that decide whether drafts save time."""
-_FIRST_REST, _LONGEST_REST = 256, 4096
+_FIRST_REST, _LONGEST_REST = 256, 1024
 """Steps without drafts before another trial. Each trial that saves no time doubles the number."""
+_FED = 16
+"""Before a trial, the head gets the hidden states of this many steps, so that it knows the text."""
 _FORGETTING = 1 / 256
 """Each step without a lookup moves the estimate for lookups towards its first value, with this
 weight. So lookups are tried again, in case the text now repeats itself."""
@@ -106,7 +108,7 @@ class DraftPlan(NamedTuple):
     """Number of tokens from the head."""
     expected: float = 0.0
     """Expected number of accepted tokens of the head; 0 if the head rests. If only `length` is 0,
-    the step measures the time without drafts, and later steps have drafts."""
+    the head gets the step's hidden states, and drafts in later steps."""
     lookup_factor: float = 1.0
     """The measured cost of lookups, as a multiple of `_DRAFT_COST` and `_ROW_COST`."""
 
@@ -123,12 +125,15 @@ class BestDrafts(NamedTuple):
 
 
 class DraftTimes:
-    """Measures what drafts cost in steps with certain numbers of sequences."""
+    """Measures what drafts cost and save, in steps with certain numbers of sequences."""
 
     def __init__(self, first_guess: float) -> None:
-        self.best = BestDrafts()
-        self.num_settled = -1
-        """How many drafts of the head were settled before `best` was set."""
+        self.rates = [_FIRST_RATE] * _MOST_BY_HEAD
+        """For each place in a draft of the head: the rate of acceptance if all tokens before it are
+        right."""
+        self.best: BestDrafts | None = None
+        """The best drafts of the head; None after changes."""
+        self._num_settled = 0
         self._first_guess = first_guess
         self._plain = RecentMedian()
         """Seconds of steps without drafts."""
@@ -151,25 +156,33 @@ class DraftTimes:
         tried = min(known, key=lambda each: abs(each - length))
         return 1 + (self._by_head[tried].value - 1) * (1 + length) / (1 + tried)
 
-    def plan(self) -> DraftPlan:
+    def plan(self, best: BestDrafts) -> DraftPlan:
         factor = self._lookups.value if self._lookups.is_known else 1.0
-        best = self.best
-        if best.speed <= _LEAST_GAIN and self._num_left == 0:
+        rests = best.speed <= _LEAST_GAIN and self._num_left == 0
+        if rests and self._num_rested < self._rest - _FED:
             return DraftPlan(lookup_factor=factor)
         needs_plain = not self._plain.is_known or self._num_since_plain >= _PLAIN_EVERY
-        return DraftPlan(0 if needs_plain else best.length, best.expected, factor)
+        return DraftPlan(0 if rests or needs_plain else best.length, best.expected, factor)
 
     def note_lookups(self, seconds: float, modelled_cost: float) -> None:
         if self._plain.is_known:
             extra = max(_LEAST_EXTRA, seconds / self._plain.value - 1)
             self._lookups.add(extra / modelled_cost)
 
+    def settle(self, num_drafted: int, num_accepted: int) -> None:
+        """Record a draft of the head."""
+        self._num_settled += 1
+        weight = max(_WEIGHT, 1 / (_FIRST_COUNT + self._num_settled))
+        for place in range(min(num_accepted + 1, num_drafted)):
+            self.rates[place] += weight * ((place < num_accepted) - self.rates[place])
+
     def note_head(self, seconds: float, length: int) -> None:
+        self.best = None
         self._num_since_plain += 1
         if self._num_left > 0:
             self._num_left -= 1
         else:
-            self._rest = _FIRST_REST  # drafts save time
+            self._num_rested, self._rest = 0, _FIRST_REST  # drafts save time
         if self._plain.is_known:
             self._by_head.setdefault(length, RecentMedian()).add(seconds / self._plain.value)
 
@@ -213,9 +226,6 @@ class DraftPolicy:
     """See `EngineAbilities.head_work`. The first guess at the cost of the head's drafts."""
     recomputes: bool = False
     """Whether the next step computes accepted tokens again (see `KVLayout.states_skip_drafts`)."""
-    rates: list[float] = field(default_factory=lambda: [_FIRST_RATE] * _MOST_BY_HEAD)
-    """For each place in a draft: the rate of acceptance if all tokens before it are right."""
-    _num_settled: int = 0
     _times: dict[tuple[int, int], DraftTimes] = field(default_factory=dict)
     _planned: DraftTimes | None = None
     """Of the last plan."""
@@ -227,9 +237,9 @@ class DraftPolicy:
         if (times := self._times.get(kind)) is None:
             times = self._times[kind] = DraftTimes(self.head_work or 0.0)
         self._planned = times
-        if times.num_settled != self._num_settled:
-            times.num_settled, times.best = self._num_settled, self._best(times, *kind)
-        return times.plan()
+        if times.best is None:
+            times.best = self._best(times, *kind)
+        return times.plan(times.best)
 
     def _best(self, times: DraftTimes, num_drafting: int, num_others: int) -> BestDrafts:
         num_rows = num_drafting + num_others
@@ -240,7 +250,7 @@ class DraftPolicy:
             num_rows += num_drafting * (1 + self.recomputes)
             if num_rows > MAX_ROWS:
                 break
-            rate = min(rate, self.rates[length - 1])  # later tokens are harder to predict
+            rate = min(rate, times.rates[length - 1])  # later tokens are harder to predict
             right *= rate
             expected += right
             if (speed := (1 + expected * share) / times.cost(length)) > best.speed:
@@ -269,11 +279,9 @@ class DraftPolicy:
             times.note_head(seconds, max(len(share.draft) for share in drafts))
 
     def settle(self, num_drafted: int, num_accepted: int) -> None:
-        """Record a draft of the head."""
-        self._num_settled += 1
-        weight = max(_WEIGHT, 1 / (_FIRST_COUNT + self._num_settled))
-        for place in range(min(num_accepted + 1, num_drafted)):
-            self.rates[place] += weight * ((place < num_accepted) - self.rates[place])
+        """Record a draft of the head in the planned step."""
+        if self._planned is not None:
+            self._planned.settle(num_drafted, num_accepted)
 
 
 @dataclass(slots=True)

@@ -22,8 +22,7 @@ def uniforms(
     """Returns a random number in [0, 1) for each pair of a stream and a position. Computes
     SplitMix64 (Steele, Lea and Flood, 2014)."""
     mixed = _splitmix(streams + positions * _GOLDEN)
-    mixed >>= _11
-    return mixed * 2.0**-53
+    return (mixed >> _11).astype(np.float64) * 2.0**-53
 
 
 def _splitmix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
