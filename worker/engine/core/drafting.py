@@ -102,7 +102,7 @@ class PromptLookup:
 
 
 class DraftPlan(NamedTuple):
-    """What a step may draft for each sequence."""
+    """The drafts of a step, the same for each sequence."""
 
     length: int = 0
     """Number of tokens from the head."""

@@ -236,12 +236,15 @@ class ModelRunner:
         ]
         if not sampling:
             return ModelStep(None, counts, sequences, reported, reported_of, pooled)
+        last_tokens = None  # the host knows them
+        if after is not None:
+            last_tokens = step.input_ids[0].index_select(0, step.sampled)
         sampled = self._sampler.sample(
             logits,
             sequences,
             masks,
             num_ahead,
-            last_tokens=after and step.input_ids[0].index_select(0, step.sampled),
+            last_tokens=last_tokens,
             draws=step.draws,
             chosen=chosen,
         )

@@ -174,13 +174,13 @@ def test_a_head_that_is_wrong_drafts_seldom() -> None:
     assert 8 <= sum(lengths[1000:]) < 40
 
 
-@pytest.mark.parametrize("cost", [0.1, 0.3, 0.5, 2.0])
+@pytest.mark.parametrize("cost", [0.1, 0.5, 2.0])
 @pytest.mark.parametrize("num_sequences", [1, 4])
 def test_drafts_cost_nothing_where_they_do_not_help(cost: float, num_sequences: int) -> None:
     """Whatever the first guess is. Of 2 tokens that are right, a draft saves at most 2 steps."""
     for guess in (0.01, 1.0):
         clock = Clock(cost, DraftPolicy(guess))
-        clock.lengths(4000, 2, num_sequences)
+        clock.lengths(3000, 2, num_sequences)
         assert clock.num_tokens / clock.seconds > 0.97 * max(1.0, 3 / (1 + 3 * cost))
 
 
