@@ -53,16 +53,19 @@ _WEIGHT_OF_LOOKUP = 1 / 4
 accepted tokens of a lookup. The means begin with the two estimates above."""
 _FIRST_COUNT = 16
 """The first estimates of the head's rates weigh as much as this many drafts."""
-_RECENT = 15
-"""Number of recent steps whose median time counts."""
+_RECENT, _RECENT_PLAIN = 15, 7
+"""Numbers of recent steps whose median time counts, with and without drafts. Steps without drafts
+are rare while the head drafts, and an old time would mislead."""
 _LEAST_EXTRA = 0.01
 """The least cost of a lookup, as a fraction of a step. Less would be an error of measurement."""
 _LEAST_COUNT = 3
 """The least number of steps whose median time counts."""
 _PLAIN_EVERY = 32
 """After this many steps with drafts, one step without drafts measures that time again."""
-_TRIAL = 4
-"""Number of steps with drafts that decide whether drafts save time."""
+_TRIAL = 8
+_HOPELESS = 0.75
+"""Number of steps with drafts that decide whether drafts save time. Fewer decide if the speed is
+below this multiple of the speed without drafts."""
 _FIRST_REST, _LONGEST_REST = 256, 1024
 """Steps without drafts before another trial. Each trial that saves no time doubles the number."""
 _FED = 16
@@ -135,7 +138,7 @@ class DraftTimes:
         """The best drafts of the head; None after changes."""
         self._num_settled = 0
         self._first_guess = first_guess
-        self._plain = RecentMedian()
+        self._plain = RecentMedian(_RECENT_PLAIN)
         """Seconds of steps without drafts."""
         self._by_head: dict[int, RecentMedian] = {}
         """By length of the head's drafts: time of a step, as a multiple of `_plain`."""
@@ -158,6 +161,8 @@ class DraftTimes:
 
     def plan(self, best: BestDrafts) -> DraftPlan:
         factor = self._lookups.value if self._lookups.is_known else 1.0
+        if best.speed < _HOPELESS and any(each.is_known for each in self._by_head.values()):
+            self._num_left = 0
         rests = best.speed <= _LEAST_GAIN and self._num_left == 0
         if rests and self._num_rested < self._rest - _FED:
             return DraftPlan(lookup_factor=factor)
@@ -179,11 +184,12 @@ class DraftTimes:
     def note_head(self, seconds: float, length: int) -> None:
         self.best = None
         self._num_since_plain += 1
+        is_first = self._num_left == _TRIAL  # slow, because the head also computes earlier rows
         if self._num_left > 0:
             self._num_left -= 1
         else:
             self._num_rested, self._rest = 0, _FIRST_REST  # drafts save time
-        if self._plain.is_known:
+        if self._plain.is_known and not is_first:
             self._by_head.setdefault(length, RecentMedian()).add(seconds / self._plain.value)
 
     def note_plain(self, seconds: float) -> None:
@@ -194,13 +200,15 @@ class DraftTimes:
             if self._num_rested >= self._rest:
                 self._num_rested, self._num_left = 0, _TRIAL
                 self._rest = min(2 * self._rest, _LONGEST_REST)
+                self._by_head.clear()  # the first steps of a worker are slow, and load changes
+                self.best = None
 
 
 class RecentMedian:
     """The median of recent values. A single delayed step says little."""
 
-    def __init__(self) -> None:
-        self._recent = deque[float](maxlen=_RECENT)
+    def __init__(self, most: int = _RECENT) -> None:
+        self._recent = deque[float](maxlen=most)
         self._value: float | None = None
 
     @property
