@@ -42,7 +42,8 @@ UNKNOWN = -1
 _MOST_BY_HEAD = 8
 """The most tokens that the head drafts in a step, one after the other."""
 _LEAST_GAIN = 1.05
-"""The head drafts only if the expected speed is above this multiple of the speed without drafts."""
+"""The head begins to draft only if the expected speed is above this multiple of the speed without
+drafts. The head stops if the multiple falls to 1."""
 _FIRST_RATE = 0.8
 """First estimate of how often a token of the head is accepted if all tokens before it are right."""
 _FIRST_FOUND = 3.0
@@ -66,7 +67,7 @@ _TRIAL = 8
 _HOPELESS = 0.75
 """Number of steps with drafts that decide whether drafts save time. Fewer decide if the speed is
 below this multiple of the speed without drafts."""
-_FIRST_REST, _LONGEST_REST = 256, 1024
+_FIRST_REST, _LONGEST_REST = 64, 1024
 """Steps without drafts before another trial. Each trial that saves no time doubles the number."""
 _FED = 16
 """Before a trial, the head gets the hidden states of this many steps, so that it knows the text."""
@@ -147,6 +148,8 @@ class DraftTimes:
         self._num_since_plain = 0
         self._num_left = _TRIAL
         """Steps with drafts until the end of the trial."""
+        self._pays = False
+        """Whether a trial has shown that drafts save time."""
         self._num_rested = 0
         self._rest = _FIRST_REST
 
@@ -163,7 +166,8 @@ class DraftTimes:
         factor = self._lookups.value if self._lookups.is_known else 1.0
         if best.speed < _HOPELESS and any(each.is_known for each in self._by_head.values()):
             self._num_left = 0
-        rests = best.speed <= _LEAST_GAIN and self._num_left == 0
+        rests = self._num_left == 0 and best.speed <= (1 if self._pays else _LEAST_GAIN)
+        self._pays = self._pays and not rests
         if rests and self._num_rested < self._rest - _FED:
             return DraftPlan(lookup_factor=factor)
         needs_plain = not self._plain.is_known or self._num_since_plain >= _PLAIN_EVERY
@@ -188,7 +192,7 @@ class DraftTimes:
         if self._num_left > 0:
             self._num_left -= 1
         else:
-            self._num_rested, self._rest = 0, _FIRST_REST  # drafts save time
+            self._pays, self._num_rested, self._rest = True, 0, _FIRST_REST
         if self._plain.is_known and not is_first:
             self._by_head.setdefault(length, RecentMedian()).add(seconds / self._plain.value)
 
