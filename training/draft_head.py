@@ -40,12 +40,12 @@ FILE = Path("mtp", "model.safetensors")
 class HeadPlan:
     """How the head is trained."""
 
-    steps: int = 200
+    steps: int = 700
     warmup_steps: int = 20
     cooldown_share: float = 0.4
     batch_tokens: int = 640
     max_row_tokens: int = 512
-    depth: int = 2
+    depth: int = 3
     depth_weight: float = 0.8
     start_batches: int = 8
     validation_batches: int = 8
@@ -114,7 +114,7 @@ def _fit(
         task = progress.add_task("train the head", total=plan.steps)
         for step, batch in enumerate(islice(training, plan.steps)):
             rows = _rows(model, batch)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with _fast_products():
                 logits = _predictions(model, head, rows, plan.depth)
             weights = [plan.depth_weight**depth for depth in range(plan.depth)]
             losses = [_loss(each, rows) for each in logits]
@@ -141,6 +141,13 @@ def rate_factor(step: int, plan: HeadPlan) -> float:
     )
 
 
+def _fast_products() -> torch.autocast:
+    """Returns a context that computes products in bf16 if the processor has instructions for it.
+    Without them, bf16 takes twice as long as fp32."""
+    has_bf16 = torch.cpu._is_avx512_bf16_supported()
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bf16)
+
+
 @torch.no_grad()
 def _rows(model: Qwen3ForCausalLM, batch: Batch) -> _Rows:
     """Runs the model on a batch. Padding is at the right, so the causal mask suffices."""
@@ -148,7 +155,7 @@ def _rows(model: Qwen3ForCausalLM, batch: Batch) -> _Rows:
     token_ids = torch.tensor([row + [0] * (width - len(row)) for row in batch.rows])
     lengths = torch.tensor([len(row) for row in batch.rows]).unsqueeze(1)
     counted = (torch.arange(1, width) < lengths).flatten().nonzero().squeeze(1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with _fast_products():
         hidden = model.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
         states = hidden.last_hidden_state
         logits = model.lm_head(states[:, 1:].flatten(0, 1).index_select(0, counted))

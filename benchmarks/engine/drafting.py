@@ -1,9 +1,11 @@
 """Measures drafts in repetitive texts, in other texts, and by a model's head.
 
-The engine runs alone, with and without drafts in turns. No two pairs share a prompt. The shipped
-model writes stories, and drafts with a head if its folder has one; the suite's 54M model runs all
-other workloads. A model with random weights soon repeats itself in a greedy answer. So if a prompt
-ends with the first tokens of its greedy answer, the rest of the answer repeats the prompt.
+Two engines, with and without drafts, compute their steps in turns, so other load of the machine
+affects both. With one thread (OMP_NUM_THREADS=1), the figures are CPU time, which other load
+affects little. No two pairs share a prompt. The shipped model writes stories and answers, and
+drafts with a head if its folder has one; the suite's 54M model runs all other workloads. A model
+with random weights soon repeats itself in a greedy answer. So if a prompt ends with the first
+tokens of its greedy answer, the rest of the answer repeats the prompt.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
 from benchmarks.lib.models import CACHE, MODELS, VOCAB_SIZE, model_dir
 from promptq.producer.commands.screens.terminal import console_for_list
 from promptq.shared.protocol.request import SamplingParams
-from promptq.shared.settings.worker import read_worker_settings
+from promptq.shared.settings.worker import WorkerSettings, read_worker_settings
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.serve.build import Served, build
+from promptq.worker.serve.build import build
 
+CLOCK = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 PROMPT, OUTPUT = 128, 256
 FEW_TOKENS = {str(token): 100.0 for token in range(1000, 1032)}
 """A `logit_bias` that leaves 32 tokens. In a random text of these, most pairs occurred before, but
@@ -40,7 +44,9 @@ class Case:
     repeats: bool = False
     """Whether the prompts end with a text that the model will repeat."""
     tells: bool = False
-    """Whether the requests are stories of the shipped model. Otherwise the 54M model runs them."""
+    """Whether the requests are for the shipped model. Otherwise the 54M model runs them."""
+    chats: bool = False
+    """Whether the prompts are chats and other texts. Otherwise all are beginnings of stories."""
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -48,9 +54,21 @@ RANDOM = SamplingParams(temperature=1.0)
 MISLEADING = SamplingParams(temperature=2.0, logit_bias=FEW_TOKENS)
 STORY = SamplingParams(temperature=0.8)
 OPENINGS = ("Once upon a time", "One day, a little fox", "In the forest there was a bear")
+QUESTIONS = (
+    "Tell me a story about a fox.",
+    "Hello, who are you?",
+    "What is the colour of the sky?",
+)
+CHATS = (
+    *(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n" for each in QUESTIONS),
+    *("The 17 quick", "xq zv 93 ]]"),
+)
 CASES = [
     Case("stories, 1 at once", 1, STORY, tells=True),
     Case("stories, 4 at once", 4, STORY, tells=True),
+    Case("stories, 8 at once", 8, STORY, tells=True),
+    Case("chats, 1 at once", 1, STORY, tells=True, chats=True),
+    Case("chats, 4 at once", 4, STORY, tells=True, chats=True),
     Case("repeats its prompt, 1 at once", 1, GREEDY, repeats=True),
     Case("repeats its prompt, 4 at once", 4, GREEDY, repeats=True),
     Case("repeats its prompt, 8 at once", 8, GREEDY, repeats=True),
@@ -64,8 +82,8 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The figures of one run. `seconds` begin at the first token, after the prompts are
-    computed."""
+    """The figures of one engine. `seconds` are those of steps after the first token, when the
+    prompts are computed."""
 
     outputs: dict[int, list[int]]
     seconds: float
@@ -74,17 +92,19 @@ class Measured:
 
 
 class Bench:
-    """An engine and its requests."""
+    """Two engines of one model, and their requests."""
 
-    def __init__(self, served: Served, seed: int) -> None:
-        self._engine = served.engine
-        self._tokenizer = served.tokenizer
+    def __init__(self, settings: WorkerSettings, seed: int) -> None:
+        both = [build(settings) for _ in range(2)]
+        self._engines = [served.engine for served in both]
+        self._tokenizer = both[0].tokenizer
         self._chance = random.Random(seed)
         self._next_id = 1
 
     def prompts(self, case: Case) -> list[list[int]]:
         if case.tells:
-            texts = self._chance.choices(OPENINGS, k=case.batch)
+            openings = CHATS if case.chats else OPENINGS
+            texts = self._chance.choices(openings, k=case.batch)
             return [self._tokenizer.encode_output(text) for text in texts]
         drawn = [
             [self._chance.randrange(1, VOCAB_SIZE) for _ in range(PROMPT)]
@@ -92,44 +112,45 @@ class Bench:
         ]
         if not case.repeats:
             return drawn
-        answers = self.run(drawn, case.params, speculative_tokens=0, num_output=64).outputs
-        return [prompt + answer for prompt, answer in zip(drawn, answers.values(), strict=True)]
+        [answers] = self.run(drawn, case.params, [0], num_output=64)
+        texts = answers.outputs.values()
+        return [prompt + answer for prompt, answer in zip(drawn, texts, strict=True)]
 
     def run(
         self,
         prompts: list[list[int]],
         params: SamplingParams,
-        *,
-        speculative_tokens: int,
+        most_drafted: list[int],
         num_output: int = OUTPUT,
-    ) -> Measured:
-        engine, before = self._engine, self._engine.stats
-        outputs: dict[int, list[int]] = {}
-        for prompt in prompts:
-            outputs[self._next_id] = []
-            request = EngineRequest(
-                self._next_id,
-                prompt,
-                params.model_copy(update={"speculative_tokens": speculative_tokens}),
-                seed=self._next_id,
-                max_tokens=num_output,
-                cache_salt=str(self._next_id),
+    ) -> list[Measured]:
+        """Returns the figures of an engine for each of `most_drafted`."""
+        engines = self._engines[: len(most_drafted)]
+        before = [engine.stats for engine in engines]
+        first_id, self._next_id = self._next_id, self._next_id + len(prompts)
+        for engine, count in zip(engines, most_drafted, strict=True):
+            drafts = params.model_copy(update={"speculative_tokens": count})
+            for number, prompt in enumerate(prompts, first_id):
+                options = {"seed": number, "max_tokens": num_output, "cache_salt": str(number)}
+                engine.add(EngineRequest(number, prompt, drafts, **options))
+        outputs = [{first_id + i: list[int]() for i in range(len(prompts))} for _ in engines]
+        seconds = [0.0] * len(engines)
+        while any(engine.has_work for engine in engines):
+            for index, engine in enumerate(engines):
+                decodes = all(outputs[index].values())
+                started_at = CLOCK()
+                step = engine.step()
+                seconds[index] += decodes * (CLOCK() - started_at)
+                for output in step.outputs:
+                    outputs[index][output.sequence_id] += output.token_ids
+        return [
+            Measured(
+                outputs[index],
+                seconds[index],
+                engine.stats.drafted_tokens - before[index].drafted_tokens,
+                engine.stats.accepted_tokens - before[index].accepted_tokens,
             )
-            engine.add(request)
-            self._next_id += 1
-        started_at = 0.0
-        while engine.has_work:
-            for output in engine.step().outputs:
-                outputs[output.sequence_id] += output.token_ids
-            if not started_at and all(outputs.values()):
-                started_at = time.perf_counter()
-        after = engine.stats
-        return Measured(
-            outputs,
-            time.perf_counter() - started_at,
-            after.drafted_tokens - before.drafted_tokens,
-            after.accepted_tokens - before.accepted_tokens,
-        )
+            for index, engine in enumerate(engines)
+        ]
 
 
 def main() -> None:
@@ -141,30 +162,28 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, help="model directory instead of the 54M model; 32,000 tokens"
     )
+    parser.add_argument("--only", default="", help="measure only texts whose name has this")
     arguments = parser.parse_args()
+    cases = [case for case in CASES if arguments.only in case.title]
     model = arguments.model or model_dir(MODELS["54m"], CACHE)
     settings = read_worker_settings(
         model=str(model), dtype=arguments.dtype, max_model_len=1024, kv_cache_memory="1G"
     )
     shipped = read_worker_settings(dtype=arguments.dtype, kv_cache_memory="100M")
-    benches = [Bench(build(each), arguments.seed) for each in (settings, shipped)]
+    benches = [Bench(each, arguments.seed) for each in (settings, shipped)]
 
     table = Table(title=f"tokens/s in {arguments.dtype}, medians of {arguments.rounds} rounds")
-    for column in ("text", "without", "with", "ratio", "drafted", "accepted"):
+    for column in ("text", "without", "with", "ratio (middle half)", "drafted", "accepted"):
         table.add_column(column, justify="left" if column == "text" else "right")
-    pairs: dict[str, list[tuple[Measured, Measured]]] = {case.title: [] for case in CASES}
+    pairs: dict[str, list[tuple[Measured, Measured]]] = {case.title: [] for case in cases}
     for round_number in range(-1, arguments.rounds):  # the first one warms up
-        for case in CASES:
+        for case in cases:
             bench = benches[case.tells]
             prompts = bench.prompts(case)
-            order = [0, arguments.speculative_tokens][:: 1 if round_number % 2 else -1]
-            both = {
-                count: bench.run(prompts, case.params, speculative_tokens=count) for count in order
-            }
+            pair = bench.run(prompts, case.params, [0, arguments.speculative_tokens])
             if round_number >= 0:
-                pair = both[0], both[arguments.speculative_tokens]
-                pairs[case.title].append(pair)
-    for case in CASES:
+                pairs[case.title].append((pair[0], pair[1]))
+    for case in cases:
         table.add_row(case.title, *_figures(case, pairs[case.title]))
     console_for_list().print(table)
 
@@ -175,10 +194,11 @@ def _figures(case: Case, pairs: list[tuple[Measured, Measured]]) -> list[str]:
     rates = [
         num_tokens / statistics.median(it.seconds for it in side) for side in (without, drafted)
     ]
-    ratio = statistics.median(a.seconds / b.seconds for a, b in pairs)
+    ratios = sorted(a.seconds / b.seconds for a, b in pairs)
+    quarter = len(ratios) // 4
     return [
         *(f"{rate:,.0f}" for rate in rates),
-        f"{ratio:.2f}",
+        f"{statistics.median(ratios):.2f} ({ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f})",
         f"{statistics.median(it.drafted for it in drafted):,.0f}",
         f"{statistics.median(it.accepted for it in drafted):,.0f}",
     ]

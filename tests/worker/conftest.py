@@ -41,6 +41,7 @@ def logs_in_json() -> Iterator[None]:
 @pytest.fixture
 def costless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts pay for any number of sequences, right or wrong."""
-    monkeypatch.setattr(drafting, "_STEP", 1e12)
+    monkeypatch.setattr(drafting.DraftTimes, "cost", lambda times, length: 1.0)
+    monkeypatch.setattr(drafting, "_LEAST_COUNT", 1)
     monkeypatch.setattr(drafting, "_DRAFT_COST", 0.0)
     monkeypatch.setattr(drafting, "_ROW_COST", 1e-6)

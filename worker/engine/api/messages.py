@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason, Pooling, SamplingParams
@@ -273,22 +273,6 @@ class EngineLimits:
     """Bytes of all states of recurrent layers, including the states kept after shared prefixes."""
 
 
-class WeightCounts(NamedTuple):
-    """Numbers of weights that a step multiplies by its rows, including the output layer's."""
-
-    dense: float
-    experts: float = 0.0
-    used: float = 0.0
-    """The fraction of the experts that a row needs."""
-
-
-class HeadWeights(NamedTuple):
-    """The weights of a model and of its drafting head."""
-
-    model: WeightCounts
-    head: WeightCounts
-
-
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
     """Features of an engine. A worker refuses fields of requests that need missing features."""
@@ -324,8 +308,8 @@ class EngineAbilities:
     of the presence and frequency penalties of earlier output. A `repetition_penalty` would scale
     the biases, so the attempt is then not exact. None: the engine needs no biases for that."""
 
-    head: HeadWeights | None = None
-    """The weights from which the engine estimates the cost of drafts by the model's head. None: the
+    head_work: float | None = None
+    """The work of the model's drafting head for a token, as a fraction of the model's. None: the
     model has no drafting head."""
 
     is_at_risk: bool = True

@@ -48,10 +48,13 @@ class Committer:
             self._totals.drafted_tokens += num_drafted
             self._totals.accepted_tokens += num_accepted
             if (drafter := share.sequence.drafter) is not None:
-                drafter.settle(
-                    *(num_drafted, num_accepted, len(batch.scheduled), num_drafting),
-                    by_head=share.drafts_by_head,
-                )
+                if not share.draft:
+                    drafter.rest()
+                elif share.drafts_by_head:
+                    drafter.settle_head(num_drafted, num_accepted)
+                else:
+                    counts = len(batch.scheduled), num_drafting
+                    drafter.settle_lookup(num_drafted, num_accepted, *counts)
             yield share.sequence, output
 
     def _advance(self, share: ScheduledSequence, num_tokens: int) -> None:

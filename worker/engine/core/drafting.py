@@ -11,20 +11,23 @@ the token that the model would sample without it. So wrong drafts cost only time
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
-from promptq.worker.engine.api.messages import HeadWeights, WeightCounts
+if TYPE_CHECKING:
+    from promptq.worker.engine.core.sequence import Batch
 
 MAX_ROWS = 16
 """The most rows of a step with drafts, including the drafted rows."""
 
 _DRAFT_COST = 1 / 4
 _ROW_COST = 1 / 32
-"""The cost of having drafts, and the cost of each drafted row, as fractions of a step. Having
-drafts costs time because some libraries multiply a single row differently. Most machines and dtypes
-have lower costs."""
+"""First guesses at the cost of having drafts, and at the cost of each drafted row, as fractions of
+a step. Having drafts costs time because some libraries multiply a single row differently."""
 
-_ALLOWANCE = 0.01
+_ALLOWANCE = 0.005
 """The most that failing drafts may cost, as a fraction of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
@@ -36,17 +39,11 @@ _LONGEST = 4
 
 UNKNOWN = -1
 """Stands for a drafted token that the model's head has not chosen yet."""
-_PRODUCT = 1 / 4
-"""The work of multiplying a weight by a row, if the work of reading a weight is 1."""
-_STEP, _ROW = 5.5e6, 0.5e6
-"""The work of a step, and of each row in it, without the products: scheduling, sampling, etc."""
-_DRAFT, _DRAFT_OF_SEQUENCE, _DRAFTED_ROW = 2.5e6, 0.7e6, 0.1e6
-"""Further work if the head drafts, without products: per step, per drafting sequence, and per
-drafted token."""
 _MOST_BY_HEAD = 8
 """The most tokens that the head drafts in a step, one after the other."""
 _LEAST_GAIN = 1.05
-"""The head drafts only if the expected speed is above this multiple of the speed without drafts."""
+"""The head begins to draft only if the expected speed is above this multiple of the speed without
+drafts. The head stops if the multiple falls to 1."""
 _FIRST_RATE = 0.8
 """First estimate of how often a token of the head is accepted if all tokens before it are right."""
 _FIRST_FOUND = 3.0
@@ -57,9 +54,23 @@ _WEIGHT_OF_LOOKUP = 1 / 4
 accepted tokens of a lookup. The means begin with the two estimates above."""
 _FIRST_COUNT = 16
 """The first estimates of the head's rates weigh as much as this many drafts."""
-_RESTS = 32
-"""After this many decodes without a draft by the head, its rates rise towards `_FIRST_RATE`, by at
-most half of what a failed draft subtracts. So the head is tried again, after 64 decodes or more."""
+_RECENT, _RECENT_PLAIN = 15, 7
+"""Numbers of recent steps whose median time counts, with and without drafts. Steps without drafts
+are rare while the head drafts, and an old time would mislead."""
+_LEAST_EXTRA = 0.01
+"""The least cost of a lookup, as a fraction of a step. Less would be an error of measurement."""
+_LEAST_COUNT = 3
+"""The least number of steps whose median time counts."""
+_PLAIN_EVERY = 32
+"""After this many steps with drafts, one step without drafts measures that time again."""
+_TRIAL = 8
+_HOPELESS = 0.75
+"""Number of steps with drafts that decide whether drafts save time. Fewer decide if the speed is
+below this multiple of the speed without drafts."""
+_FIRST_REST, _LONGEST_REST = 64, 1024
+"""Steps without drafts before another trial. Each trial that saves no time doubles the number."""
+_FED = 16
+"""Before a trial, the head gets the hidden states of this many steps, so that it knows the text."""
 _FORGETTING = 1 / 256
 """Each step without a lookup moves the estimate for lookups towards its first value, with this
 weight. So lookups are tried again, in case the text now repeats itself."""
@@ -94,72 +105,195 @@ class PromptLookup:
         return draft
 
 
-@dataclass(slots=True)
-class Head:
-    """Decides for all sequences of a step whether the model's head drafts, and how many tokens."""
+class DraftPlan(NamedTuple):
+    """The drafts of a step, the same for each sequence."""
 
-    weights: HeadWeights
-    recomputes: bool = False
-    """Whether the next step computes accepted tokens again (see `KVLayout.states_skip_drafts`)."""
-    rates: list[float] = field(default_factory=lambda: [_FIRST_RATE] * _MOST_BY_HEAD)
-    """For each place in a draft: the rate of acceptance if all tokens before it are right."""
-    _num_settled: int = 0
-    _num_rests: int = 0
-    _costs: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    length: int = 0
+    """Number of tokens from the head."""
+    expected: float = 0.0
+    """Expected number of accepted tokens of the head; 0 if the head rests. If only `length` is 0,
+    the head gets the step's hidden states, and drafts in later steps."""
+    lookup_factor: float = 1.0
+    """The measured cost of lookups, as a multiple of `_DRAFT_COST` and `_ROW_COST`."""
 
-    def best_length(self, num_drafting: int, num_others: int = 0) -> tuple[int, float]:
-        """Returns the best number of tokens to draft for each of `num_drafting` sequences, and the
-        expected number of accepted tokens per sequence. Both are 0 if drafts would save no time.
-        The step also has `num_others` sequences without drafts."""
-        kind = num_drafting, num_others
-        if kind not in self._costs:
-            self._costs[kind] = self._costs_of(num_drafting, num_others)
-        best, best_speed = (0, 0.0), _LEAST_GAIN
-        share = num_drafting / (num_drafting + num_others)
-        expected, right, rate = 0.0, 1.0, 1.0
-        for length, cost in enumerate(self._costs[kind], start=1):
-            rate = min(rate, self.rates[length - 1])  # later tokens are harder to predict
-            right *= rate
-            expected += right
-            if (speed := (1 + expected * share) / cost) > best_speed:
-                best, best_speed = (length, expected), speed
-        return best
 
-    def _costs_of(self, num_drafting: int, num_others: int) -> list[float]:
-        """Returns the work of steps with 1, 2, ... drafted tokens per sequence, as multiples of the
-        work of a step without drafts. The list ends before a step would exceed `MAX_ROWS`."""
-        plain, model, costs = num_drafting + num_others, self.weights.model, list[float]()
-        without = _STEP + _ROW * plain + _products(model, plain)
-        of_token = _DRAFTED_ROW * num_drafting + _products(self.weights.head, num_drafting)
-        for length in range(1, _MOST_BY_HEAD + 1):
-            num_rows = plain + num_drafting * length * (1 + self.recomputes)
-            if num_rows > MAX_ROWS:
-                break
-            work = _STEP + _ROW * num_rows + _products(model, num_rows)
-            work += _DRAFT + _DRAFT_OF_SEQUENCE * num_drafting + length * of_token
-            costs.append(work / without)
-        return costs
+NO_PLAN = DraftPlan()
+
+
+class BestDrafts(NamedTuple):
+    """The best drafts of the head, and the expected speed as a multiple of that without drafts."""
+
+    length: int = 0
+    expected: float = 0.0
+    speed: float = 0.0
+
+
+class DraftTimes:
+    """Measures what drafts cost and save, in steps with certain numbers of sequences."""
+
+    def __init__(self, first_guess: float) -> None:
+        self.rates = [_FIRST_RATE] * _MOST_BY_HEAD
+        """For each place in a draft of the head: the rate of acceptance if all tokens before it are
+        right."""
+        self.best: BestDrafts | None = None
+        """The best drafts of the head; None after changes."""
+        self._num_settled = 0
+        self._first_guess = first_guess
+        self._plain = RecentMedian(_RECENT_PLAIN)
+        """Seconds of steps without drafts."""
+        self._by_head: dict[int, RecentMedian] = {}
+        """By length of the head's drafts: time of a step, as a multiple of `_plain`."""
+        self._lookups = RecentMedian()
+        """Cost of lookups, as a multiple of the first guess."""
+        self._num_since_plain = 0
+        self._num_left = _TRIAL
+        """Steps with drafts until the end of the trial."""
+        self._pays = False
+        """Whether a trial has shown that drafts save time."""
+        self._num_rested = 0
+        self._rest = _FIRST_REST
+
+    def cost(self, length: int) -> float:
+        """Returns the time of a step with the head's drafts of this length, as a multiple of a step
+        without drafts. An untried length costs in proportion to `1 + length`."""
+        known = [each for each, ratios in self._by_head.items() if ratios.is_known]
+        if not known:
+            return 1 + self._first_guess * (1 + length)
+        tried = min(known, key=lambda each: abs(each - length))
+        return 1 + (self._by_head[tried].value - 1) * (1 + length) / (1 + tried)
+
+    def plan(self, best: BestDrafts) -> DraftPlan:
+        factor = self._lookups.value if self._lookups.is_known else 1.0
+        if best.speed < _HOPELESS and any(each.is_known for each in self._by_head.values()):
+            self._num_left = 0
+        rests = self._num_left == 0 and best.speed <= (1 if self._pays else _LEAST_GAIN)
+        self._pays = self._pays and not rests
+        if rests and self._num_rested < self._rest - _FED:
+            return DraftPlan(lookup_factor=factor)
+        needs_plain = not self._plain.is_known or self._num_since_plain >= _PLAIN_EVERY
+        return DraftPlan(0 if rests or needs_plain else best.length, best.expected, factor)
+
+    def note_lookups(self, seconds: float, modelled_cost: float) -> None:
+        if self._plain.is_known:
+            extra = max(_LEAST_EXTRA, seconds / self._plain.value - 1)
+            self._lookups.add(extra / modelled_cost)
 
     def settle(self, num_drafted: int, num_accepted: int) -> None:
+        """Record a draft of the head."""
         self._num_settled += 1
         weight = max(_WEIGHT, 1 / (_FIRST_COUNT + self._num_settled))
         for place in range(min(num_accepted + 1, num_drafted)):
             self.rates[place] += weight * ((place < num_accepted) - self.rates[place])
 
-    def rest(self) -> None:
-        """Record a decode for which the head has drafted nothing."""
-        self._num_rests = (self._num_rests + 1) % _RESTS
-        if self._num_rests == 0:
-            self.rates = [
-                rate + _WEIGHT * max(0.0, min(rate / 2, _FIRST_RATE - rate)) for rate in self.rates
-            ]
+    def note_head(self, seconds: float, length: int) -> None:
+        self.best = None
+        self._num_since_plain += 1
+        is_first = self._num_left == _TRIAL  # slow, because the head also computes earlier rows
+        if self._num_left > 0:
+            self._num_left -= 1
+        else:
+            self._pays, self._num_rested, self._rest = True, 0, _FIRST_REST
+        if self._plain.is_known and not is_first:
+            self._by_head.setdefault(length, RecentMedian()).add(seconds / self._plain.value)
+
+    def note_plain(self, seconds: float) -> None:
+        self._plain.add(seconds)
+        self._num_since_plain = 0
+        if self._num_left == 0:
+            self._num_rested += 1
+            if self._num_rested >= self._rest:
+                self._num_rested, self._num_left = 0, _TRIAL
+                self._rest = min(2 * self._rest, _LONGEST_REST)
+                self._by_head.clear()  # the first steps of a worker are slow, and load changes
+                self.best = None
 
 
-def _products(weights: WeightCounts, num_rows: int) -> float:
-    """Returns the work of reading weights and multiplying them by rows. The more rows a step has,
-    the more experts it reads."""
-    read = weights.dense + weights.experts * (1.0 - float((1.0 - weights.used) ** num_rows))
-    return read + _PRODUCT * num_rows * (weights.dense + weights.experts * weights.used)
+class RecentMedian:
+    """The median of recent values. A single delayed step says little."""
+
+    def __init__(self, most: int = _RECENT) -> None:
+        self._recent = deque[float](maxlen=most)
+        self._value: float | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._recent) >= _LEAST_COUNT
+
+    @property
+    def value(self) -> float:
+        if self._value is None:
+            self._value = median(self._recent)
+        return self._value
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+        self._value = None
+
+
+@dataclass(slots=True)
+class DraftPolicy:
+    """Decides for all sequences of a step what to draft, by measured times."""
+
+    head_work: float | None = None
+    """See `EngineAbilities.head_work`. The first guess at the cost of the head's drafts."""
+    recomputes: bool = False
+    """Whether the next step computes accepted tokens again (see `KVLayout.states_skip_drafts`)."""
+    _times: dict[tuple[int, int], DraftTimes] = field(default_factory=dict)
+    _planned: DraftTimes | None = None
+    """Of the last plan."""
+
+    def plan(self, num_drafting: int, num_others: int = 0) -> DraftPlan:
+        """Returns the plan of a step with `num_drafting` sequences that may have drafts, and with
+        `num_others` other sequences."""
+        kind = num_drafting, num_others
+        if (times := self._times.get(kind)) is None:
+            times = self._times[kind] = DraftTimes(self.head_work or 0.0)
+        self._planned = times
+        if times.best is None:
+            times.best = self._best(times, *kind)
+        return times.plan(times.best)
+
+    def _best(self, times: DraftTimes, num_drafting: int, num_others: int) -> BestDrafts:
+        num_rows = num_drafting + num_others
+        share = num_drafting / num_rows
+        best = BestDrafts()
+        expected, right, rate = 0.0, 1.0, 1.0
+        for length in range(1, _MOST_BY_HEAD + 1 if self.head_work is not None else 0):
+            num_rows += num_drafting * (1 + self.recomputes)
+            if num_rows > MAX_ROWS:
+                break
+            rate = min(rate, times.rates[length - 1])  # later tokens are harder to predict
+            right *= rate
+            expected += right
+            if (speed := (1 + expected * share) / times.cost(length)) > best.speed:
+                best = BestDrafts(length, expected, speed)
+        return best
+
+    def note(self, batch: Batch, seconds: float) -> None:
+        """Record the time of the planned step. Skips steps with prompts or drafts of both kinds."""
+        times, self._planned = self._planned, None
+        if times is None:
+            return
+        drafts = []
+        for share in batch.scheduled:
+            if share.num_tokens > 1 and not share.sequence.is_decode(share.start, share.num_tokens):
+                return
+            if share.draft:
+                drafts.append(share)
+        if not drafts:
+            times.note_plain(seconds)
+            return
+        num_by_head = sum(share.drafts_by_head for share in drafts)
+        if num_by_head == 0:
+            num_drafted = sum(len(share.draft) for share in drafts)
+            times.note_lookups(seconds, _DRAFT_COST + _ROW_COST * num_drafted)
+        elif num_by_head == len(drafts):
+            times.note_head(seconds, max(len(share.draft) for share in drafts))
+
+    def settle(self, num_drafted: int, num_accepted: int) -> None:
+        """Record a draft of the head in the planned step."""
+        if self._planned is not None:
+            self._planned.settle(num_drafted, num_accepted)
 
 
 @dataclass(slots=True)
@@ -168,8 +302,8 @@ class Drafter:
 
     A step with drafts takes longer and delays all of its sequences. So each prompt lookup is paid
     from a credit, in tokens. Each accepted token adds to the credit, and each step adds a little.
-    So failing drafts cost at most the small addition, and right drafts become longer. `Head`
-    decides about the head's drafts.
+    So failing drafts cost at most the small addition, and right drafts become longer.
+    `DraftPolicy` decides about the head's drafts.
     """
 
     max_drafted: int
@@ -177,55 +311,55 @@ class Drafter:
     begin: int
     end: int
     """Drafts are made only while the sequence has at least `begin` tokens, and never past `end`."""
-    head: Head | None = None
+    policy: DraftPolicy = field(default_factory=DraftPolicy)
     _lookup: PromptLookup = field(default_factory=PromptLookup)
     _length: int = _FIRST_LENGTH
     _credit: float = _FIRST_CREDIT
     _found: float = _FIRST_FOUND
+    _lookup_factor: float = 1.0
 
     def draft(
         self,
         token_ids: list[int],
         num_rows: int,
         num_sequences: int,
-        by_head: tuple[int, float] = (0, 0.0),
+        plan: DraftPlan = NO_PLAN,
     ) -> list[int]:
         """Returns at most `num_rows` drafted tokens, for a step of `num_sequences` sequences. All
-        are UNKNOWN if the model's head will draft. `by_head` comes from `Head.best_length`."""
-        affordable = int((self._credit - _DRAFT_COST) / (_ROW_COST * num_sequences))
+        are UNKNOWN if the model's head will draft."""
+        self._lookup_factor = factor = plan.lookup_factor
+        affordable = (self._credit / factor - _DRAFT_COST) / (_ROW_COST * num_sequences)
+        if affordable < 1 and plan.length == 0:
+            return []
         useful = self.end - len(token_ids) - 1  # the last token is sampled, not drafted
         most = min(self.max_drafted, num_rows, useful)
         if most < 1 or len(token_ids) < self.begin:
             return []
-        count = min(most, self._length, affordable)
+        count = min(most, self._length, int(affordable))
         found = self._lookup.find(token_ids, count) if count > 0 else []
-        length, expected = by_head
-        if length == 0 or (found and self._found > expected):
+        if plan.expected == 0.0 or (found and self._found > plan.expected):
             return found
-        return [UNKNOWN] * min(most, length)
+        return [UNKNOWN] * min(most, plan.length)
 
-    def settle(
-        self,
-        num_drafted: int,
-        num_accepted: int,
-        num_sequences: int,
-        num_drafting: int = 1,
-        *,
-        by_head: bool = False,
+    def rest(self) -> None:
+        """Record a decode without a draft."""
+        self._add_credit(_ALLOWANCE)
+        self._found += _FORGETTING * (_FIRST_FOUND - self._found)
+
+    def settle_head(self, num_drafted: int, num_accepted: int) -> None:
+        """Record a decode with a draft of the head."""
+        self.rest()
+        self.policy.settle(num_drafted, num_accepted)
+
+    def settle_lookup(
+        self, num_drafted: int, num_accepted: int, num_sequences: int, num_drafting: int = 1
     ) -> None:
-        """Record a decode of the sequence, with or without a draft, in a step that had drafts for
-        `num_drafting` of its `num_sequences` sequences."""
-        credit = self._credit + _ALLOWANCE
-        if num_drafted and not by_head:
-            cost = _DRAFT_COST / num_drafting + _ROW_COST * num_drafted
-            credit += num_accepted - cost * num_sequences
-            self._length = 2 * num_accepted + 1
-            self._found += _WEIGHT_OF_LOOKUP * (num_accepted - self._found)
-        else:
-            self._found += _FORGETTING * (_FIRST_FOUND - self._found)
-        self._credit = max(-_LARGEST_DEBT, min(credit, _MAX_CREDIT))
-        if self.head is not None:
-            if num_drafted and by_head:
-                self.head.settle(num_drafted, num_accepted)
-            else:
-                self.head.rest()
+        """Record a decode with a lookup, in a step that had drafts for `num_drafting` of its
+        `num_sequences` sequences."""
+        cost = _DRAFT_COST / num_drafting + _ROW_COST * num_drafted
+        self._add_credit(_ALLOWANCE + num_accepted - cost * num_sequences * self._lookup_factor)
+        self._length = 2 * num_accepted + 1
+        self._found += _WEIGHT_OF_LOOKUP * (num_accepted - self._found)
+
+    def _add_credit(self, credit: float) -> None:
+        self._credit = max(-_LARGEST_DEBT, min(self._credit + credit, _MAX_CREDIT))

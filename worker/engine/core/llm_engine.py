@@ -22,7 +22,7 @@ from promptq.worker.engine.api.messages import (
 )
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.committing import Committer, failed
-from promptq.worker.engine.core.drafting import Drafter, Head
+from promptq.worker.engine.core.drafting import Drafter, DraftPolicy
 from promptq.worker.engine.core.failed_steps import (
     Collected,
     StepRecovery,
@@ -106,8 +106,7 @@ class LLMEngine:
         # No state can be restored after a rejected draft, or behind a step that failed.
         self._speculative_tokens = speculative_tokens
         self._may_draft = not has_states or layout.states_skip_drafts
-        weights = self.abilities.head
-        self._head = None if weights is None else Head(weights, recomputes=has_states)
+        self._draft_policy = DraftPolicy(self.abilities.head_work, recomputes=has_states)
         self._async_scheduling = async_scheduling and not has_states
         self._under_way: _Step | None = None
         self._uncommitted: Batch | None = None  # the work of a failed step
@@ -191,6 +190,7 @@ class LLMEngine:
         self._totals.busy_seconds += self._totals.step_seconds
         self._last_steps.append(self._totals.step_seconds)
         self._pacing.note(step.batch, self._totals.step_seconds)
+        self._draft_policy.note(step.batch, self._totals.step_seconds)
         if self._totals.num_steps == self._full_steps_from:
             self._scheduler.max_num_batched_tokens = self.limits.max_num_batched_tokens
             self._scheduler.max_running = self.limits.max_num_seqs
@@ -297,7 +297,8 @@ class LLMEngine:
         if max_drafted == 0 or not self._may_draft or request.looks_back or request.pooling:
             return None
         begin = sequence.num_prompt_tokens + request.params.min_tokens
-        return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens, head=self._head)
+        end = sequence.max_num_tokens
+        return Drafter(max_drafted, begin=begin, end=end, policy=self._draft_policy)
 
     def _commit(self, batch: Batch, collected: Collected) -> list[SequenceOutput]:
         outputs = []

@@ -272,16 +272,15 @@ class Scheduler:
         ]
         if not drafting or num_sequences >= MAX_ROWS:
             return
-        by_head = 0, 0.0
-        if (head := drafting[0][1].head) is not None:
-            by_head = head.best_length(len(drafting), num_sequences - len(drafting))
+        may_draft = drafting[0][1].policy.plan(len(drafting), num_sequences - len(drafting))
         for share, drafter in drafting:
-            share.feeds_head = by_head[0] > 0
+            share.feeds_head = may_draft.expected > 0
             sequence = share.sequence
-            if num_rows < 1 or not (sequence.decodes and share.samples):
+            if num_rows < 1 or not share.samples:
                 continue
-            draft = drafter.draft(sequence.token_ids, num_rows, num_sequences, by_head)
-            if not draft or self.block_manager.num_free <= self._watermark:
+            draft = drafter.draft(sequence.token_ids, num_rows, num_sequences, may_draft)
+            is_possible = draft and sequence.decodes
+            if not is_possible or self.block_manager.num_free <= self._watermark:
                 continue
             if self.block_manager.extend(sequence, len(draft)):
                 share.draft, share.drafts_by_head = tuple(draft), draft[0] == UNKNOWN

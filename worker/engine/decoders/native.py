@@ -8,6 +8,7 @@ from ctypes import byref, c_void_p, pointer
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -139,21 +140,21 @@ class NativeDecoder(NativeWeights, Decoder):
         num_ahead = [depth for depth in range(most) for _ in range(num_sequences)]
         uniforms = step.sampler.draws(sequences, num_ahead)[0]
         wanted = step.sampler.distributions(sequences)
-        filters, counts = wanted.filters.table, torch.tensor(step.counts)
+        filters, counts = wanted.filters.table, np.array(step.counts, dtype=np.int64)
         states = step.states.contiguous()
-        tokens = torch.zeros(most, num_sequences, dtype=torch.int64)
+        tokens = torch.empty(most, num_sequences, dtype=torch.int64)
         described, memory = _described(step)
         draft = library.Draft(
             step=described,
             states=states.data_ptr(),
-            num_drafted=counts.data_ptr(),
+            num_drafted=_address_of(counts),
             most_drafted=most,
             choice=library.Choice(
                 is_sampled=wanted.is_sampled.data_ptr(),
                 temperature=wanted.temperature.data_ptr(),
                 filters=filters.data_ptr(),
                 num_filters=filters.shape[1],
-                uniforms=uniforms.ctypes.data,
+                uniforms=_address_of(uniforms),
             ),
             tokens=tokens.data_ptr(),
         )
@@ -194,7 +195,7 @@ def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
     layout = step.layout
     num_sequences, tables = len(layout.context_lens), layout.block_tables.contiguous()
     numbers = np.array([*layout.query_starts, *layout.context_lens], dtype=np.int64)
-    starts = numbers.ctypes.data
+    starts = _address_of(numbers)
     described = library.Step(
         num_rows=step.input_ids.shape[1],
         ids=step.input_ids.data_ptr(),
@@ -210,6 +211,12 @@ def _described(step: PackedStep | DraftStep) -> tuple[library.Step, list[Any]]:
         ),
     )
     return described, [numbers, tables]
+
+
+def _address_of(array: npt.NDArray[Any]) -> int:
+    """Returns the address of an array's data. `array.ctypes.data` takes ten times as long."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def release(modules: Iterable[nn.Module]) -> int:

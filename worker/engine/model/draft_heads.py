@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from promptq.worker.engine.api.messages import HeadWeights, WeightCounts
 from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.attention.types import FULL, LayerCache, LayerSpec, StepLayout
 from promptq.worker.engine.checkpoints.library_errors import LOADING_ERRORS, first_sentence
@@ -36,11 +35,12 @@ class NoHeadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """A model's head, and the numbers of weights in model and head."""
+    """A model's head."""
 
     module: nn.Module
     """An `MtpLayer` of transformers."""
-    weights: HeadWeights
+    work: float
+    """The work of the head for a token, as a fraction of the model's."""
 
 
 def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> LoadedHead:
@@ -79,7 +79,7 @@ def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> Loade
         raise NoHeadError(
             f"{len(wrong)} of its weights are missing or misshaped, such as {wrong[0]}"
         )
-    return LoadedHead(head.requires_grad_(False).eval(), _weights(model, head))
+    return LoadedHead(head.requires_grad_(False).eval(), _work(model, head))
 
 
 def head_spec(specs: list[LayerSpec]) -> LayerSpec:
@@ -97,22 +97,22 @@ def rotary_of(model: PreTrainedModel) -> nn.Module | None:
     return getattr(whole.get_decoder(), "rotary_emb", None)
 
 
-def _weights(model: PreTrainedModel, head: nn.Module) -> HeadWeights:
+def _work(model: PreTrainedModel, head: nn.Module) -> float:
+    """Returns the number of weights that the head multiplies by a row, divided by the model's."""
     whole: Any = model
     config: Any = model.config.get_text_config(decoder=True)
     output = whole.get_output_embeddings().weight.numel()
     num_used = getattr(config, "num_experts_per_tok", None) or 0
 
-    def count(modules: nn.Module) -> WeightCounts:
-        parameters = list(modules.parameters())
+    def used(weight: torch.Tensor) -> float:
         # Weights of convolutions have three dimensions too, but only one input.
-        of_groups = [each for each in parameters if each.dim() == 3 and each.shape[1] > 1]
-        experts = of_groups if num_used else []
-        of_experts = sum(each.numel() for each in experts)
-        dense = sum(each.numel() for each in parameters) - of_experts + output
-        return WeightCounts(dense, of_experts, num_used / len(experts[0]) if experts else 0.0)
+        is_of_experts = num_used and weight.dim() == 3 and weight.shape[1] > 1
+        return weight.numel() * (num_used / len(weight) if is_of_experts else 1)
 
-    return HeadWeights(count(whole.get_decoder().layers), count(head))
+    def count(modules: nn.Module) -> float:
+        return float(output + sum(map(used, modules.parameters())))
+
+    return count(head) / count(whole.get_decoder().layers)
 
 
 class HeadOfModules:
@@ -187,33 +187,15 @@ def _after(layout: StepLayout, depth: int, count: int) -> StepLayout:
     """Returns a layout with one row for each of a step's first `count` sequences. The row is
     `depth` positions after the sequence's last row in the step."""
     places = [context + depth - 1 for context in layout.context_lens[:count]]
-    device = layout.block_tables.device
-    return layout_of_rows(
-        [*range(count + 1)],
-        [place + 1 for place in places],
-        layout.block_tables[:count],
-        torch.arange(count, device=device),
-        torch.tensor(places, device=device),
-        layout.block_size,
-    )
-
-
-def layout_of_rows(
-    query_starts: list[int],
-    context_lens: list[int],
-    block_tables: torch.Tensor,
-    sequences: torch.Tensor,
-    places: torch.Tensor,
-    block_size: int,
-) -> StepLayout:
-    """Returns the layout of rows that a head computes. Row i belongs to the sequence
-    `sequences[i]`. The row's K and V are written at position `places[i]` of that sequence."""
+    tables, size = layout.block_tables[:count], layout.block_size
+    of_row = torch.arange(count, device=tables.device)
+    at = torch.tensor(places, device=tables.device)
     return StepLayout(
         num_decodes=0,
-        query_starts=query_starts,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        write_blocks=block_tables[sequences, places // block_size],
-        write_offsets=places % block_size,
-        block_size=block_size,
+        query_starts=[*range(count + 1)],
+        context_lens=[place + 1 for place in places],
+        block_tables=tables,
+        write_blocks=tables[of_row, at // size],
+        write_offsets=at % size,
+        block_size=size,
     )

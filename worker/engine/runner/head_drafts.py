@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from promptq.worker.engine.attention.kv_cache import KVCache
-from promptq.worker.engine.attention.types import LayerSpec
+from promptq.worker.engine.attention.types import LayerSpec, StepLayout
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.drafting import UNKNOWN
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence
@@ -35,7 +35,6 @@ from promptq.worker.engine.model.draft_heads import (
     LoadedHead,
     NoHeadError,
     head_spec,
-    layout_of_rows,
     rotary_of,
 )
 from promptq.worker.engine.model.loading import LoadedModel
@@ -87,7 +86,8 @@ class _Held:
 
     def states(self, start: int) -> torch.Tensor:
         """Returns the states from position `start` on, [rows, hidden size]."""
-        return _joined(self.parts)[start - self.start :]
+        states = _joined(self.parts)
+        return states if start == self.start else states[start - self.start :]
 
 
 class HeadDrafts:
@@ -138,9 +138,13 @@ class HeadDrafts:
     def keep(self, items: list[ScheduledSequence], states: torch.Tensor | None) -> None:
         """Record that the model has computed these items. Stores `states`, the hidden states of the
         rows that `rows_to_keep` returned; None if it returned no rows."""
-        if self._num_filled:
-            for item in items:
-                self._forget(item)
+        if not self.needs_states(items):
+            # The head rests. Later, the head attends only to later rows.
+            self._num_filled.clear()
+            self._held.clear()
+            return
+        for item in items:
+            self._forget(item)
         held, end = {}, 0
         for item in items:
             if (num_kept := _num_kept(item)) == 0:
@@ -154,9 +158,8 @@ class HeadDrafts:
             if before is None or before.end != start:
                 before = _Held(start, start, [])
             assert states is not None, "there are such rows"
-            part = states[begin:end]
             # A slice would keep all states of the step in memory.
-            before.add(part if num_kept == states.shape[0] else part.clone())
+            before.add(states if num_kept == len(states) else states[begin:end].clone())
             held[sequence_id] = before
         self._held = held
 
@@ -193,37 +196,40 @@ class HeadDrafts:
     def _step(self, rows: list[_Rows]) -> DraftStep:
         size = self._block_size
         counts = [len(each.share.draft) for each in rows]
-        input_ids: list[int] = []
+        ids: list[int] = []
         positions: list[int] = []
-        of_sequence: list[int] = []
-        places: list[int] = []
+        blocks: list[int] = []
+        offsets: list[int] = []
         query_starts, context_lens, tables = [0], [], []
-        for index, (each, count) in enumerate(zip(rows, counts, strict=True)):
-            sequence, end = each.share.sequence, each.end
-            input_ids += sequence.token_ids[each.start + 1 : end + 1]
-            positions += range(each.start, end)
-            of_sequence += [index] * (end - each.start)
-            first = each.first_block * size
-            places += range(each.start - first, end - first)
+        for each, count in zip(rows, counts, strict=True):
+            sequence, span = each.share.sequence, range(each.start, each.end)
+            table = sequence.block_table
+            ids += sequence.token_ids[each.start + 1 : each.end + 1]
+            positions += span
+            blocks += [table[place // size] for place in span]
+            offsets += [place % size for place in span]
             query_starts.append(len(positions))
-            context_lens.append(end - first)
-            last_block = num_blocks_for(end + count, size)
-            tables.append(sequence.block_table[each.first_block : last_block])
-        block_tables = np.zeros((len(rows), max(map(len, tables))), dtype=np.int64)
-        for row, table in zip(block_tables, tables, strict=True):
-            row[: len(table)] = table
-        numbers = ([input_ids], [positions], of_sequence, places)
+            context_lens.append(each.end - each.first_block * size)
+            tables.append(table[each.first_block : num_blocks_for(each.end + count, size)])
+        width = max(map(len, tables))
+        padded = [table + [0] * (width - len(table)) for table in tables]
+        numbers = [ids], [positions], blocks, offsets, padded
         arrays = [np.array(each, dtype=np.int64) for each in numbers]
-        ids, moved, owners, at, blocks = to_device_at_once([*arrays, block_tables], self._device)
-        return DraftStep(
-            ids,
-            moved,
-            layout_of_rows(query_starts, context_lens, blocks, owners, at, size),
-            _joined([each.states for each in rows]),
-            [each.share.sequence for each in rows],
-            counts,
-            self._sampler,
+        inputs, places, write_blocks, write_offsets, block_tables = to_device_at_once(
+            arrays, self._device
         )
+        layout = StepLayout(
+            num_decodes=0,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            write_blocks=write_blocks,
+            write_offsets=write_offsets,
+            block_size=size,
+        )
+        sequences = [each.share.sequence for each in rows]
+        states = _joined([each.states for each in rows])
+        return DraftStep(inputs, places, layout, states, sequences, counts, self._sampler)
 
     def _fill(self, rows: _Rows) -> None:
         """Record that the head has computed these rows."""

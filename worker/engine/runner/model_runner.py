@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from promptq.worker.engine.api.messages import LEAST, EngineAbilities, HeadWeights, PromptLogprobs
+from promptq.worker.engine.api.messages import LEAST, EngineAbilities, PromptLogprobs
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import (
     NO_DRAWS,
@@ -152,11 +152,11 @@ class ModelRunner:
         """Whether the bits of a row's logits do not depend on other rows. Set by `warm_up`."""
         self.why_no_head = loaded.why_no_head
         """Why the head in the files does not draft; empty if it drafts, or if there is no head."""
-        self._head_weights: HeadWeights | None = None
+        self._head_work: float | None = None
         self._drafts: HeadDrafts | None = None
         if loaded.head is not None and head_cache is not None:
             head = code_of_head(loaded, checked, model, head_cache)
-            self._head_weights = loaded.head.weights
+            self._head_work = loaded.head.work
             sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
             self._drafts = HeadDrafts(head, head_cache, sampler, self.device)
 
@@ -217,7 +217,7 @@ class ModelRunner:
             if pools:
                 shares = [item for item in step.items if item.num_pooled]
                 pooled = PooledStates(shares, HostCopies([states[: len(pooled_rows)].float()]))
-            kept = states[len(pooled_rows) :]
+            kept = states[len(pooled_rows) :] if pooled_rows else states
         elif isinstance(model, GraphedModel):
             logits, chosen = model.run(step, rows)
         else:
@@ -236,12 +236,15 @@ class ModelRunner:
         ]
         if not sampling:
             return ModelStep(None, counts, sequences, reported, reported_of, pooled)
+        last_tokens = None  # the host knows them
+        if after is not None:
+            last_tokens = step.input_ids[0].index_select(0, step.sampled)
         sampled = self._sampler.sample(
             logits,
             sequences,
             masks,
             num_ahead,
-            last_tokens=step.input_ids[0].index_select(0, step.sampled),
+            last_tokens=last_tokens,
             draws=step.draws,
             chosen=chosen,
         )
@@ -277,7 +280,7 @@ class ModelRunner:
         """See `Runner.abilities`. Known only after the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
-        return EngineAbilities(exact_resume=is_exact, unheeded=unheeded, head=self._head_weights)
+        return EngineAbilities(exact_resume=is_exact, unheeded=unheeded, head_work=self._head_work)
 
     @property
     def own_code(self) -> str:

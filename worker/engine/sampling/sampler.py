@@ -20,11 +20,13 @@ from promptq.worker.engine.sampling.constraints import Constraints
 from promptq.worker.engine.sampling.logprobs import RawLogprobs
 from promptq.worker.engine.sampling.mask_thread import PendingMasks
 from promptq.worker.engine.sampling.penalties import Penalties
-from promptq.worker.engine.sampling.randomness import uniforms
+from promptq.worker.engine.sampling.randomness import streams, uniforms
 from promptq.worker.engine.sampling.temperature_and_choice import Chosen, Distributions, kernels_on
 
 _ROWS_AT_ONCE = 64
 """Number of prompt rows whose log-probabilities are computed at a time, to limit memory."""
+_MOST_PREPARED = 8
+"""The most sets of rows whose parameters are kept."""
 _NO_CHOICE = (
     "no token can be chosen, because of the model's logits or of the request's limits; if the"
     " request limits nothing, a weight is not a number (fetch the model's files again), or the"
@@ -56,7 +58,8 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Chooses a token for each row. Parameters are prepared anew only when the sequences change."""
+    """Chooses a token for each row. Keeps the prepared parameters of recent sets of rows, because
+    steps with and without drafts alternate."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, native: bool = False) -> None:
         """`native` means that the device is a CPU and native code is loaded (see `kernels_on`)."""
@@ -64,18 +67,19 @@ class Sampler:
         self._device = device
         self._kernels = kernels_on(device, native=native)
         self._scratch = Scratch(device)
-        self._rows: _Rows | None = None
+        self._rows: dict[tuple[Sequence, ...], _Rows] = {}
 
     def draws(
         self, sequences: list[Sequence], num_ahead: list[int] | None = None
     ) -> npt.NDArray[np.float64]:
         """Returns the random numbers and parameters that `sample` uses: [len(DRAWS), R]."""
         rows = self._rows_of(sequences)
-        positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
+        places = [len(sequence.token_ids) for sequence in sequences]
         if num_ahead is not None:
-            positions += np.array(num_ahead, dtype=np.uint64)
+            places = [place + ahead for place, ahead in zip(places, num_ahead, strict=True)]
+        positions = np.array(places, dtype=np.uint64)
         draws = rows.distributions.draws.copy()
-        draws[0] = uniforms(rows.seeds, positions)
+        draws[0] = uniforms(rows.streams, positions)
         return draws
 
     def distributions(self, sequences: list[Sequence]) -> Distributions:
@@ -140,22 +144,24 @@ class Sampler:
         return HostCopies([torch.cat(columns) for columns in zip(*pieces, strict=True)])
 
     def _rows_of(self, sequences: list[Sequence]) -> _Rows:
-        sequence_ids = [sequence.sequence_id for sequence in sequences]
-        if self._rows is None or sequence_ids != self._rows.sequence_ids:
-            self._rows = _Rows(sequences, self._vocab_size, self._device)
-        return self._rows
+        key = tuple(sequences)
+        if (rows := self._rows.get(key)) is None:
+            if len(self._rows) == _MOST_PREPARED:
+                self._rows.clear()
+            rows = self._rows[key] = _Rows(sequences, self._vocab_size, self._device)
+        return rows
 
 
 class _Rows:
     """The prepared parameters of a set of sequences."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
-        self.sequence_ids = [sequence.sequence_id for sequence in sequences]
         params = [sequence.request.params for sequence in sequences]
         reporting = [row for row, each in enumerate(params) if each.logprobs is not None]
         self.logprobs = RawLogprobs(reporting, [params[row].logprobs or 0 for row in reporting])
         self.constraints = Constraints(sequences, vocab_size, device)
         self.penalties = Penalties(sequences, device)
         self.adjusts = bool(self.constraints or self.penalties)
-        self.seeds = np.array([sequence.request.seed for sequence in sequences], dtype=np.uint64)
+        seeds = np.array([sequence.request.seed for sequence in sequences], dtype=np.uint64)
+        self.streams = streams(seeds)
         self.distributions = Distributions(params, vocab_size, device)

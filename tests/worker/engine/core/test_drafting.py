@@ -8,11 +8,17 @@ import pytest
 
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason, SamplingParams
-from promptq.worker.engine.api.messages import EngineRequest, HeadWeights, WeightCounts
-from promptq.worker.engine.core.drafting import MAX_ROWS, UNKNOWN, Drafter, Head, PromptLookup
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.drafting import (
+    MAX_ROWS,
+    UNKNOWN,
+    Drafter,
+    DraftPolicy,
+    PromptLookup,
+)
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine.core.sequence import Batch, Sequence
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from tests.support.model_free import (
     ModelFreeRunner,
     ModelFreeStep,
@@ -67,6 +73,15 @@ def test_what_is_new_is_not_guessed_at(text: list[int]) -> None:
     assert PromptLookup().find(text, 5) == []
 
 
+def settle(drafter: Drafter, draft: list[int], num_accepted: int, *counts: int) -> None:
+    if not draft:
+        drafter.rest()
+    elif UNKNOWN in draft:
+        drafter.settle_head(len(draft), num_accepted)
+    else:
+        drafter.settle_lookup(len(draft), num_accepted, *(counts or (1,)))
+
+
 def test_drafts_become_longer_while_they_hold_and_short_when_they_fail() -> None:
     text = [1, 2, 3] * 10
     drafter = Drafter(7, begin=0, end=NO_END)
@@ -74,10 +89,10 @@ def test_drafts_become_longer_while_they_hold_and_short_when_they_fail() -> None
     for _ in range(3):
         draft = drafter.draft(text, 15, 1)
         lengths.append(len(draft))
-        drafter.settle(len(draft), len(draft), 1)
+        drafter.settle_lookup(len(draft), len(draft), 1)
         text += [*draft, *PromptLookup().find([*text, *draft], 1)]
     assert lengths == [3, 7, 7]
-    drafter.settle(7, 0, 1)
+    drafter.settle_lookup(7, 0, 1)
     assert len(drafter.draft(text, 15, 1)) == 1
 
 
@@ -88,7 +103,7 @@ def test_drafts_that_always_fail_are_rare() -> None:
     for _ in range(1000):
         draft = drafter.draft(text, 15, 1)
         drafted.append(len(draft))
-        drafter.settle(len(draft), 0, 1)
+        settle(drafter, draft, 0)
     assert 10 < sum(map(bool, drafted)) < 50
     assert sum(drafted) < 60
 
@@ -96,7 +111,7 @@ def test_drafts_that_always_fail_are_rare() -> None:
 def test_a_draft_stays_within_its_bounds() -> None:
     text = [1, 2, 3] * 10
     drafter = Drafter(7, begin=30, end=33)
-    drafter.settle(0, 9, 1)
+    drafter.settle_lookup(0, 9, 1)
     assert len(drafter.draft(text, 15, 1)) == 2, "one token is left to sample"
     assert drafter.draft(text[:29], 15, 1) == []
     assert len(drafter.draft(text, 1, 1)) == 1
@@ -105,103 +120,123 @@ def test_a_draft_stays_within_its_bounds() -> None:
     assert drafter.draft([*text, 1, 2], 15, 1) == [], "the last token is sampled"
 
 
-def head_of(model: float = 1e9, head: float = 5e7) -> Head:
-    """A head and a model with these numbers of weights."""
-    return Head(HeadWeights(WeightCounts(model), WeightCounts(head)))
+class Clock:
+    """Steps of sequences that a head drafts for. Time is counted, in steps without drafts."""
 
+    def __init__(self, cost: float, policy: DraftPolicy | None = None) -> None:
+        """A draft of n tokens takes `cost` * (1 + n)."""
+        self.cost = cost
+        self.policy = policy or DraftPolicy(0.05)
+        self.drafter = Drafter(7, begin=0, end=NO_END, policy=self.policy)
+        self.seconds, self.num_tokens = 0.0, 0
 
-def head_drafter(**weights: float) -> Drafter:
-    return Drafter(7, begin=0, end=NO_END, head=head_of(**weights))
-
-
-def draft_of(drafter: Drafter, text: list[int]) -> list[int]:
-    """The draft of a sequence that runs alone."""
-    assert drafter.head is not None
-    return drafter.draft(text, 15, 1, drafter.head.best_length(1))
-
-
-def lengths_of_drafts(
-    drafter: Drafter, text: list[int], num_steps: int, num_right: int
-) -> list[tuple[bool, int]]:
-    """Returns whether the head drafts, and how many tokens, by the number that was right."""
-    lengths = []
-    for _ in range(num_steps):
-        draft = draft_of(drafter, text)
+    def step(
+        self,
+        text: list[int],
+        num_right: int,
+        num_sequences: int = 1,
+        lookup_right: int | None = None,
+    ) -> list[int]:
+        """Returns the draft of each sequence. Its first `num_right` tokens are right; if it comes
+        from a lookup, `lookup_right`."""
+        plan = self.policy.plan(num_sequences)
+        draft = self.drafter.draft(text, 15, num_sequences, plan)
         by_head = UNKNOWN in draft
+        if lookup_right is not None and not by_head:
+            num_right = lookup_right
+        num_accepted = min(len(draft), num_right)
         assert not by_head or {*draft} == {UNKNOWN}
-        lengths.append((by_head, len(draft)))
-        accepted = min(len(draft), num_right)
-        drafter.settle(len(draft), accepted, 1, by_head=by_head)
-    return lengths
+        share = ScheduledSequence(make_sequence(0), 9, 1, samples=True)
+        share.draft, share.drafts_by_head = tuple(draft), by_head
+        settle(self.drafter, draft, num_accepted, num_sequences)
+        seconds = 1 + self.cost * (1 + len(draft)) * bool(draft)
+        self.policy.note(Batch([share] * num_sequences), seconds)
+        self.seconds += seconds
+        self.num_tokens += 1 + num_accepted
+        return draft
+
+    def lengths(self, num_steps: int, num_right: int, num_sequences: int = 1) -> list[int]:
+        """Steps with a text in which nothing can be looked up."""
+        new = [*range(100)]
+        return [len(self.step(new, num_right, num_sequences)) for _ in range(num_steps)]
 
 
 def test_a_head_drafts_as_many_tokens_as_are_right() -> None:
-    new = [*range(100)]
     for num_right in (1, 2, 4, 7):
-        lengths = lengths_of_drafts(head_drafter(), new, 400, num_right)
-        assert all(by_head for by_head, _ in lengths)
-        assert {length for _, length in lengths[300:]} == {num_right}
+        lengths = Clock(cost=0.02).lengths(500, num_right)
+        assert {*lengths[400:]} == {0, num_right}
+        assert lengths[400:].count(0) <= 4, "they measure a step without drafts"
 
 
 def test_a_head_that_is_wrong_drafts_seldom() -> None:
-    new = [*range(100)]
-    lengths = [length for _, length in lengths_of_drafts(head_drafter(), new, 2000, 0)]
-    assert max(lengths[100:]) <= 1
-    assert 10 < sum(lengths[1000:]) < 50
+    lengths = Clock(cost=0.02).lengths(4000, 0)
+    assert max(lengths[300:]) == 1
+    assert 8 <= sum(lengths[1000:]) < 40
 
 
-def test_a_head_drafts_less_for_several_sequences() -> None:
-    """Each of them has a row, and is computed by the head too. The weights are those of the shipped
-    model."""
-    head = head_of(2.36e6, 0.86e6)
-    lengths = [head.best_length(number)[0] for number in (1, 2, 4, 8)]
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] > 2
-    assert lengths[2:] == [0, 0]
+@pytest.mark.parametrize("cost", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_drafts_cost_nothing_where_they_do_not_help(cost: float, num_sequences: int) -> None:
+    """Whatever the first guess is. Of 2 tokens that are right, a draft saves at most 2 steps."""
+    for guess in (0.01, 1.0):
+        clock = Clock(cost, DraftPolicy(guess))
+        clock.lengths(3000, 2, num_sequences)
+        assert clock.num_tokens / clock.seconds > 0.95 * max(1.0, 3 / (1 + 3 * cost))
 
 
-def test_a_head_drafts_less_beside_others() -> None:
-    """They wait for its drafts, and have none."""
-    head = head_of(2.36e6, 0.86e6)
-    assert head.best_length(1, 0)[0] > head.best_length(1, 3)[0] == 0
+def test_each_number_of_sequences_has_its_times() -> None:
+    clock = Clock(cost=0.1)
+    clock.lengths(400, 2)
+    clock.cost = 2.0
+    assert sum(map(bool, clock.lengths(200, 2, 4))) < 20
+    clock.cost = 0.1
+    assert clock.lengths(200, 2).count(2) > 180
 
 
-def test_each_row_of_experts_reads_further_weights() -> None:
-    dense = WeightCounts(1e8)
-    assert Head(HeadWeights(WeightCounts(3e9), dense)).best_length(1)[0] > 1
-    experts = WeightCounts(1e8, experts=2.9e9, used=1 / 16)
-    assert Head(HeadWeights(experts, dense)).best_length(1)[0] == 0
-    assert Head(HeadWeights(WeightCounts(1e8, 2.9e9, used=1.0), dense)).best_length(1)[0] > 1
+def test_a_step_that_is_delayed_changes_no_length() -> None:
+    clock = Clock(cost=0.1)
+    for _ in range(5):
+        clock.lengths(100, 2)
+        clock.cost = 50.0
+        clock.lengths(1, 2)
+        clock.cost = 0.1
+    assert clock.lengths(64, 2).count(2) > 60
 
 
 def test_a_draft_that_recurrent_layers_compute_again_is_shorter() -> None:
-    weights = head_of().weights
-    assert Head(weights, recomputes=True).best_length(2) < Head(weights).best_length(2)
+    lengths = [
+        max(Clock(0.01, DraftPolicy(0.01, recomputes=recomputes)).lengths(200, 7, 2))
+        for recomputes in (False, True)
+    ]
+    assert lengths == [7, 3], "of 16 rows"
 
 
 def test_a_request_begins_with_what_is_known_of_the_head() -> None:
-    new, drafter = [*range(100)], head_drafter()
-    lengths_of_drafts(drafter, new, 200, 0)
-    later = Drafter(7, begin=0, end=NO_END, head=drafter.head)
-    assert len(draft_of(later, new)) <= 1
-
-
-def test_a_head_that_costs_more_than_it_saves_drafts_seldom() -> None:
-    new = [*range(100)]
-    lengths = [length for _, length in lengths_of_drafts(head_drafter(head=2e9), new, 1000, 7)]
-    assert sum(lengths) < 20
+    clock = Clock(cost=0.1)
+    clock.lengths(200, 0)
+    assert sum(Clock(0.1, clock.policy).lengths(20, 0)) <= 1
 
 
 def test_the_drafter_whose_tokens_are_accepted_drafts() -> None:
     repeats = [1, 2, 3] * 10
-    lengths = lengths_of_drafts(head_drafter(), repeats, 100, 7)
-    assert lengths[-1] == (False, 7), "a lookup costs less"
-    drafter = head_drafter()
+    clock = Clock(0.1, DraftPolicy(0.1))
     for _ in range(100):
-        draft = draft_of(drafter, repeats)
-        by_head = UNKNOWN in draft
-        drafter.settle(len(draft), min(len(draft), 3 * by_head), 1, by_head=by_head)
-    assert draft_of(drafter, repeats)[0] == UNKNOWN, "lookups were wrong"
+        draft = clock.step(repeats, 7)
+    assert draft == [1, 2, 3, 1, 2, 3, 1], "a lookup costs less"
+    clock = Clock(cost=0.1)
+    drafts = [clock.step(repeats, 3, lookup_right=0) for _ in range(200)]
+    assert sum(UNKNOWN in draft for draft in drafts[100:]) > 90, "lookups were wrong"
+
+
+def test_lookups_are_as_rare_as_they_are_dear() -> None:
+    """The policy measures their cost."""
+    text = [1, 2, 3] * 10
+    num_drafts = []
+    for cost in (0.05, 0.5):
+        clock = Clock(cost, DraftPolicy())
+        num_drafts.append(sum(bool(clock.step(text, 0)) for _ in range(2000)))
+        assert clock.seconds < 2030
+    assert num_drafts[0] > 3 * num_drafts[1] > 0
 
 
 def test_one_failed_lookup_is_paid_by_all_sequences_that_waited() -> None:
@@ -213,7 +248,7 @@ def test_one_failed_lookup_is_paid_by_all_sequences_that_waited() -> None:
         for _ in range(1000):
             draft = drafter.draft(text, 15, 8)
             count += bool(draft)
-            drafter.settle(len(draft), 0, 8, num_drafting)
+            settle(drafter, draft, 0, 8, num_drafting)
         num_drafts.append(count)
     assert 2 < num_drafts[0] < 8
     assert num_drafts[1] > 2 * num_drafts[0]

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpLayer
 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, EngineStats
 from promptq.worker.engine.checkpoints.model_folder import ModelFolder
+from promptq.worker.engine.core.drafting import DraftTimes
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.decoders.head_parts import DraftStep
-from promptq.worker.engine.model.draft_heads import _weights, load_head
+from promptq.worker.engine.model.draft_heads import _work, load_head
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.runner import head_drafts
 from promptq.worker.engine.runner.load_runner import load_runner
@@ -387,11 +389,14 @@ def test_drafts_of_recurrent_models(family: str, tmp_path: Path) -> None:
 def test_the_librarys_recurrent_modules_have_no_head(tmp_path: Path) -> None:
     runner = load(save_with_head(tmp_path, "qwen3_5_text"), drafts=True, native=False)
     assert "recurrent" in runner.why_no_head
-    assert runner.abilities.head is None
+    assert runner.abilities.head_work is None
 
 
-def test_the_head_of_the_shipped_model_drafts_most_of_a_story() -> None:
-    """At a usual temperature. No token changes."""
+def test_the_head_of_the_shipped_model_drafts_most_of_a_story(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At a usual temperature, if drafts cost little. No token changes."""
+    monkeypatch.setattr(DraftTimes, "cost", lambda times, length: 1 + length / 5)
     options = LoadOptions(device="cpu", max_num_seqs=1, kv_cache_memory=2**24)
     runner = load_runner(str(MODEL_DIR), options)
     assert runner.why_no_head == ""
@@ -411,8 +416,8 @@ def test_the_head_of_the_shipped_model_drafts_most_of_a_story() -> None:
     assert stats.accepted_tokens > stats.drafted_tokens / 2
 
 
-def test_four_stories_draft_less_than_one() -> None:
-    """With greedy choices. No token changes."""
+def test_four_stories_are_those_of_one_at_a_time() -> None:
+    """With greedy choices. The head drafts for both until it has measured whether drafts pay."""
     options = LoadOptions(device="cpu", max_num_seqs=4, kv_cache_memory=2**24)
     runner = load_runner(str(MODEL_DIR), options)
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -425,8 +430,8 @@ def test_four_stories_draft_less_than_one() -> None:
     alone, of_one = run(runner, requests, max_num_seqs=1)
     together, of_four = run(runner, requests, max_num_batched_tokens=512)
     assert alone == together == expected
-    assert of_one.drafted_tokens > of_one.generation_tokens / 2
-    assert of_four.drafted_tokens < of_one.drafted_tokens / 4
+    assert of_one.accepted_tokens > 0
+    assert of_four.accepted_tokens > 0
 
 
 def test_kv_of_the_head_is_counted(tmp_path: Path) -> None:
@@ -457,7 +462,7 @@ def test_a_head_that_is_not_whole_is_left_out_with_the_reason(
     change(weights)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     runner = load(directory, drafts=True)
-    assert runner.abilities.head is None
+    assert runner.abilities.head_work is None
     assert reason in runner.why_no_head
     assert bool(reason) == bool(runner.why_no_head)
 
@@ -471,7 +476,7 @@ def test_a_head_that_is_refused_reserves_nothing(tmp_path: Path) -> None:
     memory = 200_000
     runner = load(directory, drafts=True, kv_cache_memory=memory)
     assert "hidden states come first" in runner.why_no_head
-    assert runner.abilities.head is None
+    assert runner.abilities.head_work is None
     without = load(directory, drafts=False, kv_cache_memory=memory)
     assert runner.kv_layout == without.kv_layout
 
@@ -505,20 +510,24 @@ def test_a_damaged_file_of_a_head_stops_no_start(tmp_path: Path) -> None:
     (directory / "mtp").mkdir()
     (directory / "mtp" / "head.safetensors").write_bytes(b"\x08" + bytes(7) + b"no json!")
     runner = load(directory, drafts=True)
-    assert runner.abilities.head is None
+    assert runner.abilities.head_work is None
     assert runner.why_no_head
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_moe"])
-def test_only_experts_count_as_experts(family: str) -> None:
-    """Convolutions have weights of three dimensions, too."""
+def test_a_token_needs_few_of_the_experts(family: str) -> None:
+    """The head has one layer with experts, the model has several. Convolutions have weights of
+    three dimensions, too."""
     model: Any = make_model(family, SEED)
     config = model.config
-    counts, _ = _weights(model, model.model.layers[-1])
-    experts = [
-        weight.numel()
-        for name, weight in model.model.layers.named_parameters()
-        if ".experts." in name
-    ]
-    assert counts.used == config.num_experts_per_tok / config.num_experts
-    assert counts.experts == sum(experts) > 0
+    used = config.num_experts_per_tok / config.num_experts
+    output: int = model.lm_head.weight.numel()
+
+    def work_of(module: nn.Module) -> float:
+        return output + sum(
+            weight.numel() * (used if ".experts." in f".{name}" else 1)
+            for name, weight in module.named_parameters()
+        )
+
+    expected = work_of(model.model.layers[-1]) / work_of(model.model.layers)
+    assert _work(model, model.model.layers[-1]) == pytest.approx(expected)
