@@ -57,6 +57,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "xread": ("STREAMS", "KEY", "0"),
     "xrevrange": ("KEY", "+", "-"),
     "zadd": ("KEY", "1", "1"),
+    "zcount": ("KEY", "0", "1"),
     "zintercard": ("1", "KEY"),
     "zmscore": ("KEY", "1"),
     "zrange": ("KEY", "0", "1"),

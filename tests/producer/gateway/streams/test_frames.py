@@ -84,7 +84,7 @@ def test_a_stream_has_events_of_the_queue_for_a_client_that_wants_them(
 
 
 def test_a_comment_comes_also_where_the_gateways_user_may_not_read_places() -> None:
-    """The rules are those that `promptq acl` of an earlier release printed."""
+    """An earlier release made the gateway's user, by `promptq acl`."""
     with embedded_server() as url, redis.Redis.from_url(url) as default:
         default.execute_command("ACL", "SETUSER", "gateway", "-zrank")
         often = {"http_header_seconds": 0.05, "http_keepalive_seconds": 0.05}
