@@ -68,6 +68,7 @@ def assert_equal_directions(found: Vector, wanted: Vector) -> None:
     np.testing.assert_allclose(lengths[0], lengths[1], rtol=1e-5)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "llama4_text", "opt", "lfm2"])
 def test_vectors_are_those_of_the_library(family: str, seed: int, tmp_path: Path) -> None:
     """Beside streams and each other, in chunks, with cached prefixes, and with preemption."""

@@ -177,6 +177,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     ]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("method", "period"), [("draft", 2), ("draft", 1), ("logits_and_states", 7)]
 )
@@ -233,6 +234,7 @@ def test_held_states_are_few_and_end_with_their_sequences(
         assert (len(tokens) == len(expected[index])) == (index not in cancelled)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("family", ["llama", "glm4_moe"])
 @pytest.mark.usefixtures("costless")
 def test_drafts_change_no_token_in_bf16(family: str, tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ def check_against(model: torch.nn.Module, prompt: list[int], told: Told) -> None
         np.testing.assert_allclose(told.top_logprobs, top.values, rtol=0, atol=2e-5)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "native"),
     [

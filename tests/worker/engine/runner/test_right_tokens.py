@@ -180,6 +180,7 @@ def test_chunks_preemption_and_prefixes(name: str, family_of: Callable[[str], Fa
     assert engine.stats.cached_tokens > 0
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "llama4_text"])
 @pytest.mark.parametrize("backend", backends_on(CPU, "auto"), ids=lambda backend: backend.name)
 def test_every_attention_backend(
