@@ -33,7 +33,7 @@ def check_causes(
     notes: Notes, requests: Mapping[str, Request], lease_ms: int = LEASE_MS
 ) -> Iterator[Violation]:
     """Checks that faults explain crashes, interruptions and claims in drains, and that workers
-    heed the end of an attempt, messages and freed room."""
+    heed the end of an attempt and messages."""
     claims: defaultdict[str, list[Claim]] = defaultdict(list)
     for claim in notes.claims:
         claims[claim.claimed.request_id].append(claim)
@@ -47,7 +47,7 @@ def check_causes(
         if seconds > _MOST_SECONDS_TO_CLAIM_AGAIN and not notes.is_disturbed(
             due.worker, due.due_at, due.at
         ):
-            what = f"{due.worker} claims {seconds:.3f} s after a message or room came"
+            what = f"{due.worker} claims {seconds:.3f} s after a message came"
             yield Violation("late claim", "", what)
     for request_id, _ in dict.fromkeys(notes.useless_rows):
         yield Violation("ignored answer", request_id, "a worker continues an attempt that is over")

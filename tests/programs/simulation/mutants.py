@@ -217,9 +217,6 @@ _OF_CLAIMS = {
     "room-counts-only-if-nothing-waits": Mutant(
         _READY, "if self._num_left:", "if not self._num_left:"
     ),
-    "work-without-room-is-forgotten": Mutant(
-        _READY, "self._num_left = 1  # until a claim counts; without room, there is none", "pass"
-    ),
     "held-requests-need-no-slots": Mutant(
         _POLICY, "max_count=places - leases.num_counted", "max_count=places"
     ),

@@ -45,7 +45,7 @@ _WAIT_SECONDS = 60.0
 
 
 class NotingQueue(AsyncRequestQueue):
-    """Records each claim, the number of tokens before it, and when it was due if it was."""
+    """Records each claim, the number of tokens before it, and since when it was due."""
 
     notes: Notes
     """The records of the world that runs now."""
@@ -58,23 +58,19 @@ class NotingQueue(AsyncRequestQueue):
             self.notes.due_claims.append(DueClaim(process.name, self._due_at, process.loop.now))
         self._due_at = None
         claims = await super().take_batch(room)
-        if self._is_next_due(room, claims):
+        if self._is_next_due(claims):
             self._due_at = process.loop.now
         for claim in claims:
             claimed = Claimed(claim.request_id, claim.attempt, claim.num_logged)
             self.notes.claims.append(Claim(process.name, process.loop.now, claimed))
         return claims
 
-    def _is_next_due(self, room: Room, claims: Claims) -> bool:
-        """Returns whether a message came, or room for waiting requests was freed, during an empty
-        claim."""
+    def _is_next_due(self, claims: Claims) -> bool:
+        """Returns whether a message came during an empty claim of a worker with room."""
         worker = self.worker
         if worker is None or not worker.intake.is_running or claims or claims.next_skip:
             return False
-        now = worker.intake._policy.room()
-        grew = now.max_count > room.max_count or now.token_budget > room.token_budget
-        came = worker.leases.wake_up._work_came or (claims.num_pending > 0 and grew)
-        return now.max_count > 0 and came
+        return worker.leases.wake_up._work_came and worker.intake._policy.room().max_count > 0
 
     async def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
         attempts = [(row.request_id, row.fence) for row in rows]

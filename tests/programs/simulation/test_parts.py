@@ -40,7 +40,6 @@ def dying(kind: str, *times: float) -> list[Fields]:
 
 
 GATEWAYS: Fields = {**CALM, "num_gateways": 2}
-BURST: Fields = {**CALM, "seconds": 0.1}
 BACKLOG: Fields = {**CALM, "num_requests": 160, "seconds": 0.2}
 BUSY_GATEWAYS: Fields = {**GATEWAYS, "num_requests": 120}
 JOBS: Fields = {**CALM, "num_requests": 2, "num_leaders": 2}
@@ -94,7 +93,6 @@ WORLDS = {
     "stream-gives-up-early": (LONG_OUTAGE, "stream failed"),
     "stream-never-reconnects": (LONG_OUTAGE, "stream failed"),
     "messages-during-a-claim-are-lost": (CALM, "late claim"),
-    "work-without-room-is-forgotten": (BURST, "late claim"),
     "a-lost-claim-is-left-behind": (REFUSED_CLAIMS, "left behind"),
     "a-failed-cancel-ends-the-worker": (FALSE_CANCELS, "bad exit"),
     "a-full-claim-counts-as-empty": (CALM, "idle"),
