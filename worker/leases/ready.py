@@ -92,7 +92,6 @@ class WakeUp:
     def __init__(self) -> None:
         self._num_left = 0
         self._work_came = False
-        self._room_freed = False  # since the last claim began
         self._rung = asyncio.Event()
 
     def work_came(self) -> None:
@@ -101,22 +100,20 @@ class WakeUp:
         self._rung.set()
 
     def room_freed(self) -> None:
-        """Report that there may be room for requests that the last claim left in the queue."""
-        self._room_freed = True
+        """Report that there may be room for requests that are still in the queue."""
         if self._num_left:
             self._rung.set()
 
     def claimed(self, num_left: int) -> None:
         """Report that a claim has left `num_left` requests in the queue."""
         self._num_left = num_left
-        if num_left and self._room_freed:  # the claim did not know of this room
-            self._rung.set()
 
     def take(self) -> bool:
         """Forget all reports, before a claim. Returns whether `work_came` was among the reports."""
         self._rung.clear()
-        self._room_freed = False
         came, self._work_came = self._work_came, False
+        if came:
+            self._num_left = 1  # until a claim counts; without room, there is none
         return came
 
     async def wait(self, seconds: float) -> bool:

@@ -25,13 +25,15 @@ Faults of gateways and jobs concern a worker if a shrunk plan has no gateways or
 _RECOVERY_SECONDS = 2.5
 """Seconds after a fault until a worker has renewed its leases: it tries again after 2 s at most."""
 _MOST_SECONDS_TO_STOP_CLAIMING = 0.1
+_MOST_SECONDS_TO_CLAIM_AGAIN = 0.003
+"""A worker claims at once, or some milliseconds later if it shares the queue with others."""
 
 
 def check_causes(
     notes: Notes, requests: Mapping[str, Request], lease_ms: int = LEASE_MS
 ) -> Iterator[Violation]:
     """Checks that faults explain crashes, interruptions and claims in drains, and that workers
-    heed the end of an attempt."""
+    heed the end of an attempt and messages."""
     claims: defaultdict[str, list[Claim]] = defaultdict(list)
     for claim in notes.claims:
         claims[claim.claimed.request_id].append(claim)
@@ -40,6 +42,13 @@ def check_causes(
             what = f"{claim.worker} claims it {claim.at - drain.begin:.3f} s after a drain began"
             if not _explains(notes, claim.worker, drain.begin, claim.at):
                 yield Violation("claim in a drain", claim.claimed.request_id, what)
+    for due in notes.due_claims:
+        seconds = due.at - due.due_at
+        if seconds > _MOST_SECONDS_TO_CLAIM_AGAIN and not notes.is_disturbed(
+            due.worker, due.due_at, due.at
+        ):
+            what = f"{due.worker} claims {seconds:.3f} s after a message came"
+            yield Violation("late claim", "", what)
     for request_id, _ in dict.fromkeys(notes.useless_rows):
         yield Violation("ignored answer", request_id, "a worker continues an attempt that is over")
     for request_id, request in requests.items():

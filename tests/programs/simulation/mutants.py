@@ -217,9 +217,6 @@ _OF_CLAIMS = {
     "room-counts-only-if-nothing-waits": Mutant(
         _READY, "if self._num_left:", "if not self._num_left:"
     ),
-    "room-freed-during-a-claim-is-forgotten": Mutant(
-        _READY, "if num_left and self._room_freed:", "if False:"
-    ),
     "held-requests-need-no-slots": Mutant(
         _POLICY, "max_count=places - leases.num_counted", "max_count=places"
     ),

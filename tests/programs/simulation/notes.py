@@ -35,6 +35,15 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class DueClaim:
+    """A claim at a time, of which the worker knew since `due_at` that it might find a request."""
+
+    worker: str
+    due_at: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Script:
     """A script that the server has executed for a worker."""
 
@@ -71,6 +80,7 @@ class Notes:
     steps: defaultdict[str, list[Step]] = field(default_factory=lambda: defaultdict(list))
     """By request."""
     claims: list[Claim] = field(default_factory=list)
+    due_claims: list[DueClaim] = field(default_factory=list)
     disturbances: list[Disturbance] = field(default_factory=list)
     drains: dict[str, Drain] = field(default_factory=dict)
     """By worker."""

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import redis
 
@@ -28,7 +28,7 @@ from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenE
 from tests.programs.simulation.auditor import Stream, is_cancelled_while_it_runs
 from tests.programs.simulation.engine import CountingRunner, SimulatedEngine
 from tests.programs.simulation.loop import PROCESS, Process
-from tests.programs.simulation.notes import Claim, Drain, Notes, Step
+from tests.programs.simulation.notes import Claim, Drain, DueClaim, Notes, Step
 from tests.support.model_free import END_TOKEN_ID
 
 T = TypeVar("T")
@@ -46,18 +46,32 @@ _WAIT_SECONDS = 60.0
 
 
 class NotingQueue(AsyncRequestQueue):
-    """Records each claim, and the number of tokens before it."""
+    """Records each claim, the number of tokens before it, and since when it was due."""
 
     notes: Notes
     """The records of the world that runs now."""
+    worker: Worker | None = None
+    _due_at: float | None = None
 
     async def take_batch(self, room: Room) -> Claims:
-        claims = await super().take_batch(room)
         process = PROCESS.get()
+        if self._due_at is not None:
+            self.notes.due_claims.append(DueClaim(process.name, self._due_at, process.loop.now))
+        self._due_at = None
+        claims = await super().take_batch(room)
+        if self._is_next_due(claims):
+            self._due_at = process.loop.now
         for claim in claims:
             claimed = Claimed(claim.request_id, claim.attempt, claim.num_logged)
             self.notes.claims.append(Claim(process.name, process.loop.now, claimed))
         return claims
+
+    def _is_next_due(self, claims: Claims) -> bool:
+        """Returns whether a message came during an empty claim of a worker with room."""
+        worker = self.worker
+        if worker is None or not worker.intake.is_running or claims or claims.next_skip:
+            return False
+        return worker.leases.wake_up._work_came and worker.intake._policy.room().max_count > 0
 
     async def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
         attempts = [(row.request_id, row.fence) for row in rows]
@@ -91,6 +105,7 @@ class WorkerProgram:
         self.process = process
         self._sizes = sizes
         self.worker: Worker | None = None
+        self.queue: NotingQueue | None = None
         self.ready_at: float | None = None
         """The world's time at which the worker began to claim."""
         self.stops_at: float | None = None
@@ -135,6 +150,8 @@ class WorkerProgram:
                 dtype="none",
             )
             self.worker = worker = Worker(self.settings, served, client)
+            self.queue = cast("NotingQueue", worker._queue)
+            self.queue.worker = worker
             try:
                 await worker.start()
                 self.ready_at = self.process.loop.now
@@ -149,6 +166,10 @@ class WorkerProgram:
     @property
     def worker_id(self) -> str:
         return self.worker.worker_id if self.worker else ""
+
+    @property
+    def has_unanswered_claim(self) -> bool:
+        return self.queue is not None and self.queue.has_unanswered_claim
 
     @property
     def num_held(self) -> int:

@@ -70,6 +70,15 @@ FULL_DISK: Fields = {
         fault("drain a worker", 0.52, 0.0),
     ],
 }
+REFUSED_CLAIMS: Fields = {
+    **CALM,
+    "num_requests": 120,
+    "seconds": 1.0,
+    "faults": [
+        fault("fill the disk of the server", 0.4, 0.3),
+        fault("drain a worker", 0.5, 0.0),
+    ],
+}
 LONG_OUTAGE: Fields = {**CALM, "seconds": 13.0, "faults": [fault("kill the server", 0.2, 12.0)]}
 OUTAGE: Fields = {**CALM, "faults": [fault("kill the server", 0.3, 0.8)]}
 DEAD_WORKERS: Fields = {**CALM, "faults": dying("worker", 0.1, 0.2, 0.3, 0.4)}
@@ -83,6 +92,8 @@ WORLDS = {
     "a-lost-connection-is-final": (LONG_OUTAGE, "stream failed"),
     "stream-gives-up-early": (LONG_OUTAGE, "stream failed"),
     "stream-never-reconnects": (LONG_OUTAGE, "stream failed"),
+    "messages-during-a-claim-are-lost": (CALM, "late claim"),
+    "a-lost-claim-is-left-behind": (REFUSED_CLAIMS, "left behind"),
     "a-failed-cancel-ends-the-worker": (FALSE_CANCELS, "bad exit"),
     "a-full-claim-counts-as-empty": (CALM, "idle"),
     "a-heartbeat-repeats-its-batch": (CALM, "stale batch"),

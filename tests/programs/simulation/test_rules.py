@@ -13,7 +13,15 @@ from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenE
 from tests.programs.simulation.auditor import Stream, check_times, lives
 from tests.programs.simulation.causes import check_causes
 from tests.programs.simulation.loop import EPOCH, Process, SimulatedLoop
-from tests.programs.simulation.notes import Claim, Disturbance, Drain, Notes, Script, Step
+from tests.programs.simulation.notes import (
+    Claim,
+    Disturbance,
+    Drain,
+    DueClaim,
+    Notes,
+    Script,
+    Step,
+)
 from tests.programs.simulation.patience_audit import check_patience
 from tests.programs.simulation.plan import Fault
 from tests.programs.simulation.watch import (
@@ -181,6 +189,16 @@ def test_finds_a_worker_that_ignores_the_end_of_an_attempt() -> None:
     assert story.rules() == {"ignored answer"}
 
 
+def test_finds_a_claim_that_comes_late_after_a_message() -> None:
+    story = Story()
+    story.notes.due_claims.append(DueClaim(WORKER, 1.0, 1.002))
+    assert story.rules() == set()
+    story.notes.due_claims.append(DueClaim(WORKER, 1.1, 1.105))
+    assert story.rules() == {"late claim"}
+    story.notes.disturbances.append(Disturbance(Fault.FREEZE, WORKER, 1.0, 1.11))
+    assert story.rules() == set()
+
+
 class Server:
     """Answers a watch as a server would, with one lease until `lease_until`."""
 
@@ -224,6 +242,7 @@ class Named:
 def worker(**fields: Any) -> Any:
     """Returns the parts of a worker that a watch looks at."""
     idle = {"num_held": 0, "most_held": 20, "has_room": True, "running": set()}
+    idle |= {"has_unanswered_claim": False}
     served = {"is_serving": True, "worker_id": "w", "ready_at": 2.0, "process": Named(WORKER)}
     return SimpleNamespace(**{**served, **idle, **fields})
 
@@ -330,6 +349,8 @@ def test_finds_a_lease_that_a_worker_left_behind() -> None:
     server.lease_until = 3.0
     assert not list(check_given_back(server.ask, worker(worker_id="other")))
     [violation] = check_given_back(server.ask, worker(worker_id="3"))
+    assert violation.rule == "left behind"
+    [violation] = check_given_back(server.ask, worker(has_unanswered_claim=True))
     assert violation.rule == "left behind"
 
 

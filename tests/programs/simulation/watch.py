@@ -204,7 +204,11 @@ def check_idle(
 
 
 def check_given_back(ask: Ask, worker: WorkerProgram) -> Iterator[Violation]:
-    """Checks that no lease belongs to a worker that has ended in order."""
+    """Checks that no lease belongs to a worker that has ended in order, and that the server has
+    answered its last claim."""
+    if worker.has_unanswered_claim:
+        what = f"{worker.process.name} has ended, and perhaps holds requests of a lost reply"
+        yield Violation("left behind", "", what)
     [held] = ask(("ZRANGE", _KEYS.leases, 0, -1))
     holders = ask(*(("HGET", _KEYS.request(each.decode()), "worker") for each in held))
     for request_id, holder in zip(held, holders, strict=True):

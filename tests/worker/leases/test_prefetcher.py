@@ -551,6 +551,23 @@ async def test_room_that_is_freed_during_a_claim_is_claimed_without_a_poll(
     await house.intake.stop()
 
 
+async def test_work_that_came_while_there_was_no_room_is_claimed_without_a_poll(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetcher, "POLL_SECONDS", 1000.0)
+    house = House(client, depth=1)
+    await house.put()
+    house.intake.start()
+    await house.until_available(1)
+    await house.put()
+    await async_until(lambda: not house.leases.wake_up._work_came)
+    assert house.available == 1, "the last claim left nothing in the queue, and there is no room"
+    house.policy._fixed_depth = 2
+    house.leases.wake_up.room_freed()
+    await house.until_available(2)
+    await house.intake.stop()
+
+
 async def test_a_lost_connection_is_not_its_end(redis_url: str, client: Any) -> None:
     house = House(client)
     house.intake.start()
