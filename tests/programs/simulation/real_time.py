@@ -52,13 +52,14 @@ class Speed:
     def figures(self) -> list[float]:
         """The numbers of a row, in the order of `HEAD`."""
         waits, first_tokens = (
-            statistics.quantiles(times, n=20) for times in (self.waits_ms, self.first_tokens_ms)
+            statistics.quantiles(times, n=20, method="inclusive")
+            for times in (self.waits_ms, self.first_tokens_ms)
         )
         return [self.tokens_per_second, waits[9], waits[18], first_tokens[9], first_tokens[18]]
 
     def __str__(self) -> str:
         """A row of the table that begins with `HEAD`."""
-        rate, *times = (f"{figure:,.0f}" for figure in self.figures)
+        rate, *times = (f"{figure:.0f}" for figure in self.figures)
         return f"| {self.name} | {rate} | {', '.join(times[:2])} | {', '.join(times[2:])} |"
 
 
