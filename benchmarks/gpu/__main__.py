@@ -212,7 +212,7 @@ def measure(
 ) -> None:
     import torch
 
-    from benchmarks.gpu import checks, models, throughput
+    from benchmarks.gpu import checks, measures, models, throughput
 
     size = models.TINY if tiny else models.LARGE
     repeats = 1 if tiny else 20
@@ -236,6 +236,8 @@ def measure(
     if ceilings is None:
         return
 
+    alone = partial(measures.measure_attention, size, ceilings, device, repeats=repeats)
+    say_all(report, report.part("attention alone", alone))
     loaded = report.part("model", lambda: models.build(size, device))
     if loaded is None:
         return

@@ -29,12 +29,14 @@ FORMATS = ("int8", "int4", "fp8", "K and V in fp8", "int4, K and V in fp8")
 DECODES = ("2 of length 24", "1 of length 24", "one of length 40 among 1 of 24")
 
 
-def check_engine(figures: dict[str, Any]) -> None:
+def check_engine(figures: dict[str, Any], said: str) -> None:
     assert "as `generate`" in figures["whole models"]
     assert "against fp64" in figures["experts"]
     assert figures["engine"] > 0
     assert figures["engine, compiled"] > 0
-    assert {name for name in figures if name.startswith(("decode", "prefill"))} == {
+    assert {name for name in figures if name.startswith(("decode", "prefill", "attention"))} == {
+        "attention, decode, Triton",
+        "attention, prefill, Triton",
         *(f"decode, {what}, {way}" for what in DECODES for way in ("eager", "graph")),
         "decode, 2 of length 24, compiled, without graph",
         "decode, 2 of length 24, compiled, graph",
@@ -63,9 +65,10 @@ def check_engine(figures: dict[str, Any]) -> None:
             assert row["verdict"].startswith("not measured: ")
         else:
             assert row["verdict"] == ("pass" if row["figure"] >= row["target"] else "miss")
+    assert "torch's varlen_attn: not here: it needs CUDA" in said
 
 
-def check_fewer_bits(figures: dict[str, Any]) -> None:
+def check_fewer_bits(figures: dict[str, Any], _: str) -> None:
     assert "against fp64" in figures["products"]
     for name in FORMATS:
         assert {it.removeprefix(f"{name}: ") for it in figures if it.startswith(f"{name}: ")} == {
@@ -83,7 +86,7 @@ def check_fewer_bits(figures: dict[str, Any]) -> None:
     ("option", "check"), [("--without-peers", check_engine), ("--fewer-bits", check_fewer_bits)]
 )
 def test_checks_and_measures(
-    tmp_path: Path, option: str, check: Callable[[dict[str, Any]], None]
+    tmp_path: Path, option: str, check: Callable[[dict[str, Any], str], None]
 ) -> None:
     written = tmp_path / "figures.json"
     options = ["--tiny", "--device", "cpu", option, "--json", str(written), "--seconds", "inf"]
@@ -91,4 +94,4 @@ def test_checks_and_measures(
         [sys.executable, "-c", RUN_BARE, *options], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    check(json.loads(written.read_text()))
+    check(json.loads(written.read_text()), done.stdout)
