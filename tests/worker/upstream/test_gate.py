@@ -161,7 +161,7 @@ async def test_other_clients_find_room_once_one_had_to_wait(
     name, server = stand_in
     async with endless_queue(queue), sharing(redis_url, name, server.url) as worker:
         await async_until(lambda: server.told()["running"] == SLOTS - 1)
-        async with callers(2, name, server.url, 100):
+        async with callers(4, name, server.url, 100):
             await shares(worker)
         await async_until(lambda: (worker.engine.stats.max_running or SLOTS) > 1)
         waited = server.told()["waited"]
@@ -177,7 +177,7 @@ async def test_a_worker_uses_all_slots_again_when_no_other_client_has_waited_for
 ) -> None:
     with stand_in_server("vllm", *SLOWLY) as server:
         async with endless_queue(queue), sharing(redis_url, "vllm", server.url) as worker:
-            async with callers(2, "vllm", server.url, 100):
+            async with callers(4, "vllm", server.url, 100):
                 await shares(worker)
             for _ in range(20):
                 await call("vllm", server.url, 5)
