@@ -335,7 +335,8 @@ class TestFall:
         of_worker = [ForwardedSequence(request(number, 9), []) for number in range(streams)]
         for each in of_worker:
             each.timing.first_token_at = 0.0
-        the_gate, found, is_over = gate.Gate(streams), list[int](), asyncio.Event()
+        the_gate = gate.Gate(streams, is_shared=False)
+        found, is_over = list[int](), asyncio.Event()
 
         def running() -> list[ForwardedSequence]:
             return of_worker[: the_gate.limit]
@@ -376,7 +377,7 @@ class TestFall:
         assert limits[-1] == 1
 
     def test_each_refusal_keeps_three_quarters(self) -> None:
-        the_gate, limits = gate.Gate(64), [64]
+        the_gate, limits = gate.Gate(64, is_shared=False), [64]
         for _ in range(20):
             the_gate.overloaded(the_gate.limit)
             limits.append(the_gate.limit)
