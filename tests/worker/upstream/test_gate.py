@@ -161,7 +161,7 @@ async def test_other_clients_find_room_once_one_had_to_wait(
     name, server = stand_in
     async with endless_queue(queue), sharing(redis_url, name, server.url) as worker:
         await async_until(lambda: server.told()["running"] == SLOTS - 1)
-        async with callers(2, name, server.url, 100):
+        async with callers(4, name, server.url, 100):
             await shares(worker)
         await async_until(lambda: (worker.engine.stats.max_running or SLOTS) > 1)
         waited = server.told()["waited"]
@@ -177,7 +177,7 @@ async def test_a_worker_uses_all_slots_again_when_no_other_client_has_waited_for
 ) -> None:
     with stand_in_server("vllm", *SLOWLY) as server:
         async with endless_queue(queue), sharing(redis_url, "vllm", server.url) as worker:
-            async with callers(2, "vllm", server.url, 100):
+            async with callers(4, "vllm", server.url, 100):
                 await shares(worker)
             for _ in range(20):
                 await call("vllm", server.url, 5)
@@ -335,7 +335,8 @@ class TestFall:
         of_worker = [ForwardedSequence(request(number, 9), []) for number in range(streams)]
         for each in of_worker:
             each.timing.first_token_at = 0.0
-        the_gate, found, is_over = gate.Gate(streams), list[int](), asyncio.Event()
+        the_gate = gate.Gate(streams, is_shared=False)
+        found, is_over = list[int](), asyncio.Event()
 
         def running() -> list[ForwardedSequence]:
             return of_worker[: the_gate.limit]
@@ -376,7 +377,7 @@ class TestFall:
         assert limits[-1] == 1
 
     def test_each_refusal_keeps_three_quarters(self) -> None:
-        the_gate, limits = gate.Gate(64), [64]
+        the_gate, limits = gate.Gate(64, is_shared=False), [64]
         for _ in range(20):
             the_gate.overloaded(the_gate.limit)
             limits.append(the_gate.limit)
