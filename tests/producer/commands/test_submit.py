@@ -176,7 +176,7 @@ def test_says_at_a_terminal_how_many_wait_in_front(
     put(own_worker.queue, "first")
     with closing(at_terminal("submit", "Hi")) as terminal:
         terminal.read_until("promptq: the request is waiting: 1 request waits in front, with about")
-        own_worker.take()
+        assert own_worker.take().request_id == "first"
         terminal.read_until(
             "promptq: the request is waiting: next; the start is unknown: no output"
         )

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from promptq.worker.engine.core.sequence import Batch
+Drafts = list[tuple[int, bool]]
+"""The drafts of a step: for each, its length, and whether the model's head makes it."""
 
 MAX_ROWS = 16
 """The most rows of a step with drafts, including the drafted rows."""
@@ -269,26 +269,19 @@ class DraftPolicy:
                 best = BestDrafts(length, expected, speed)
         return best
 
-    def note(self, batch: Batch, seconds: float) -> None:
-        """Record the time of the planned step. Skips steps with prompts or drafts of both kinds."""
+    def note(self, drafts: Drafts | None, seconds: float) -> None:
+        """Record the time of the planned step, which had these drafts. Skips steps with prompts
+        (`drafts` is None) and steps with drafts of both kinds."""
         times, self._planned = self._planned, None
-        if times is None:
+        if times is None or drafts is None:
             return
-        drafts = []
-        for share in batch.scheduled:
-            if share.num_tokens > 1 and not share.sequence.is_decode(share.start, share.num_tokens):
-                return
-            if share.draft:
-                drafts.append(share)
+        lookups = [length for length, is_by_head in drafts if not is_by_head]
         if not drafts:
             times.note_plain(seconds)
-            return
-        num_by_head = sum(share.drafts_by_head for share in drafts)
-        if num_by_head == 0:
-            num_drafted = sum(len(share.draft) for share in drafts)
-            times.note_lookups(seconds, _DRAFT_COST + _ROW_COST * num_drafted)
-        elif num_by_head == len(drafts):
-            times.note_head(seconds, max(len(share.draft) for share in drafts))
+        elif not lookups:
+            times.note_head(seconds, max(length for length, _ in drafts))
+        elif len(lookups) == len(drafts):
+            times.note_lookups(seconds, _DRAFT_COST + _ROW_COST * sum(lookups))
 
     def settle(self, num_drafted: int, num_accepted: int) -> None:
         """Record a draft of the head in the planned step."""

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs, SequenceTiming
-from promptq.worker.engine.core.drafting import MAX_ROWS, Drafter
+from promptq.worker.engine.core.drafting import MAX_ROWS, Drafter, Drafts
 from promptq.worker.engine.core.pooling import Pool
 
 if TYPE_CHECKING:
@@ -186,6 +186,14 @@ class Batch:
     def num_tokens(self) -> int:
         """Number of tokens, without drafted ones."""
         return sum(item.num_tokens for item in self.scheduled)
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """The drafts of the step; None if the step also computes prompts."""
+        for item in self.scheduled:
+            if item.num_tokens > 1 and not item.sequence.is_decode(item.start, item.num_tokens):
+                return None
+        return [(len(item.draft), item.drafts_by_head) for item in self.scheduled if item.draft]
 
     @property
     def reporting(self) -> list[ScheduledSequence]:

@@ -150,7 +150,7 @@ class Clock:
         share.draft, share.drafts_by_head = tuple(draft), by_head
         settle(self.drafter, draft, num_accepted, num_sequences)
         seconds = 1 + self.cost * (1 + len(draft)) * bool(draft)
-        self.policy.note(Batch([share] * num_sequences), seconds)
+        self.policy.note(Batch([share] * num_sequences).drafts, seconds)
         self.seconds += seconds
         self.num_tokens += 1 + num_accepted
         return draft
