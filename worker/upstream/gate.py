@@ -28,53 +28,41 @@ _KEPT_UNDER_PRESSURE = 0.75
 """A worker keeps this part of its streams if the server refuses a stream, and in each interval in
 which the server is full and has other clients."""
 _FORGET_SECONDS = 300.0
-"""If no other client has waited for this time, the worker no longer lowers its limit for them. If
-no request of another client was at the server for this time, the worker uses its last slot, too.
-Then a request of another client may have to wait once."""
+"""If no other client has waited for this time, the worker uses all slots again. Then a request of
+another client may have to wait once."""
 
 
 class Gate:
     """Decides how many streams a worker may have on a server.
 
-    Requests that wait at the server count only if other clients sent them. A worker leaves one slot
-    free while it has seen requests of other clients lately, and at first, so that the first such
-    request finds room. Without other clients, a worker has all slots, however many prompts wait to
-    be computed.
+    Requests that wait at the server count only if other clients sent them: without other clients, a
+    worker has all slots, however many prompts wait to be computed.
     """
 
-    def __init__(self, num_slots: int, *, is_shared: bool = True) -> None:
-        """`num_slots` is the largest number of streams. Other clients of a server that is not
-        `is_shared` are not expected."""
+    def __init__(self, num_slots: int) -> None:
+        """Begins with a limit of `num_slots`, the largest number of streams."""
         self.is_load_reported = True
         """False once the server has refused to report its load. Set it to True after a recovery."""
         self._num_slots = num_slots
         self._most = float(num_slots)
         self._room = math.inf  # for streams of all clients
         self._seconds_since_wait = 0.0
-        self._seconds_since_others = 0.0 if is_shared else math.inf
         self._num_others = 0.0  # streams of other clients
         self._reason = ""
 
     @property
     def limit(self) -> int:
         """The current limit of streams, at least 1, so that an idle worker can test for room."""
-        return max(1, int(min(self._most, self._num_places)))
+        return max(1, int(self._most))
 
     @property
     def why(self) -> str:
-        """The reason why the limit is lowered; otherwise empty."""
+        """The reason why the limit is below the number of slots; empty for a full limit."""
         return f"{self._reason}: at most {self.limit} streams" if self.is_lowered else ""
 
     @property
     def is_lowered(self) -> bool:
-        """Whether the limit is so low that another server may have room for waiting requests."""
-        return self.limit < self._num_places
-
-    @property
-    def _num_places(self) -> int:
-        """The number of slots without the one that is left free for other clients."""
-        is_alone = self._seconds_since_others > _FORGET_SECONDS
-        return self._num_slots if is_alone else max(1, self._num_slots - 1)
+        return self.limit < self._num_slots
 
     async def watch(
         self,
@@ -112,9 +100,6 @@ class Gate:
         the server. `num_streams` streams are open now."""
         load = load or ServerLoad(0.0)
         self._num_others = max(0.0, load.num_running + load.num_waiting - own)
-        self._seconds_since_others += _INTERVAL_SECONDS
-        if self._num_others > 0:
-            self._seconds_since_others = 0.0
         num_waiting = min(self._num_others, load.num_waiting - silent)
         is_full = self._num_others > 0 and load.used_share > _FULL_SHARE
         kept = _KEPT * load.num_running

@@ -13,7 +13,6 @@ from promptq.worker.upstream.dialects.dialect import Chunk, Mask, ServerDescript
 from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from promptq.worker.upstream.server_process import ServerProcess
 from tests.programs.stand_in_server.starting import DESCRIPTION, limits_of
 from tests.support.waiting import async_until
 
@@ -40,11 +39,11 @@ class Scripted(VllmDialect):
 
 
 @asynccontextmanager
-async def running(
-    script: Script, process: ServerProcess | None = None
-) -> AsyncIterator[ForwardingEngine]:
-    limits, url = limits_of(max_model_len=8192), "http://127.0.0.1:1"
-    engine = ForwardingEngine(url, None, Scripted(script), limits, DESCRIPTION, 60.0, process)
+async def running(script: Script) -> AsyncIterator[ForwardingEngine]:
+    limits = limits_of(max_model_len=8192)
+    engine = ForwardingEngine(
+        "http://127.0.0.1:1", None, Scripted(script), limits, DESCRIPTION, 60.0
+    )
     engine.start()
     try:
         yield engine

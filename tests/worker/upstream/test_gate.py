@@ -22,7 +22,6 @@ from promptq.worker.upstream.dialects.dialect import Chunk
 from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
 from promptq.worker.upstream.forwarded_sequence import ForwardedSequence
 from promptq.worker.upstream.server_load import ServerLoad, read_load
-from promptq.worker.upstream.server_process import ServerProcess
 from tests.programs.stand_in_server.starting import (
     StandIn,
     limits_of,
@@ -117,51 +116,14 @@ async def shares(worker: Worker) -> None:
 
 
 @pytest.mark.matrix(1)
-async def test_the_first_requests_of_another_client_find_room(
-    redis_url: str, queue: AsyncRequestQueue, stand_in: tuple[str, StandIn]
-) -> None:
-    name, server = stand_in
-    async with endless_queue(queue), sharing(redis_url, name, server.url) as worker:
-        await async_until(lambda: server.told()["running"] == SLOTS - 1)
-        for _ in range(20):
-            await call(name, server.url, 5)
-        assert server.told()["waited"] == 0
-        assert not worker.heartbeat.stats().holds_back
-
-
-async def test_a_worker_uses_the_last_slot_when_no_other_client_has_come_for_long(
-    redis_url: str, queue: AsyncRequestQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gate, "_FORGET_SECONDS", 20 * gate._INTERVAL_SECONDS)
-    with stand_in_server("vllm", *SLOWLY) as server:
-        async with endless_queue(queue), sharing(redis_url, "vllm", server.url) as worker:
-            async with callers(1, "vllm", server.url, 100):
-                await async_until(lambda: worker.engine.stats.num_processed > 150)
-            assert server.told()["waited"] == 0, "the slot stayed free for longer than that"
-            await async_until(lambda: server.told()["running"] == SLOTS)
-
-
-async def test_only_a_server_that_the_worker_started_has_no_other_clients() -> None:
-    async def endless(_: EngineRequest) -> AsyncGenerator[Chunk]:
-        while True:
-            await asyncio.sleep(0.01)
-            yield Chunk([97])
-
-    for process, left in ((None, 1), (ServerProcess(["sleep", "600"], 1), 0)):
-        async with running(endless, process) as engine:
-            for number in range(engine.limits.max_num_seqs + 1):
-                engine.add(request(number, 5000))
-            assert engine.stats.num_running == engine.limits.max_num_seqs - left
-
-
-@pytest.mark.matrix(1)
 async def test_other_clients_find_room_once_one_had_to_wait(
     redis_url: str, queue: AsyncRequestQueue, stand_in: tuple[str, StandIn]
 ) -> None:
     name, server = stand_in
     async with endless_queue(queue), sharing(redis_url, name, server.url) as worker:
-        await async_until(lambda: server.told()["running"] == SLOTS - 1)
-        async with callers(4, name, server.url, 100):
+        await async_until(lambda: server.told()["running"] == SLOTS)
+        assert not worker.heartbeat.stats().holds_back, "alone, it uses all slots"
+        async with callers(1, name, server.url, 100):
             await shares(worker)
         await async_until(lambda: (worker.engine.stats.max_running or SLOTS) > 1)
         waited = server.told()["waited"]
@@ -169,7 +131,7 @@ async def test_other_clients_find_room_once_one_had_to_wait(
             await call(name, server.url, 5)
         assert server.told()["waited"] == waited
         await async_until(lambda: worker.engine.stats.num_running > SLOTS // 2)  # the rest
-        assert worker.engine.stats.num_running < SLOTS
+        assert "at most" in worker.heartbeat.stats().holds_back
 
 
 async def test_a_worker_uses_all_slots_again_when_no_other_client_has_waited_for_long(
@@ -177,11 +139,12 @@ async def test_a_worker_uses_all_slots_again_when_no_other_client_has_waited_for
 ) -> None:
     with stand_in_server("vllm", *SLOWLY) as server:
         async with endless_queue(queue), sharing(redis_url, "vllm", server.url) as worker:
-            async with callers(4, "vllm", server.url, 100):
+            await async_until(lambda: server.told()["running"] == SLOTS)
+            async with callers(1, "vllm", server.url, 100):
                 await shares(worker)
             for _ in range(20):
                 await call("vllm", server.url, 5)
-            assert worker.engine.stats.num_running < SLOTS
+            assert "at most" in worker.heartbeat.stats().holds_back
             monkeypatch.setattr(gate, "_FORGET_SECONDS", 0.0)
             await async_until(lambda: server.told()["running"] == SLOTS)
             assert not worker.heartbeat.stats().holds_back
@@ -335,8 +298,7 @@ class TestFall:
         of_worker = [ForwardedSequence(request(number, 9), []) for number in range(streams)]
         for each in of_worker:
             each.timing.first_token_at = 0.0
-        the_gate = gate.Gate(streams, is_shared=False)
-        found, is_over = list[int](), asyncio.Event()
+        the_gate, found, is_over = gate.Gate(streams), list[int](), asyncio.Event()
 
         def running() -> list[ForwardedSequence]:
             return of_worker[: the_gate.limit]
@@ -377,7 +339,7 @@ class TestFall:
         assert limits[-1] == 1
 
     def test_each_refusal_keeps_three_quarters(self) -> None:
-        the_gate, limits = gate.Gate(64, is_shared=False), [64]
+        the_gate, limits = gate.Gate(64), [64]
         for _ in range(20):
             the_gate.overloaded(the_gate.limit)
             limits.append(the_gate.limit)
