@@ -1,8 +1,8 @@
 """Servers that the tests run on, empty for each, and commands. And samples of matrices.
 
 `@pytest.mark.matrix(3)` on a test with parameters: a run takes three of its cases, others each
-time, as all take long. A run tells its seed at its end, and `--sample-seed` gives the same sample
-again; `--whole` takes all.
+time, as all take long. A run takes each test that could run on several servers on one of them. A
+run tells its seed at its end, and `--sample-seed` gives the same sample again; `--whole` takes all.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import secrets
 import subprocess
 import sys
@@ -282,18 +283,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _take_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("matrix"):
-            cases[item.nodeid.partition("[")[0]].append(item)
+        is_in_matrix = item.get_closest_marker("matrix") is not None
+        cases[item.nodeid.partition("[")[0] if is_in_matrix else _on_any_server(item)].append(item)
     left_out = set[pytest.Item]()
     for name, those in cases.items():
         marker = those[0].get_closest_marker("matrix")
-        assert marker is not None
-        count = min(len(those), *marker.args)
+        count = 1 if marker is None else min(len(those), *marker.args)
         chosen = random.Random(f"{config.option.sample_seed} {name}").sample(those, count)
         left_out.update(item for item in those if item not in chosen)
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def _on_any_server(item: pytest.Item) -> str:
+    """Returns the id of a test without the kind of its server."""
+    calls: Any = getattr(item, "callspec", None)
+    kind = None if calls is None else calls.params.get("server")
+    if kind not in SERVERS:
+        return item.nodeid
+    return re.sub(rf"(?<=[-\[]){kind}(?=[-\]])", "", item.nodeid, count=1)
 
 
 def _long_ones_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
