@@ -105,7 +105,7 @@ def test_the_bound_holds_after_plain_clients_and_earlier_releases(
 
 
 def test_a_delayed_request_has_a_place_at_its_time(client: Client, queue: RequestQueue) -> None:
-    put(queue, "late", delay_ms=30_000, priority=-1)
+    put(queue, "late", delay_ms=30_000, priority=-2)
     put(queue, "first", priority=-1)
     put(queue, "second")
     found = client.place("late")

