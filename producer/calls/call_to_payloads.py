@@ -101,7 +101,7 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
         call = call.with_fields(tenant=caller.tenant)
     if isinstance(priority, int):
         check_priority(caller, priority)
-    elif priority is None:
+    elif priority is None and ("service_tier" in call.fields or caller.highest_priority > 0):
         call = call.with_fields(priority=max(call.priority, caller.highest_priority))
     return call
 
