@@ -39,7 +39,13 @@ def logs_in_json() -> Iterator[None]:
 
 
 @pytest.fixture
-def costless(monkeypatch: pytest.MonkeyPatch) -> None:
+def guessed_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups cost what the first guess says, however long a step takes beside other tests."""
+    monkeypatch.setattr(drafting.DraftTimes, "note_lookups", lambda times, seconds, cost: None)
+
+
+@pytest.fixture
+def costless(monkeypatch: pytest.MonkeyPatch, guessed_lookups: None) -> None:
     """Drafts pay for any number of sequences, right or wrong."""
     monkeypatch.setattr(drafting.DraftTimes, "cost", lambda times, length: 1.0)
     monkeypatch.setattr(drafting, "_LEAST_COUNT", 1)

@@ -72,11 +72,10 @@ def test_no_strange_key_keeps_workers_asleep(
     assert num_messages(client, queue, channel) == 1
 
 
+@pytest.mark.parametrize("server", ["embedded", "redis-server"], indirect=True)
 def test_producers_with_the_rules_of_an_earlier_release_wake_workers(
     server: Server, client: Any, queue: RequestQueue, channel: Any
 ) -> None:
-    if not server.url:
-        pytest.skip("fakeredis knows no roles")
     let_live(client, queue, MANY)
     rules = [rule for rule in user_rules("producer", "*", "pw") if not rule.endswith(":woken")]
     client.execute_command("ACL", "SETUSER", "earlier", *rules)

@@ -40,6 +40,7 @@ def ends(events: list[dict[str, Any]]) -> list[int]:
     return [event["index"] + len(event["token_ids"]) for event in events]
 
 
+@pytest.mark.usefixtures("guessed_lookups")
 async def test_drafted_tokens_come_in_one_event_and_change_none(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:

@@ -291,6 +291,7 @@ def repeating_request(sequence_id: int, num_tokens: int = 40, **fields: object) 
     return make_request(sequence_id, prompt, max_tokens=num_tokens, **fields)
 
 
+@pytest.mark.usefixtures("guessed_lookups")
 def test_text_that_stands_in_its_prompt_comes_several_tokens_a_step() -> None:
     engine = build_model_free_engine(speculative_tokens=7)
     engine.add(repeating_request(1, params=SamplingParams(logprobs=0)))
@@ -310,6 +311,7 @@ def test_text_that_stands_in_its_prompt_comes_several_tokens_a_step() -> None:
     assert (stats.generation_tokens, stats.recomputed_tokens, stats.prompt_tokens) == (40, 0, 42)
 
 
+@pytest.mark.usefixtures("guessed_lookups")
 def test_an_end_in_the_midst_of_a_draft_is_the_end() -> None:
     expected = tokens_of(1, 40)
     end = expected[21]
@@ -337,6 +339,7 @@ def test_max_tokens_and_the_model_length_are_met_exactly(max_tokens: int) -> Non
         assert (tokens, last.finish_reason) == (tokens_of(1, max_tokens), FinishReason.LENGTH)
 
 
+@pytest.mark.usefixtures("guessed_lookups")
 def test_a_request_says_for_itself_whether_it_is_drafted_for() -> None:
     for own, of_worker, drafts in ((None, 7, True), (0, 7, False), (3, 0, True), (None, 0, False)):
         engine = build_model_free_engine(speculative_tokens=of_worker)
@@ -375,6 +378,7 @@ class FailingBehindDrafts(ModelFreeRunner):
         return sampled
 
 
+@pytest.mark.usefixtures("guessed_lookups")
 def test_an_error_behind_accepted_tokens_loses_none_of_them() -> None:
     engine = LLMEngine(
         FailingBehindDrafts(), max_num_seqs=2, max_num_batched_tokens=64, speculative_tokens=7
@@ -386,6 +390,7 @@ def test_an_error_behind_accepted_tokens_loses_none_of_them() -> None:
     assert last.error == "logits are not finite"
 
 
+@pytest.mark.usefixtures("guessed_lookups")
 def test_rejected_tokens_are_shared_with_nobody() -> None:
     """Another request that goes on as the draft did computes its own blocks."""
     engine = build_model_free_engine(speculative_tokens=7, block_size=2)
