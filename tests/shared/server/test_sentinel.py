@@ -36,6 +36,7 @@ from tests.support.servers import (
     OwnServer,
     assert_no_answer_to_another_call,
     free_port,
+    free_ports,
     make_certificates,
     tls_settings,
 )
@@ -183,10 +184,6 @@ async def test_nobody_believes_the_leader_of_a_failover_until_its_end(
 ) -> None:
     """The sentinel names the former master until all replicas follow the new one. Here, one replica
     hangs."""
-    ports = free_port(), free_port()
-    leader, another = (redis.Redis(port=port) for port in ports)
-    addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
-    url = as_role("producer", f"redis+sentinel://{addresses}/{SERVICE}/0")
     with ExitStack() as running, OwnServer(tmp_path / "former") as former:
         of_former = ("--replicaof", f"127.0.0.1 {former.port}")
         master = running.enter_context(OwnServer(tmp_path / "master", *of_former))
@@ -194,9 +191,13 @@ async def test_nobody_believes_the_leader_of_a_failover_until_its_end(
         hangs = running.enter_context(OwnServer(tmp_path / "hangs", *of_former, *never))
         with former.client() as client:
             until(lambda: client.info("replication")["connected_slaves"] == 2)
+        ports = free_ports(2)  # only now, as another test's server may take a free port
         for port in ports:
             running.enter_context(naming(tmp_path / f"{port}", port, former, 0))
+        leader, another = (running.enter_context(redis.Redis(port=port)) for port in ports)
         until(lambda: all(map(knows_both, (leader, another))))
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+        url = as_role("producer", f"redis+sentinel://{addresses}/{SERVICE}/0")
         with Client(url) as client, Client(master.url) as direct:
             async with AsyncClient(url) as asynchronous:
                 assert await states_in(client, asynchronous, "a") == [None] * 2
@@ -205,8 +206,6 @@ async def test_nobody_believes_the_leader_of_a_failover_until_its_end(
                 until(lambda: of_master(another)["port"] == str(master.port))
                 request_id = direct.enqueue("a")
                 assert await states_in(client, asynchronous, request_id) == ["waiting"] * 2
-    leader.close()
-    another.close()
 
 
 def knows_both(watcher: redis.Redis) -> bool:
