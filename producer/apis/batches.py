@@ -94,7 +94,7 @@ async def create(
     store: ThisStore,
     batches: TheseBatches,
 ) -> dict[str, object]:
-    """Run the lines of an uploaded file within a time."""
+    """Run the lines of an uploaded file within the completion window."""
     response.headers.update(await admit_call(gateway, caller))
     try:
         stored = await asyncio.to_thread(store.get, new.input_file_id, *caller.reach)

@@ -167,7 +167,7 @@ def rendered_files(values: dict[str, Any], **options: Any) -> dict[str, str]:
 def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
     files = rendered_files(values)
     texts = [text for name, text in files.items() if name.endswith(".yaml")]
-    return [it for text in texts for it in yaml.load_all(text, yaml.CSafeLoader) if it]
+    return [part for text in texts for part in yaml.load_all(text, yaml.CSafeLoader) if part]
 
 
 def pods(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -188,7 +188,7 @@ def test_among_tenants_half_of_all_starts_come_by_the_share(
     assert (found.in_front, found.at_most) == (109, True)
     assert found.start_p50_ms is not None
     assert found.start_p95_ms is not None
-    assert 1500 < found.start_p50_ms < 2500, "10 of its own and 10 of the other, at 10 a second"
+    assert 1500 < found.start_p50_ms < 2500, "10 of this tenant and 10 of the other, at 10 a second"
     assert found.start_p95_ms > 10_000
     queue.redis.hset(queue.keys.config, "weight:own", 4)
     heavier = client.place("9").start_p50_ms
