@@ -28,15 +28,13 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
+from promptq.worker.upstream.connecting import DIALECTS
 from promptq.worker.upstream.dialects.transport import Server
-from promptq.worker.upstream.dialects.vllm import VllmDialect
 from tests.programs.engines.real_servers import NAMES, RealServer, real_server, why_missing
 from tests.support.processes import started
 from tests.support.roles import as_role, bring_in_roles
 from tests.support.waiting import async_until
 
-_DIALECTS: dict[str, Any] = {"vllm": VllmDialect, "llama.cpp": LlamaCppDialect}
 _ENDLESS = {"0": -100.0, "2": -100.0}
 _OUTPUT_TOKENS = 16
 _POLL_SECONDS = 0.2
@@ -74,7 +72,7 @@ class Bench:
         request = EngineRequest(0, prompt, params, 0, _OUTPUT_TOKENS)
         http, first = Server(self.server.url), 0.0
         began = time.perf_counter()
-        dialect = _DIALECTS[self.server.name](is_exact=True)
+        dialect = DIALECTS[self.server.name](is_exact=True)
         async with aclosing(dialect.generate(http, request, [], "m")) as chunks:
             async for chunk in chunks:
                 if chunk.token_ids and not first:

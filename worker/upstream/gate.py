@@ -77,16 +77,19 @@ class Gate:
         num_before = 0
         while True:
             await asyncio.sleep(_INTERVAL_SECONDS)
-            own, silent = _count(streams())
+            before = [*streams()]
+            silent = sum(map(_is_silent, before))
             load = None  # unknown after a fault, which the streams notice too
             with suppress(ServerFaultError, OverloadedError):
                 if self.is_load_reported:
                     load = await read_load(server)
                     self.is_load_reported = load is not None
-            now, silent_now = _count(streams())
-            # The report may be older than the end of a stream.
-            self._read(load, max(own, now, num_before), max(silent, silent_now), now)
-            num_before = now
+            now = [*streams()]
+            # The report may be older than the end of a stream, or newer than the beginning of one.
+            opened = len(set(now) - set(before))
+            own = max(len(before) + opened, num_before)
+            self._read(load, own, silent + opened, len(now))
+            num_before = len(now)
             heed()
 
     def overloaded(self, num_streams: int) -> None:
@@ -126,6 +129,5 @@ class Gate:
             self._most = min(self._num_slots, raised, self._room - self._num_others)
 
 
-def _count(streams: Collection[ForwardedSequence]) -> tuple[int, int]:
-    """Returns the numbers of all streams and of streams without a token."""
-    return len(streams), sum(stream.timing.first_token_at is None for stream in streams)
+def _is_silent(stream: ForwardedSequence) -> bool:
+    return stream.timing.first_token_at is None
