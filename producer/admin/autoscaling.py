@@ -49,8 +49,9 @@ class Reason(StrEnum):
 
 
 class Scaling(BaseModel):
-    """The number of workers that a queue should have, and why. An amount of work is the seconds
-    that one worker would need, or None if not measured."""
+    """The number of workers that a queue should have, and why. `waiting_seconds`,
+    `running_seconds` and `arriving_seconds` are the seconds of work for one worker, or None if not
+    measured."""
 
     queue: str
     desired: int = Field(description="Number of workers that there should be.")

@@ -156,8 +156,9 @@ class CallReader:
     async def shown_fields(
         self, caller: Caller, payloads: Sequence[bytes], with_prompts: bool
     ) -> list[dict[str, Any]]:
-        """Returns the result of `completion.shown_fields` for each of these payloads from the
-        queue. Raises InvalidRequestError, ApiError."""
+        """Returns the fields of each stored payload that a stream needs (see
+        `completion.shown_fields`). Parses large payloads in another process. Raises
+        InvalidRequestError, ApiError."""
         if sum(map(len, payloads)) <= _SMALL_BYTES:
             return [shown_fields(payload, with_prompts) for payload in payloads]
         query = {"with_prompts": with_prompts}

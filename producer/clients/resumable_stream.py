@@ -132,6 +132,8 @@ def follow(
     output, because a result does not show which text belongs to which token. A Redis user who may
     not read requests' records gets only events of the log and the channel, and waits for these.
 
+    After `silence` seconds without an event, the stream reads the log: an event may be lost.
+
     Raises RequestNotFoundError, SpoiltRecordError, StreamChangedError, TimeoutError after `timeout`
     seconds, and the errors of redis-py if the server stays away.
     """

@@ -38,7 +38,8 @@ class Turns:
             self._due.clear()
 
     def take(self) -> str | None:
-        """Returns the webhook to call next, or None. The webhook has a place until `give_back`."""
+        """Returns the request id of the webhook to call next; None if no call may begin. The call
+        occupies a place until `give_back`."""
         with self._lock:
             may_begin = self._room()
             for tenant, by_receiver in self._due.items():

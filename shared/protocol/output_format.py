@@ -113,7 +113,7 @@ def wanted_output(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if a tool with a type is not a function with a name, or if all tools
+    """Raises ValueError if a tool has a type but is not a function with a name, or if all tools
     together have too many parameters.
 
     A tool without a type is accepted, because some models' chat templates expect such tools.

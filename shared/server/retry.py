@@ -1,4 +1,4 @@
-"""Recognises errors of a server that does not serve for now, and repeats calls until it does."""
+"""Recognises errors of a server that temporarily cannot serve, and repeats calls until it can."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ class StopStrings:
 
     def release(self, text: str, *, may_end: bool) -> str:
         """Add the next part. Returns text that can no longer be part of a stop string, including
-        text that was held back. If `may_end` is False, no stop string ends in this part."""
+        text that was held back. If `may_end` is False, ignores stop strings that end in this part.
+        """
         if not self._strings:
             return text
         if self.found is not None:

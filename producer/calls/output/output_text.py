@@ -22,7 +22,7 @@ class OutputPiece:
 
 
 class OutputText:
-    """Parser of a model's text. The result does not depend on how the text was divided."""
+    """Parser of a model's text. The division of the text among calls of `feed` does not matter."""
 
     def __init__(self, style: OutputStyle | None, expected: ExpectedOutput) -> None:
         self._reader = ModelText(style, expected)

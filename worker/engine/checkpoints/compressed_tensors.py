@@ -1,7 +1,7 @@
 """Reads weights that compressed-tensors packs, for example for llm-compressor.
 
-Source: https://github.com/vllm-project/compressed-tensors. The settings about rounded inputs are
-ignored: promptq's matrix products choose how to round inputs.
+Source: https://github.com/vllm-project/compressed-tensors. The settings for quantized
+activations are ignored: promptq's matrix products choose how to quantize their inputs.
 """
 
 from __future__ import annotations

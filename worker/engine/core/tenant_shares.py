@@ -60,11 +60,11 @@ class TenantShares:
     def may_make_room(
         self, victim: EngineRequest, blocks: int, newcomer: EngineRequest, needed: int
     ) -> bool:
-        """Whether `victim` may be preempted for `newcomer`. Compares two shares: of the victim's
-        tenant without the victim and its `blocks`, and of the newcomer's tenant with the newcomer
-        and its `needed` blocks. The second share must not be larger.
+        """Whether `victim`, which has `blocks` blocks, may be preempted for `newcomer`, which needs
+        `needed` blocks: the share of the newcomer's tenant with the newcomer must not be larger
+        than the share of the victim's tenant without the victim.
 
-        So each tenant keeps its fair share, and a tenant that made room cannot take it back.
+        So each tenant keeps its fair share, and a tenant that made room cannot take the room back.
         """
         return self._share(victim, -1, -blocks) >= self._share(newcomer, 1, needed)
 

@@ -92,7 +92,8 @@ class PackedModel:
         set_attention(model, SEAM)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [len(rows), vocab_size] of `rows`. Writes K and V of all rows."""
+        """Returns the logits [len(rows), vocab_size] of `rows`. Writes K and V of all rows of
+        the step."""
         return self._forward(step, rows)
 
     def logits_and_states(

@@ -104,14 +104,14 @@ class Sampler:
         draws: torch.Tensor | None = None,
         chosen: Chosen | None = None,
     ) -> SamplerOutput:
-        """Choose a token for each row of `logits` [R, vocab_size], which do not change.
+        """Choose a token for each row of `logits` [R, vocab_size]. Does not write to `logits`.
 
         Row i belongs to `sequences[i]`, at the position after its last token, plus `num_ahead[i]`.
         `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R], on the
         device, has each row's last token. Pass this if the host does not know a last token yet.
         `draws`, if not None, is the result of the method `draws`, copied to the device. `chosen`
-        are the tokens that a CUDA graph chose with these draws. They are used unless a constraint,
-        a penalty or a mask changes the logits.
+        are the tokens that a CUDA graph chose with these draws. The sampler uses `chosen` unless
+        there are masks, or a sequence has a constraint or penalty.
         """
         rows = self._rows_of(sequences)
         raw = logits

@@ -34,8 +34,8 @@ class Groups:
 
     @classmethod
     def of(cls, experts: torch.Tensor, num_experts: int) -> Groups:
-        """Sorts the pairs by expert. Pairs of one expert keep their order. `experts` [T, top_k],
-        int32, has the experts of each row."""
+        """Sorts the pairs of a row and an expert by expert. Pairs of one expert keep their order.
+        `experts` [T, top_k], int32, has the experts of each row."""
         num_pairs = experts.numel()
         order = torch.empty_like(experts).flatten()
         starts = experts.new_empty(num_experts + 1)
