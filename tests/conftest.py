@@ -235,7 +235,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "matrix(cases): the size of a run's sample, or below 1 its share of runs")
+    config.addinivalue_line(
+        "markers", "matrix(cases): the size of a run's sample, or below 1 its share of runs"
+    )
     config.addinivalue_line("markers", "long: a run begins with it, so that nothing waits for it")
     if config.option.sample_seed is None:
         given = getattr(config, "workerinput", {"sample_seed": random.randrange(10**6)})
