@@ -1,8 +1,9 @@
 """Servers that the tests run on, empty for each, and commands. And samples of matrices.
 
 `@pytest.mark.matrix(3)` on a test with parameters: a run takes three of its cases, others each
-time, as all take long. A run takes each test that could run on several servers on one of them. A
-run tells its seed at its end, and `--sample-seed` gives the same sample again; `--whole` takes all.
+time, as all take long. With `@pytest.mark.matrix(1 / 3)`, one run in three takes the test. A run
+takes each test that could run on several servers on one of them. A run tells its seed at its end,
+and `--sample-seed` gives the same sample again; `--whole` takes all.
 """
 
 from __future__ import annotations
@@ -234,7 +235,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "matrix(cases): so many of the cases are a run's sample")
+    config.addinivalue_line(
+        "markers", "matrix(cases): the size of a run's sample, or below 1 its share of runs"
+    )
     config.addinivalue_line("markers", "long: a run begins with it, so that nothing waits for it")
     if config.option.sample_seed is None:
         given = getattr(config, "workerinput", {"sample_seed": random.randrange(10**6)})
@@ -288,8 +291,9 @@ def _take_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = set[pytest.Item]()
     for name, those in cases.items():
         marker = those[0].get_closest_marker("matrix")
-        count = 1 if marker is None else min(len(those), *marker.args)
-        chosen = random.Random(f"{config.option.sample_seed} {name}").sample(those, count)
+        rng = random.Random(f"{config.option.sample_seed} {name}")
+        size = 1 if marker is None else marker.args[0]
+        chosen = rng.sample(those, min(len(those), int(size + rng.random() * (size < 1))))
         left_out.update(item for item in those if item not in chosen)
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])

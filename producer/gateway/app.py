@@ -109,7 +109,6 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             Refusals(),
             PictureFetcher(files),
         )
-        _make_routes(app)
         tasks = [
             asyncio.create_task(_look_at_server(app.state.gateway)),
             asyncio.create_task(kept_up("responses", ResponseRecords(app.state.gateway).keep_all)),
@@ -144,8 +143,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    for router in _ROUTERS:
-        app.include_router(router)
+    # include_router would build all routes again, which takes 0.1 s of CPU time.
+    app.router.routes += [route for router in _ROUTERS for route in router.routes]
     if tracing is not None:
         app.add_middleware(Traced, tracing=tracing)
     app.state.http_meter = HttpMeter()
@@ -169,10 +168,3 @@ async def _look_at_server(gateway: Gateway) -> None:
         with suppress(RedisError):  # calls log why the server is away
             log.note(await gateway.queue.run(maxmemory_warning()))
         await asyncio.sleep(LOOK_SECONDS)
-
-
-def _make_routes(app: FastAPI) -> None:
-    # FastAPI otherwise builds the routes of included routers at the first call.
-    call = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
-    for route in app.routes:
-        route.matches(call)

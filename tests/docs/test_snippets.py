@@ -48,7 +48,8 @@ def test_the_readme() -> None:
     assert_snippets_run("README.md")
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.long
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("page", [page for page in PAGES_TO_RUN if page != "README.md"])
 def test_a_page(page: str) -> None:
     assert_snippets_run(page)

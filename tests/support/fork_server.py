@@ -40,6 +40,7 @@ WORKER = (
     "transformers.models.auto.tokenization_auto",
     "tests.faults.worker.faulty_worker",
     "tests.programs.chaos.processes.chaotic_worker",
+    "tests.programs.stand_in_server.*",
 )
 TESTS = (
     *COMMAND,
@@ -67,6 +68,7 @@ FORKED = (
     "promptq.producer.cli",
     "promptq.worker",
     "tests.faults.worker.faulty_worker",
+    "tests.programs.stand_in_server",
 )
 """Modules that tests start as forked processes."""
 
@@ -78,7 +80,9 @@ class ForkedProcess(subprocess.Popen[Any]):
     def __init__(
         self, command: Sequence[str], *, server: ForkServer | None = None, **options: Any
     ) -> None:
-        self._server = server or fork_server(WORKER if "worker" in command[2] else COMMAND)
+        self._server = server or fork_server(
+            COMMAND if command[2] == "promptq.producer.cli" else WORKER
+        )
         super().__init__(command, **options)
 
     @property

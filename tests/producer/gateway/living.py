@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import uvicorn
+from fastapi import APIRouter
 
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
@@ -130,6 +131,9 @@ async def serving(
     all_settings = GatewaySettings(redis_url=redis_url, **settings)
     app = create_app(all_settings)
     if caller is not None:
+        routes = APIRouter(routes=[*app.routes])
+        app.routes.clear()
+        app.include_router(routes)  # FastAPI replaces dependencies of included routes only
         app.dependency_overrides[caller_of] = lambda: caller
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(

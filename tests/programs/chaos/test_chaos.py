@@ -17,12 +17,12 @@ from tests.programs.chaos.processes.earlier import check_out
 from tests.programs.chaos.schedule import MEAN_SECONDS, Fault, schedule
 from tests.programs.states.mutants import CHAOS_MUTANTS
 
-SECONDS = 30.0
+SECONDS = 20.0
 """Seconds of faults. Loading models before, and ending all processes after, takes as long."""
 
 FASTER = 5 / 2
 MEANS = {fault: mean / FASTER for fault, mean in MEAN_SECONDS.items()}
-"""Faults come faster than in a long run: 30 s have as many as 75 s there."""
+"""Faults come faster than in a long run: 20 s have as many as 50 s there."""
 
 LOAD = 5 / 3
 """Requests come faster, too."""
@@ -39,6 +39,7 @@ async def test_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.matrix(1 / 3)
 async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Path) -> None:
     """`make chaos ARGS=--beside-last-release` does so with all queues and its own versions."""
     try:

@@ -22,6 +22,7 @@ def row_of(*words: str) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(("sync", "loses"), [("always", False), ("no", True)])
 def test_a_machine_without_power_loses_only_what_is_not_synced(sync: str, loses: bool) -> None:

@@ -109,21 +109,9 @@ def all_routes() -> list[Route]:
     app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))
     described = app.openapi()["paths"]
     found = {(method.upper(), path) for path, methods in described.items() for method in methods}
-    for route in _flat(app.routes):
-        found |= {(method, route.path) for method in route.methods or ()}
+    for route in app.routes:
+        found |= {(method, route.path) for method in getattr(route, "methods", None) or ()}
     return sorted(found)
-
-
-def _flat(routes: Sequence[Any]) -> list[Any]:
-    """Yields the routes of the application and of the routers that it includes."""
-    found = []
-    for route in routes:
-        inner = getattr(route, "original_router", None) or getattr(route, "router", None)
-        if inner is not None:
-            found += _flat(inner.routes)
-        elif getattr(route, "methods", None) is not None:
-            found.append(route)
-    return found
 
 
 def make_request(

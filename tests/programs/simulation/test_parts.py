@@ -116,6 +116,7 @@ WORLDS = {
 """For each mutant, a plan that finds it, and the rule that its world breaks."""
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_broken_part_is_found(name: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.programs.simulation.mutants import QUICK
 from tests.programs.simulation.shrinking import read_plan
 from tests.support.processes import run
 
-NUM_SEEDS = 10
+NUM_SEEDS = 6
 NUM_MUTANTS = 2
 MOST_SEEDS = 200
 """Few, so that a rare world that comes near a limit of time fails in each run or in none."""
@@ -38,6 +38,7 @@ def hashes_of(*arguments: str, hash_seed: str) -> list[str]:
     return ended.stdout.splitlines()[:NUM_SEEDS]
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("server", [[], ["--server", "valkey-server"]], ids=["", "valkey"])
 def test_equal_seeds_give_equal_worlds_without_violations(server: list[str]) -> None:
@@ -72,6 +73,7 @@ def test_an_unknown_mutant_is_refused() -> None:
     assert ended.stderr.endswith("error: argument --mutant: no mutant is named 'nobody'\n")
 
 
+@pytest.mark.long
 def test_a_failing_world_is_shrunk(tmp_path: Path) -> None:
     plan, story = tmp_path / "plan", tmp_path / "story"
     broken = ["--mutant", "stream-repeats", "--most-requests", "12"]

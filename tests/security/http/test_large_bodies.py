@@ -94,6 +94,7 @@ def kernel_holds_nothing(port: int) -> bool:
     return set(queues) == {"00000000:00000000"}
 
 
+@pytest.mark.long
 def test_many_large_bodies_of_one_key_do_not_keep_anothers_waiting(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

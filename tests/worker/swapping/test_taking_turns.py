@@ -118,6 +118,8 @@ def test_a_queue_whose_model_is_not_loaded_counts_as_served(
         assert statuses(gateway) == (503, 503)
 
 
+@pytest.mark.long
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("overlap", ["--swap-overlap", "--no-swap-overlap"])
 def test_under_load_nothing_is_lost_and_nothing_comes_twice(
     redis_url: str, queues: Queues, tmp_path: Path, overlap: str
@@ -219,6 +221,7 @@ def test_a_second_signal_gives_back_what_runs(
         assert any(num_tokens(queues[0], it) for it in given_back)
 
 
+@pytest.mark.long
 def test_a_real_model_beside_another_and_probes_of_both(
     redis_url: str, queues: Queues, tmp_path: Path
 ) -> None:

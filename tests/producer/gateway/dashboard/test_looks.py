@@ -37,8 +37,15 @@ async def keep_both(page: Page, name: str, viewport: str, full_page: bool = True
 
 
 @pytest.mark.long
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize(("viewport", "size"), LOOKS)
 async def test_every_page_fits_its_window_and_is_kept_as_a_picture(
-    redis_url: str, client: AsyncClient, connection: Any, open_page: Open
+    redis_url: str,
+    client: AsyncClient,
+    connection: Any,
+    open_page: Open,
+    viewport: str,
+    size: dict[str, int],
 ) -> None:
     bury(redis_url, "dead-1", "dead-2")
     served = served_model_free(max_num_seqs=8, step_seconds=0.02, num_blocks=512, block_size=16)
@@ -65,20 +72,19 @@ async def test_every_page_fits_its_window_and_is_kept_as_a_picture(
             ("playground", "#/playground", "Nothing has run yet"),
         ]
         await until_running(client, 8)
-        for viewport, size in LOOKS:
-            page = await open_page("", viewport=size)
-            for name, place, text in pages:
-                await page.evaluate("place => location.hash = place", place)
-                await expect(page.get_by_text(text).first).to_be_visible()
-                if name == "overview":
-                    await expect(page.locator(".chart path").first).to_be_visible()
-                await keep_both(page, name, viewport)
-                for width in (641, 800, 1001, size["width"]):
-                    await page.set_viewport_size({**size, "width": width})
-                    assert await page.evaluate(CUT_OFF) == [], (name, width)
-            await page.evaluate("location.hash = '#/'")
-            await page.get_by_role("button", name="Pause queue").click()
-            await keep_both(page, "dialog", viewport, full_page=False)
+        page = await open_page("", viewport=size)
+        for name, place, text in pages:
+            await page.evaluate("place => location.hash = place", place)
+            await expect(page.get_by_text(text).first).to_be_visible()
+            if name == "overview":
+                await expect(page.locator(".chart path").first).to_be_visible()
+            await keep_both(page, name, viewport)
+            for width in (641, 800, 1001, size["width"]):
+                await page.set_viewport_size({**size, "width": width})
+                assert await page.evaluate(CUT_OFF) == [], (name, width)
+        await page.evaluate("location.hash = '#/'")
+        await page.get_by_role("button", name="Pause queue").click()
+        await keep_both(page, "dialog", viewport, full_page=False)
         for request_id in ids:
             await client.cancel(request_id)
 
