@@ -49,7 +49,7 @@ from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
 from promptq.shared.protocol.request import NewRequest, Pooling, RequestState
 from promptq.shared.protocol.worker_stats import Sample
-from promptq.shared.queue import lookups, request_queue, scripts, statistics
+from promptq.shared.queue import lookups, places, request_queue, scripts, statistics
 from promptq.shared.queue.call import Call, Operation, carry_out
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.tracing import Tracing
@@ -290,12 +290,23 @@ class Client:
         """Returns the state of a request; None if the request is unknown."""
         return self._do(lookups.state(self._keys(), check_request_id(request_id)))
 
-    def place(self, request_id: str) -> admin.place.Place:
+    def place(self, request_id: str) -> places.Place:
         """Returns how many requests wait in front of a request, and when it will start.
 
         Raises RequestNotFoundError.
         """
-        return self._do(admin.place.place(self._keys(), request_id))
+        return self._do(places.place(self._keys(), request_id))
+
+    def quote(self, payload: Mapping[str, Any]) -> places.Quote:
+        """Returns when a request would start and end if it were enqueued now.
+
+        `payload` has the arguments of `enqueue`. Raises InvalidRequestError.
+        """
+        return self.quote_composed(compose([payload]))
+
+    def quote_composed(self, new: list[NewRequest]) -> places.Quote:
+        """Quotes the last of several requests, as if one call enqueued all of them."""
+        return self._do(places.quote(new))
 
     def timeline(self, request_id: str) -> admin.timeline.Timeline:
         """Returns what happened to a request, in order of time. Raises RequestNotFoundError."""
