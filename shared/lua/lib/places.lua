@@ -1,10 +1,10 @@
 -- uses: keys, numbers, server, requests, ending, work
 -- How many requests run before one that waits, and the times of its start and its end.
 
--- Quantiles of the standard normal distribution at 5%, 15%, ... 95%: these ten times stand for all times of a start.
-local NORMALS = {-1.645, -1.036, -0.674, -0.385, -0.126, 0.126, 0.385, 0.674, 1.036, 1.645}
+local NORMAL_P95 = 1.645 -- quantile of the standard normal distribution
+local NORMALS = {-1.593, -0.967, -0.589, -0.282, 0, 0.282, 0.589, 0.967, 1.593} -- nine that stand for all
 local MOST_VARIANCE = 4 -- relative variance of a start, beyond which the approximation does not hold
-local NUM_OUTPUTS = 20
+local NUM_OUTPUTS = 21 -- that stand for all
 
 local function count(key, highest_score)
   local num = redis.pcall('ZCOUNT', key, '-inf', highest_score)
@@ -104,7 +104,7 @@ function places.of(request)
   local expected, most = num_expected + 1 - num_free, num_in_front + 1 - num_free
   local function after_delay(ms) return numbers.exact(math.ceil(delay_ms + ms)) end
   reply[13] = after_delay(ms_until_ended(expected, done, 0))
-  reply[14] = after_delay(ms_until_ended(most, done, NORMALS[#NORMALS]))
+  reply[14] = after_delay(ms_until_ended(most, done, NORMAL_P95))
   local held = request.max_output and done.running > 0 and done.tokens > 0 and ms_held(done, request.max_output) or {}
   if #held > 0 then
     reply[15] = after_delay(end_ms(expected, done, held, 0.5))
