@@ -1,8 +1,7 @@
-"""When a request would start and end if it were enqueued now, and requests that refuse to be late."""
+"""Quotes: when a request would start and end, and requests that refuse to be late."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any

@@ -24,10 +24,10 @@ from promptq.shared.queue.places import Quote
 from promptq.shared.settings.worker import WorkerSettings
 from tests.programs.chaos.audit.outcome import take_snapshot
 from tests.programs.simulation.auditor import lives
-from tests.programs.simulation.fleet_costs import FleetWorld
+from tests.programs.simulation.fleet_costs import Equal, FleetWorld
 from tests.programs.simulation.loop import Process
 from tests.programs.simulation.plan import Plan
-from tests.programs.simulation.processes import QUEUE, URL
+from tests.programs.simulation.processes import QUEUE, SIZES, URL
 from tests.programs.simulation.server import ServerProcess
 from tests.support.model_free import tokens_of
 
@@ -42,14 +42,27 @@ _SHARE_OF_TIGHT = 0.3
 """Share of the requests whose `max_tokens` is the length of their output."""
 _BURST = 30
 
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of a world, and the KV blocks of its workers."""
+
+    share: float
+    """Share of what the fleet serves at most."""
+    burst: int = 1
+    """How many requests come at once."""
+    num_blocks: int = 144
+
+
 LOADS = {
-    "0.3": (0.3, 1),
-    "0.7": (0.7, 1),
-    "0.9": (0.9, 1),
-    "1.1": (1.1, 1),
-    "bursts": (0.7, _BURST),
+    "0.3": Load(0.3),
+    "0.7": Load(0.7),
+    "0.9": Load(0.9),
+    "1.1": Load(1.1),
+    "0.7, bursts": Load(0.7, burst=30),
+    "0.9, little memory": Load(0.9, num_blocks=36),
 }
-"""By name: the load, and how many requests come at once."""
+"""By name. With little memory, short requests overtake long ones."""
 
 HEAD = """\
 | load | requests | quoted | ends before p50 | before p95 | p95 of ends: quoted by real \
@@ -66,20 +79,21 @@ class Quoted:
     end_ms: float
 
 
-class _Slow(random.Random):
-    """Takes the first of all choices, but makes engines slow."""
+class _Slow(Equal):
+    """Makes engines slow, with this number of KV blocks."""
+
+    num_blocks = 0
 
     def choice(self, seq: Any) -> Any:
-        return _SLOWNESS if [*seq] == [1, 4, 10] else seq[0]
+        first = super().choice(seq)
+        return (first[0], self.num_blocks) if seq is SIZES else _SLOWNESS if first == 1 else first
 
 
-def _requests(
-    rng: random.Random, load: float, burst: int
-) -> Iterator[tuple[float, dict[str, Any]]]:
+def _requests(rng: random.Random, load: Load) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yields the second in which each request is sent, and its fields."""
-    at = 0.0
-    while (at := at + burst * rng.expovariate(load * _REQUESTS_PER_SECOND)) < _SECONDS:
-        for _ in range(burst):
+    at, bursts_per_second = 0.0, load.share * _REQUESTS_PER_SECOND / load.burst
+    while (at := at + rng.expovariate(bursts_per_second)) < _SECONDS:
+        for _ in range(load.burst):
             seed, length = rng.randrange(2**32), min(_MOST_TOKENS, int(rng.lognormvariate(3, 0.8)))
             fields = {"prompt": "x" * rng.randint(5, 40), "seed": seed, "ignore_eos": True}
             if rng.random() < _SHARE_OF_TIGHT or length < 4:
@@ -92,13 +106,18 @@ def _requests(
 class _QuotedWorld(FleetWorld):
     """A world in which only `_serve` sends requests."""
 
-    def __init__(self, plan: Plan, server: ServerProcess, load: float, burst: int) -> None:
+    def __init__(self, plan: Plan, server: ServerProcess, load: Load) -> None:
         super().__init__(plan, server)
         self._fleet.queue_clients.clear()
         for place in self._fleet.workers:
-            place.make_random = _Slow
-        self._load = load, burst
+            place.make_random = self._make_random
+        self._load = load
         self._quotes: dict[str, Quote] = {}
+
+    def _make_random(self, seed: str) -> _Slow:
+        made = _Slow(seed)
+        made.num_blocks = self._load.num_blocks
+        return made
 
     async def _main(self) -> None:
         await self._start_workers()
@@ -109,7 +128,7 @@ class _QuotedWorld(FleetWorld):
         """Quotes and enqueues all requests, and waits for their ends."""
         began_at = time.monotonic()
         async with AsyncClient(URL, QUEUE) as client:
-            for at, fields in _requests(random.Random(self.plan.seed), *self._load):
+            for at, fields in _requests(random.Random(self.plan.seed), self._load):
                 await asyncio.sleep(began_at + at - time.monotonic())
                 quote = await client.quote(fields)
                 self._quotes[await client.enqueue(**fields)] = quote
@@ -144,7 +163,7 @@ def judge(load: str, seeds: Iterable[int], library: Path, kind: str = "") -> lis
             tempfile.TemporaryDirectory(prefix="quotes-") as folder,
             ServerProcess(Path(folder), library, kind) as server,
         ):
-            world = _QuotedWorld(plan, server, *LOADS[load])
+            world = _QuotedWorld(plan, server, LOADS[load])
             try:
                 world.run()
                 found += world.quoted()
