@@ -1,10 +1,10 @@
--- uses: keys, numbers, server, requests, ending, work
+-- uses: keys, numbers, server, ending, work
 -- How many requests run before one that waits, and the times of its start and its end.
 
 local NORMAL_P95 = 1.645 -- quantile of the standard normal distribution
 local NORMALS = {-1.593, -0.967, -0.589, -0.282, 0, 0.282, 0.589, 0.967, 1.593} -- nine that stand for all
 local MOST_VARIANCE = 4 -- relative variance of a start, beyond which the approximation does not hold
-local NUM_OUTPUTS = 21 -- that stand for all
+local NUM_LENGTHS, NUM_TIMES = 31, 41 -- how many stand for all
 
 local function count(key, highest_score)
   local num = redis.pcall('ZCOUNT', key, '-inf', highest_score)
@@ -19,28 +19,45 @@ local function has_other_tenants(tenant)
   return tenant ~= '' and server.size(keys.pending) > 0
 end
 
--- The time (ms) until `num` requests have ended, by what was done in the last minute. `normal` is the quantile of the
--- standard normal distribution. The time has about a gamma distribution. Its relative variance has two parts: of the
--- requests to come, and of the rate that was measured (Wilson and Hilferty, 1931).
+-- How many requests end in a millisecond while requests wait. If none waited in the last minute, the workers may be
+-- faster than they were.
+local function ends_per_ms(done, num_workers)
+  local measured = done.num / done.ms
+  if done.most_active > 0 then return measured end
+  return math.max(measured, work.tokens_of_worker() * num_workers / work.tokens_of_answer() / 1000)
+end
+
+-- The time (ms) until `num` requests have ended. `normal` is the quantile of the standard normal distribution. The time
+-- has about a gamma distribution. Its relative variance has two parts: of the requests to come, and of the rate that
+-- was measured (Wilson and Hilferty, 1931).
 local function ms_until_ended(num, done, normal)
   if num <= 0 then return 0 end
   local variance = math.min(MOST_VARIANCE, done.dispersion * (1 / num + 1 / done.num))
   local factor = 1 - variance / 9 + normal * math.sqrt(variance / 9)
-  return num * done.ms / done.num * factor ^ 3
+  return num / done.ends_per_ms * factor ^ 3
 end
 
--- The times (ms) for which workers hold a request with at most `max_output` tokens, shortest first: how long it waits
--- in its worker, and then the time of its output, as the last finished requests had it (Little, 1961).
+-- Sorts values, and returns `num` of them that stand for all.
+local function spread(values, num)
+  table.sort(values)
+  local chosen = {}
+  num = math.min(num, #values)
+  for nth = 1, num do chosen[nth] = values[math.ceil((nth - 0.5) * #values / num)] end
+  return chosen
+end
+
+-- Times (ms) that stand for how long workers hold a request with at most `max_output` tokens: how long it waits in its
+-- worker (Little, 1961), and then the time of its output. Lengths are those of the last finished requests, and speeds
+-- those of the last minute, in any combination.
 local function ms_held(done, max_output)
-  local outputs, times = ending.read_outputs(), {}
-  table.sort(outputs, function(one, other) return one[2] < other[2] end)
-  local num = math.min(#outputs, NUM_OUTPUTS)
+  local lengths, times = {}, {}
+  for nth, output in ipairs(ending.read_outputs()) do lengths[nth] = output[2] end
   local in_worker = math.max(0, done.active - done.running) * done.ms / done.num
-  for nth = 1, num do
-    local tokens = math.min(outputs[math.ceil((nth - 0.5) * #outputs / num)][2], max_output)
-    times[nth] = in_worker + math.max(1, tokens) * done.running * done.ms / done.tokens
+  for _, length in ipairs(spread(lengths, NUM_LENGTHS)) do
+    local tokens = math.max(1, math.min(length, max_output))
+    for _, ms_of_token in ipairs(done.ms_of_token) do times[#times + 1] = in_worker + tokens * ms_of_token end
   end
-  return times
+  return spread(times, NUM_TIMES)
 end
 
 -- The time of an end (ms) that a share of all ends does not exceed.
@@ -99,13 +116,14 @@ function places.of(request)
   }
   reply.end_p50_ms = 0 -- unknown
   if not num_in_front or paused or live == 0 or done.num == 0 then return reply end
+  done.ends_per_ms = ends_per_ms(done, live)
   -- The request starts when those in front have started and one more request has ended, unless there is room.
   local num_free = request.max_output and room(done) or 0
   local expected, most = num_expected + 1 - num_free, num_in_front + 1 - num_free
   local function after_delay(ms) return numbers.exact(math.ceil(delay_ms + ms)) end
   reply[13] = after_delay(ms_until_ended(expected, done, 0))
   reply[14] = after_delay(ms_until_ended(most, done, NORMAL_P95))
-  local held = request.max_output and done.running > 0 and done.tokens > 0 and ms_held(done, request.max_output) or {}
+  local held = request.max_output and ms_held(done, request.max_output) or {}
   if #held > 0 then
     reply[15] = after_delay(end_ms(expected, done, held, 0.5))
     reply[16] = after_delay(end_ms(most, done, held, 0.95))

@@ -35,12 +35,13 @@ NUM_WORKERS = 2
 _SECONDS = 300.0
 """Virtual seconds in which requests come."""
 _SLOWNESS = 100
-_REQUESTS_PER_SECOND = 3.0
+_REQUESTS_PER_SECOND = 4.2
 """How many of these requests the fleet serves at most, measured with an endless backlog."""
 _MOST_TOKENS = 120
 _SHARE_OF_TIGHT = 0.3
 """Share of the requests whose `max_tokens` is the length of their output."""
-_BURST = 30
+_CLAIM_MS = 50
+"""Milliseconds that a claim may take while workers have room, which a quote leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,9 @@ def row(load: str, found: list[Quoted]) -> str:
     shares = [
         statistics.mean(each.end_ms <= (each.quote.end_p50_ms or 0) for each in known),
         statistics.mean(each.end_ms <= (each.quote.end_p95_ms or 0) for each in known),
-        statistics.mean(each.start_ms <= (each.quote.start_p95_ms or 0) for each in known),
+        statistics.mean(
+            each.start_ms <= (each.quote.start_p95_ms or 0) + _CLAIM_MS for each in known
+        ),
     ]
     p50, p95, starts = (f"{100 * share:.0f}%" for share in shares)
     worst = max(map(_excess, quarters))
