@@ -3,8 +3,10 @@
 
 local NORMAL_P95 = 1.645 -- quantile of the standard normal distribution
 local NORMALS = {-1.593, -0.967, -0.589, -0.282, 0, 0.282, 0.589, 0.967, 1.593} -- nine that stand for all
+local MINUTE_MS = 60000
 local MOST_VARIANCE = 4 -- relative variance of a start, beyond which the approximation does not hold
-local NUM_LENGTHS, NUM_TIMES = 31, 41 -- how many stand for all
+local DRIFT = 0.04 -- relative variance of the rate of ends from one minute to the next
+local NUM_LENGTHS, NUM_TIMES = 21, 31 -- how many stand for all
 
 local function count(key, highest_score)
   local num = redis.pcall('ZCOUNT', key, '-inf', highest_score)
@@ -28,13 +30,15 @@ local function ends_per_ms(done, num_workers)
 end
 
 -- The time (ms) until `num` requests have ended. `normal` is the quantile of the standard normal distribution. The time
--- has about a gamma distribution. Its relative variance has two parts: of the requests to come, and of the rate that
--- was measured (Wilson and Hilferty, 1931).
+-- has about a gamma distribution. Its relative variance has three parts: of the requests to come, of the rate that was
+-- measured, and if the time is long, of the rate until then (Wilson and Hilferty, 1931).
 local function ms_until_ended(num, done, normal)
   if num <= 0 then return 0 end
-  local variance = math.min(MOST_VARIANCE, done.dispersion * (1 / num + 1 / done.num))
+  local mean = num / done.ends_per_ms
+  local variance = done.dispersion * (1 / num + 1 / done.num) + DRIFT * math.min(1, mean / MINUTE_MS)
+  variance = math.min(MOST_VARIANCE, variance)
   local factor = 1 - variance / 9 + normal * math.sqrt(variance / 9)
-  return num / done.ends_per_ms * factor ^ 3
+  return mean * factor ^ 3
 end
 
 -- Sorts values, and returns `num` of them that stand for all.
@@ -60,15 +64,16 @@ local function ms_held(done, max_output)
   return spread(times, NUM_TIMES)
 end
 
--- The time of an end (ms) that a share of all ends does not exceed.
-local function end_ms(num_ends, done, held, share)
+-- Times (ms) that stand for all times until the end of a request that starts after `num_ends` ends, shortest first.
+local function ms_until_end(num_ends, done, held)
+  if num_ends <= 0 then return held end
   local times = {}
   for _, normal in ipairs(NORMALS) do
     local start = ms_until_ended(num_ends, done, normal)
     for _, ms in ipairs(held) do times[#times + 1] = start + ms end
   end
   table.sort(times)
-  return times[math.ceil(share * #times)]
+  return times
 end
 
 -- How many more requests the workers would take at once.
@@ -125,8 +130,10 @@ function places.of(request)
   reply[14] = after_delay(ms_until_ended(most, done, NORMAL_P95))
   local held = request.max_output and ms_held(done, request.max_output) or {}
   if #held > 0 then
-    reply[15] = after_delay(end_ms(expected, done, held, 0.5))
-    reply[16] = after_delay(end_ms(most, done, held, 0.95))
+    local ends = ms_until_end(expected, done, held)
+    reply[15] = after_delay(ends[math.ceil(0.5 * #ends)])
+    if most > expected then ends = ms_until_end(most, done, held) end
+    reply[16] = after_delay(ends[math.ceil(0.95 * #ends)])
     reply.end_p50_ms = tonumber(reply[15])
   end
   return reply

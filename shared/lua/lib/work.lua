@@ -119,8 +119,8 @@ function work.tokens_requested(num_waiting, num_active)
 end
 
 -- What the workers did in the last minute. Only samples in which requests waited show what the workers can do; without
--- any, all samples with output count. Returns a table: `num` finished requests and their `dispersion` (the variance of a
--- sample's number by its mean, at least 1), output `tokens`, in how many `ms`, the mean numbers of requests that were
+-- any, all samples with output count. Returns a table: `num` finished requests and their `dispersion` (the variance of
+-- a sample's number by its mean, at least 1), output `tokens`, in how many `ms`, the mean numbers of requests that were
 -- `running` and that workers held (`active`), the most that a worker held while others waited (`most_active`), and in
 -- each sample, the time that a running request took for a token (`ms_of_token`).
 function work.done_lately()
