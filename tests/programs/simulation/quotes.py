@@ -32,8 +32,6 @@ from tests.programs.simulation.server import ServerProcess
 from tests.support.model_free import tokens_of
 
 NUM_WORKERS = 2
-_SECONDS = 300.0
-"""Virtual seconds in which requests come."""
 _SLOWNESS = 100
 _REQUESTS_PER_SECOND = 4.2
 """How many of these requests the fleet serves at most, measured with an endless backlog."""
@@ -90,10 +88,12 @@ class _Slow(Equal):
         return (first[0], self.num_blocks) if seq is SIZES else _SLOWNESS if first == 1 else first
 
 
-def _requests(rng: random.Random, load: Load) -> Iterator[tuple[float, dict[str, Any]]]:
+def _requests(
+    rng: random.Random, load: Load, seconds: float
+) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yields the second in which each request is sent, and its fields."""
     at, bursts_per_second = 0.0, load.share * _REQUESTS_PER_SECOND / load.burst
-    while (at := at + rng.expovariate(bursts_per_second)) < _SECONDS:
+    while (at := at + rng.expovariate(bursts_per_second)) < seconds:
         for _ in range(load.burst):
             seed, length = rng.randrange(2**32), min(_MOST_TOKENS, int(rng.lognormvariate(3, 0.8)))
             fields = {"prompt": "x" * rng.randint(5, 40), "seed": seed, "ignore_eos": True}
@@ -129,7 +129,9 @@ class _QuotedWorld(FleetWorld):
         """Quotes and enqueues all requests, and waits for their ends."""
         began_at = time.monotonic()
         async with AsyncClient(URL, QUEUE) as client:
-            for at, fields in _requests(random.Random(self.plan.seed), self._load):
+            for at, fields in _requests(
+                random.Random(self.plan.seed), self._load, self.plan.seconds
+            ):
                 await asyncio.sleep(began_at + at - time.monotonic())
                 quote = await client.quote(fields)
                 self._quotes[await client.enqueue(**fields)] = quote
@@ -155,11 +157,13 @@ class _QuotedWorld(FleetWorld):
         return found
 
 
-def judge(load: str, seeds: Iterable[int], library: Path, kind: str = "") -> list[Quoted]:
+def judge(
+    load: str, seeds: Iterable[int], seconds: float, library: Path, kind: str = ""
+) -> list[Quoted]:
     """Returns the quotes of several worlds with one of the `LOADS`."""
     found = []
     for seed in seeds:
-        plan = Plan(seed, NUM_WORKERS, 1, 0, 0.0, (), WorkerSettings().lease_ms)
+        plan = Plan(seed, NUM_WORKERS, 1, 0, seconds, (), WorkerSettings().lease_ms)
         with (
             tempfile.TemporaryDirectory(prefix="quotes-") as folder,
             ServerProcess(Path(folder), library, kind) as server,
