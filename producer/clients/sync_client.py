@@ -130,9 +130,10 @@ class Client:
         those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
         `priority`, ...). The request waits at least `delay_ms` milliseconds.
 
-        Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply is lost, the
-        client sends the request again, and the server accepts only one. If the server stays away,
-        the request may or may not have arrived. An `idempotency_key` makes repeated calls safe.
+        Raises InvalidRequestError, RequestExistsError, QueueFullError, and with `deadline_policy`
+        DeadlineRefusedError. If the reply is lost, the client sends the request again, and the
+        server accepts only one. If the server stays away, the request may or may not have arrived.
+        An `idempotency_key` makes repeated calls safe.
 
         With `durability="replicated"`, the call waits until all connected replicas have the
         request. If a replica is too slow, or no replica exists, raises NotReplicatedError. If you
