@@ -1,6 +1,7 @@
 """The place of a request in its queue: how many requests wait in front, and when it will start.
 
-A quote is the place of a request that would be enqueued now."""
+A quote is the place of a request that would be enqueued now.
+"""
 
 from __future__ import annotations
 

@@ -82,17 +82,13 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: This
     return await _create(request, gateway, caller, "completions")
 
 
-@router.post(
-    "/v1/quote",
-    openapi_extra=operation(
-        ChatOptions, descriptions={"messages": "or `prompt`, as in `/v1/completions`"}
-    ),
-)
+@router.post("/v1/quote", openapi_extra=operation(ChatOptions))
 async def quote(request: Request, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
     """Estimate when a chat or a completion would start and end if this call enqueued it.
 
-    Of several answers, this is the quote of the last. A time is null if it is unknown; `because`
-    says why.
+    A completion has `prompt` in place of `messages`, and the fields of `/v1/completions`. Of
+    several answers, this is the quote of the last. A time is null if it is unknown; `because` says
+    why.
     """
     async with read_call(request, gateway, caller, "quotes") as incoming:
         served, _ = await incoming.queue()

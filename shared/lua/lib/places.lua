@@ -5,7 +5,7 @@ local NORMAL_P95 = 1.645 -- quantile of the standard normal distribution
 local NORMALS = {-1.593, -0.967, -0.589, -0.282, 0, 0.282, 0.589, 0.967, 1.593} -- nine that stand for all
 local MINUTE_MS = 60000
 local MOST_VARIANCE = 4 -- relative variance of a start, beyond which the approximation does not hold
-local DRIFT = 0.04 -- relative variance of the rate of ends from one minute to the next
+local DRIFT = 0.04 -- relative variance of the rate of ends in the next minute, as in simulated worlds
 local NUM_LENGTHS, NUM_TIMES = 21, 31 -- how many stand for all
 
 local function count(key, highest_score)
@@ -85,7 +85,7 @@ end
 
 -- The place of a request as the values of the script `place`'s reply. Its fields: `tenant`; `num_in_front`, in the
 -- queue of its tenant (nil: unknown); `delay_ms`; `is_due`, if its delay has passed; and if it does not wait yet,
--- `max_output`, the most tokens of its output. The values have the field `end_p50_ms`, too; 0 if unknown.
+-- `max_output`, the most tokens of its output.
 function places.of(request)
   local tenant, num_in_front, delay_ms = request.tenant, request.num_in_front, request.delay_ms
   -- A claim ends what is past its deadline, and first brings delayed requests to their places.
@@ -119,7 +119,6 @@ function places.of(request)
     paused and 1 or 0, numbers.precise(done.num), numbers.precise(done.dispersion), numbers.precise(done.tokens),
     done.ms, '', '', '', '',
   }
-  reply.end_p50_ms = 0 -- unknown
   if not num_in_front or paused or live == 0 or done.num == 0 then return reply end
   done.ends_per_ms = ends_per_ms(done, live)
   -- The request starts when those in front have started and one more request has ended, unless there is room.
@@ -134,7 +133,6 @@ function places.of(request)
     reply[15] = after_delay(ends[math.ceil(0.5 * #ends)])
     if most > expected then ends = ms_until_end(most, done, held) end
     reply[16] = after_delay(ends[math.ceil(0.95 * #ends)])
-    reply.end_p50_ms = tonumber(reply[15])
   end
   return reply
 end

@@ -24,8 +24,7 @@ local FIELDS = {
 }
 local DEFAULTS = {__index = {
   id = false, payload = false, priority = 0, deadline_ms = 0, delay_ms = 0, idempotency_key = '', tenant = '',
-  account = '', forked_from = '', pictures = '', by_deadline = '',
-  deadline_policy = '',
+  account = '', forked_from = '', pictures = '', by_deadline = '', deadline_policy = '',
 }}
 local args, start, fields, num_fields
 if arguments.are_named then
@@ -97,7 +96,8 @@ for nth, request in ipairs(fresh) do
   if request.deadline_policy == 'refuse' and deadline_ms > 0 then
     local most = requests.requested_output(request.payload) or math.huge
     local quote = places.before_arrival(request.tenant, request.score, nth - 1, tonumber(request.delay_ms), most)
-    if quote.end_p50_ms > deadline_ms then return {'late', request.id, request.deadline_ms, unpack(quote)} end
+    local end_p50_ms = tonumber(quote[15]) or 0
+    if end_p50_ms > deadline_ms then return {'late', request.id, request.deadline_ms, unpack(quote)} end
   end
 end
 

@@ -1,7 +1,8 @@
 """Compares quotes with the real starts and ends of the requests, at several loads of a fleet.
 
 Lengths of outputs are heavy-tailed. Most requests name a loose `max_tokens`, and end by a stop
-string.
+string. On 2026-11-30, with the held-out seeds 101 and 102, 86 to 94% of the requests ended before
+the quoted p95, whose mean was 0.61 to 0.92 of the real p95. Seed 1 was for tuning.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.support.model_free import tokens_of
 NUM_WORKERS = 2
 _SLOWNESS = 100
 _REQUESTS_PER_SECOND = 4.2
-"""How many of these requests the fleet serves at most, measured with an endless backlog."""
+"""A load of 1. While requests wait, the fleet ends 4.4 to 4.7 a second."""
 _MOST_TOKENS = 120
 _SHARE_OF_TIGHT = 0.3
 """Share of the requests whose `max_tokens` is the length of their output."""
@@ -47,7 +48,7 @@ class Load:
     """Requests of a world, and the KV blocks of its workers."""
 
     share: float
-    """Share of what the fleet serves at most."""
+    """Requests that come in a second, by `_REQUESTS_PER_SECOND`."""
     burst: int = 1
     """How many requests come at once."""
     num_blocks: int = 144
@@ -58,6 +59,7 @@ LOADS = {
     "0.7": Load(0.7),
     "0.9": Load(0.9),
     "1.1": Load(1.1),
+    "1.4": Load(1.4),
     "0.7, bursts": Load(0.7, burst=30),
     "0.9, little memory": Load(0.9, num_blocks=36),
 }
