@@ -21,6 +21,7 @@ PromptqError
 └── RequestError                  one request
     ├── InvalidRequestError       a field is wrong; the message names it
     ├── RequestExistsError        a request with this id was enqueued before
+    ├── DeadlineRefusedError      the request would miss its deadline; the error has the quote
     ├── NotReplicatedError        the request is written, but replicas may lack it
     ├── RequestNotFoundError      the id is unknown, or its record has expired
     ├── StreamChangedError        the server lost delivered tokens, and sent other tokens instead
@@ -28,6 +29,8 @@ PromptqError
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class PromptqError(Exception):
@@ -137,6 +140,15 @@ class InvalidRequestError(RequestError):
 
 class RequestExistsError(RequestError):
     """A request with this id was enqueued before."""
+
+
+class DeadlineRefusedError(RequestError):
+    """A request with `deadline_policy: refuse` was not enqueued, because it would probably end
+    after its deadline. `quote` (`promptq.shared.queue.places.Quote`) has the estimated times."""
+
+    def __init__(self, message: str, quote: Any) -> None:
+        super().__init__(message)
+        self.quote = quote
 
 
 class NotReplicatedError(RequestError):

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from promptq.producer.admin import autoscaling as autoscaling
     from promptq.producer.admin import dead_letters as dead_letters
     from promptq.producer.admin import overview as overview
-    from promptq.producer.admin import place as place
     from promptq.producer.admin import queue_control as queue_control
     from promptq.producer.admin import queue_stats as queue_stats
     from promptq.producer.admin import queue_views as queue_views

@@ -17,7 +17,7 @@ from promptq.producer.apis.messages.read import read_count_call, read_message_ca
 from promptq.producer.apis.responses.read import read_input_count, read_response
 from promptq.producer.apis.responses.response_call import NewResponse, new_response_id
 from promptq.producer.calls.call import CompletionCall
-from promptq.producer.calls.call_body import wrong_field
+from promptq.producer.calls.call_body import read_object, wrong_field
 from promptq.producer.calls.call_reader import Read, Reader, Readers
 from promptq.producer.calls.completion import (
     new_completion_id,
@@ -41,6 +41,12 @@ def _read_message_fork(body: bytes, headers: Mapping[str, str]) -> CompletionCal
     return replace(call, form="message", names=MESSAGE_NAMES)
 
 
+def _read_quoted(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    """Parses a call to quote: a chat if the body has messages, or else a completion."""
+    read = read_chat if "messages" in read_object(body) else read_completion
+    return read(body, headers)
+
+
 READERS: Readers = {
     "completions": Reader(_without_history(read_completion), partial(new_completion_id, False)),
     "chats": Reader(_without_history(read_chat), partial(new_completion_id, True)),
@@ -50,6 +56,7 @@ READERS: Readers = {
     "messages": Reader(_without_history(read_message_call), new_message_id),
     "message_forks": Reader(_without_history(_read_message_fork), new_message_id),
     "counts": Reader(_without_history(read_count_call), new_message_id),
+    "quotes": Reader(_without_history(_read_quoted), partial(new_completion_id, True)),
     "responses": Reader(read_response, new_response_id, NewResponse.unpack),
     "input_counts": Reader(read_input_count, new_response_id),
 }

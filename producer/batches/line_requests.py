@@ -192,6 +192,9 @@ def _call_of(line: BatchLine) -> CompletionCall:
     call = _READERS[line.url](json.dumps(line.body).encode(), {})
     if call.stream:
         raise InvalidRequestError("stream: a batch does not stream", field="stream")
+    if "deadline_policy" in call.fields:
+        message = "deadline_policy: a batch does not refuse lines that would be late"
+        raise InvalidRequestError(message, field="deadline_policy")
     return call
 
 

@@ -62,6 +62,7 @@ Endpoint = Literal[
     "messages",
     "message_forks",
     "counts",
+    "quotes",
 ]
 """The kinds of calls. `counts` (/v1/messages) and `input_counts` (/v1/responses) count tokens."""
 
@@ -280,7 +281,7 @@ def answer(
         return {"error": details}, []
     new, payloads, pictures = [], [], dict[str, Any]()
     for item in prepared.new:
-        included = {"priority", "deadline_ms", "completion_window"}
+        included = {"priority", "deadline_ms", "completion_window", "deadline_policy"}
         included |= {"idempotency_key", "tenant", "trace_context"}
         fields = item.request.model_dump(include=included)
         new.append([item.request_id, fields, item.delay_ms, item.durability, [*item.pictures]])

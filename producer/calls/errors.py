@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from http import HTTPStatus
 
@@ -22,6 +23,7 @@ from promptq.producer.batch_store.file_quotas import FileQuotaError
 from promptq.producer.batch_store.files import FileMissingError
 from promptq.producer.clients.connecting import explained
 from promptq.shared.errors import (
+    DeadlineRefusedError,
     InvalidRequestError,
     ModelNotServedError,
     NotReplicatedError,
@@ -74,7 +76,8 @@ def _default_code(status: int) -> str:
 
 class ApiError(Exception):
     """An error that is the answer to a call. `param` is the wrong field. `code` identifies the
-    error for programs. `unsupported` has fields of Anthropic's API that promptq lacks."""
+    error for programs. `unsupported` has fields of Anthropic's API that promptq lacks. `more` has
+    further members of the error object."""
 
     def __init__(
         self,
@@ -85,9 +88,11 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
         unsupported: Sequence[str] = (),
+        more: Mapping[str, object] = {},
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.more = more
         self.param = param
         self.unsupported = unsupported
         self.code = code or _default_code(status)
@@ -98,14 +103,14 @@ class ApiError(Exception):
         """The answer's body, in OpenAI's form."""
         kind = _TYPES.get(self.status, "api_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": {**error, **self.more}}
 
     @property
     def messages_body(self) -> dict[str, object]:
         """The answer's body, in the form of /v1/messages."""
         kind = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _TYPES_OF_MESSAGES.get(self.status, kind)
-        details: dict[str, object] = {"error_code": self.code}
+        details: dict[str, object] = {"error_code": self.code, **self.more}
         if self.unsupported:
             details["unsupported"] = self.unsupported
         error = {"type": kind, "message": str(self), "details": details}
@@ -114,7 +119,9 @@ class ApiError(Exception):
     def named(self, names: Mapping[str, str]) -> ApiError:
         """Returns this error with the endpoint's names of fields; see `in_api_names`."""
         message, param = in_api_names(names, str(self), self.param)
-        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+        return ApiError(
+            self.status, message, param=param, code=self.code, headers=self.headers, more=self.more
+        )
 
 
 def in_api_names(
@@ -156,6 +163,9 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), param="model", code="model_not_found")
         case RequestExistsError():
             return ApiError(409, str(error), code="exists")
+        case DeadlineRefusedError():
+            more = {"quote": asdict(error.quote)}
+            return ApiError(409, str(error), param="deadline_ms", code="deadline", more=more)
         case NotReplicatedError():  # a client that repeats the call without a key sends it twice
             return ApiError(503, str(error), code="not_replicated", headers=NOT_AGAIN)
         case SpoiltRecordError():

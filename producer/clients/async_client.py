@@ -52,7 +52,7 @@ from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
 from promptq.shared.protocol.request import NewRequest, Pooling, RequestState
 from promptq.shared.protocol.worker_stats import Sample
-from promptq.shared.queue import lookups, request_queue, scripts, statistics
+from promptq.shared.queue import lookups, places, request_queue, scripts, statistics
 from promptq.shared.queue.call import Call, Operation, carry_out_async
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.tasks import heeding_cancels
@@ -131,9 +131,10 @@ class AsyncClient:
         those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
         `priority`, ...). The request waits at least `delay_ms` milliseconds.
 
-        Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply is lost, the
-        client sends the request again, and the server accepts only one. If the server stays away,
-        the request may or may not have arrived. An `idempotency_key` makes repeated calls safe.
+        Raises InvalidRequestError, RequestExistsError, QueueFullError, and with `deadline_policy`
+        DeadlineRefusedError. If the reply is lost, the client sends the request again, and the
+        server accepts only one. If the server stays away, the request may or may not have arrived.
+        An `idempotency_key` makes repeated calls safe.
 
         With `durability="replicated"`, the call waits until all connected replicas have the
         request. If a replica is too slow, or no replica exists, raises NotReplicatedError. If you
@@ -293,12 +294,23 @@ class AsyncClient:
         """Returns the state of a request; None if the request is unknown."""
         return await self._do(lookups.state(await self._keys(), check_request_id(request_id)))
 
-    async def place(self, request_id: str) -> admin.place.Place:
+    async def place(self, request_id: str) -> places.Place:
         """Returns how many requests wait in front of a request, and when it will start.
 
         Raises RequestNotFoundError.
         """
-        return await self._do(admin.place.place(await self._keys(), request_id))
+        return await self._do(places.place(await self._keys(), request_id))
+
+    async def quote(self, payload: Mapping[str, Any]) -> places.Quote:
+        """Returns when a request would start and end if it were enqueued now.
+
+        `payload` has the arguments of `enqueue`. Raises InvalidRequestError.
+        """
+        return await self.quote_composed(compose([payload]))
+
+    async def quote_composed(self, new: list[NewRequest]) -> places.Quote:
+        """Quotes the last of several requests, as if one call enqueued all of them."""
+        return await self._do(places.quote(new))
 
     async def timeline(self, request_id: str) -> admin.timeline.Timeline:
         """Returns what happened to a request, in order of time. Raises RequestNotFoundError."""

@@ -27,7 +27,8 @@ _MEANINGS = {
     403: "the API key does not allow it",
     404: "no model, stream, file or batch has this id, or it belongs to another tenant",
     408: "`deadline_ms` passed before the answer began",
-    409: "it was cancelled or has ended, or its record in Redis breaks the protocol",
+    409: "it was cancelled, has ended or would miss its deadline, or its record in Redis breaks the"
+    " protocol",
     413: "the body is too large",
     429: "a limit of the queue or of the API key is reached; `Retry-After` says how long to wait",
     500: "the worker failed with the request",

@@ -20,7 +20,6 @@ from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from promptq.producer.admin.place import Place
 from promptq.producer.calls.errors import ApiError, as_api_error
 from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.http.connection_limits import PIECES, Unfinished
@@ -30,6 +29,7 @@ from promptq.producer.http.state import Gateway
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import RequestState
+from promptq.shared.queue.places import Place
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.printable import one_line
 from promptq.shared.runtime.tasks import end

@@ -303,6 +303,9 @@ class Request(SamplingParams):
         pattern=WINDOW,
         description="such as `2h` or `90m`: sets `deadline_ms`; the earliest deadline runs first",
     )
+    deadline_policy: Literal["refuse"] | None = Field(
+        None, description="`refuse`: refuse the request if it will probably miss its deadline"
+    )
     tenant: str | None = Field(None, pattern=NAME)
     idempotency_key: str | None = Field(None, min_length=1, max_length=200)
     cache_salt: str | None = Field(None, max_length=200)
@@ -345,6 +348,8 @@ class Request(SamplingParams):
             self.service_tier = None  # from here on, only the priority says it
         if self.completion_window is not None:
             self.deadline_ms = min(self.deadline_ms or MAX_MS, window_ms(self.completion_window))
+        if self.deadline_policy is not None and self.deadline_ms is None:
+            raise ValueError("deadline_policy: needs deadline_ms or completion_window")
         return self
 
     @model_validator(mode="after")

@@ -270,7 +270,7 @@ class RequestQueue(_Queue):
 
     def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
         """Adds all requests or none, and returns their ids. Raises InvalidRequestError,
-        RequestExistsError, QueueFullError, NotReplicatedError."""
+        RequestExistsError, QueueFullError, DeadlineRefusedError, NotReplicatedError."""
         return self.run(self._enqueue(new))
 
     def take_batch(self, room: Room) -> Claims:

@@ -14,7 +14,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from promptq.shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
+from promptq.shared.errors import (
+    DeadlineRefusedError,
+    ModelMismatchError,
+    QueueFullError,
+    RequestExistsError,
+)
 from promptq.shared.protocol.claims import Claim, ClaimContext, Claims, Held, ModelIdentity, Room
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
@@ -23,6 +28,7 @@ from promptq.shared.protocol.request import PROTOCOL_VERSION, NewRequest
 from promptq.shared.protocol.rows import Published, Row, RowStatus
 from promptq.shared.protocol.worker_stats import SLOTS, SlotStats, WorkerStats
 from promptq.shared.queue.call import Argument, Call, named, text_of, texts_of
+from promptq.shared.queue.places import quote_of
 from promptq.shared.queue.replication import nonce_of
 from promptq.shared.runtime.printable import printable
 
@@ -39,8 +45,8 @@ def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> 
 
     The `nonce` marks the call, so that it can be sent again after a lost reply. If `nonce` is
     empty, this function makes one.
-    Raises RequestExistsError, QueueFullError. If a request has `durability`, the queue waits for
-    replicas.
+    Raises RequestExistsError, QueueFullError, DeadlineRefusedError. If a request has `durability`,
+    the queue waits for replicas.
     """
     is_replicated = any(item.durability is not None for item in new)
     nonce = nonce or (nonce_of(new) if is_replicated else secrets.token_hex(8))
@@ -66,6 +72,13 @@ def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> 
                 retry_after_ms,
                 setting,
             )
+        if kind == "late":
+            quote = quote_of(reply[3:])
+            raise DeadlineRefusedError(
+                f"deadline_ms: {rest[0]!r} would probably end in {quote.end_p50_ms} ms, after its"
+                f" deadline in {rest[1]} ms",
+                quote,
+            )
         return rest
 
     return Call("enqueue", args, parse, is_replicated=is_replicated)
@@ -73,7 +86,7 @@ def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> 
 
 _FIELDS = (
     *("id", "payload", "priority", "deadline_ms", "delay_ms", "idempotency_key", "tenant"),
-    *("account", "forked_from", "pictures", "by_deadline"),
+    *("account", "forked_from", "pictures", "by_deadline", "deadline_policy"),
 )
 
 
@@ -84,7 +97,7 @@ def _values(item: NewRequest) -> tuple[Argument, ...]:
         *(item.request_id, item.to_payload(), request.priority, request.deadline_ms or 0),
         *(item.delay_ms, request.idempotency_key or "", request.tenant or ""),
         *(str(item.account or ""), str(item.forked_from or ""), " ".join(item.pictures)),
-        "1" if request.completion_window else "",
+        *("1" if request.completion_window else "", request.deadline_policy or ""),
     )
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from promptq import Client
-from promptq.producer.admin.place import Place
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.claims import Held, Room
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts, statistics
+from promptq.shared.queue.places import Place
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.statistics import Contribution
 from tests.producer.playing import HandWorker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -79,6 +80,20 @@ async def create_chat_completion(
 async def create_completion(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Continue one prompt or several: as one object, or with `stream`, piece by piece."""
     return await _create(request, gateway, caller, "completions")
+
+
+@router.post("/v1/quote", openapi_extra=operation(ChatOptions))
+async def quote(request: Request, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
+    """Estimate when a chat or a completion would start and end if this call enqueued it.
+
+    A completion has `prompt` in place of `messages`, and the fields of `/v1/completions`. Of
+    several answers, this is the quote of the last. A time is null if it is unknown; `because` says
+    why.
+    """
+    async with read_call(request, gateway, caller, "quotes") as incoming:
+        served, _ = await incoming.queue()
+        found = await served.client.quote_composed(incoming.prepared.new)
+    return {"object": "quote", **asdict(found)}
 
 
 async def _create(

@@ -118,29 +118,41 @@ function work.tokens_requested(num_waiting, num_active)
   return most
 end
 
--- What the workers did in the last minute: the number of finished requests and its dispersion (the variance of a
--- sample's number by its mean, at least 1), output tokens, and over how many ms. Only samples in which requests waited
--- show what the workers can do; without any, all samples with output count.
+-- What the workers did in the last minute. Only samples in which requests waited show what the workers can do; without
+-- any, all samples with output count. Returns a table: `num` finished requests and their `dispersion` (the variance of
+-- a sample's number by its mean, at least 1), output `tokens`, in how many `ms`, the mean numbers of requests that were
+-- `running` and that workers held (`active`), the most that a worker held while others waited (`most_active`), and in
+-- each sample, the time that a running request took for a token (`ms_of_token`).
 function work.done_lately()
   local full, all = {}, {}
   for _, sample in ipairs(recent_samples()) do
-    local num, tokens = measured(sample.finished), measured(sample.tokens_per_second) * SAMPLE_MS / 1000
-    local found = {num, tokens}
-    if measured(sample.waiting) > 0 and measured(sample.active) > 0 then full[#full + 1] = found end
-    if num + tokens > 0 then all[#all + 1] = found end
+    local found = {
+      num = measured(sample.finished), tokens = measured(sample.tokens_per_second) * SAMPLE_MS / 1000,
+      running = measured(sample.running), active = measured(sample.active), workers = measured(sample.workers),
+    }
+    if measured(sample.waiting) > 0 and found.active > 0 then full[#full + 1] = found end
+    if found.num + found.tokens > 0 then all[#all + 1] = found end
   end
-  local chosen, num, tokens, squares = #full > 0 and full or all, 0, 0, 0
+  local chosen, squares = #full > 0 and full or all, 0
+  local done = {num = 0, dispersion = 1, tokens = 0, running = 0, active = 0, most_active = 0, ms_of_token = {}}
+  done.ms = #chosen * SAMPLE_MS
   for _, found in ipairs(chosen) do
-    num, tokens, squares = num + found[1], tokens + found[2], squares + found[1] * found[1]
+    done.num, done.tokens, squares = done.num + found.num, done.tokens + found.tokens, squares + found.num * found.num
+    done.running, done.active = done.running + found.running / #chosen, done.active + found.active / #chosen
+    if found.running > 0 and found.tokens > 0 then
+      done.ms_of_token[#done.ms_of_token + 1] = SAMPLE_MS * found.running / found.tokens
+    end
+    if #full > 0 and found.workers > 0 then
+      done.most_active = math.max(done.most_active, found.active / found.workers)
+    end
   end
-  local dispersion = 1
-  if num > 0 and #chosen > 1 then
-    local mean = num / #chosen
-    dispersion = math.max(1, (squares - num * mean) / (#chosen - 1) / mean)
-  elseif num == 0 then
-    num = tokens / work.tokens_of_answer() -- answers that take longer than a minute
+  if done.num > 0 and #chosen > 1 then
+    local mean = done.num / #chosen
+    done.dispersion = math.max(1, (squares - done.num * mean) / (#chosen - 1) / mean)
+  elseif done.num == 0 then
+    done.num = done.tokens / work.tokens_of_answer() -- answers that take longer than a minute
   end
-  return num, dispersion, tokens, #chosen * SAMPLE_MS
+  return done
 end
 
 -- The mean time between two requests that leave the queue (ms), from the tokens of the last half minute, or else

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, pictures, requests, scores, pending, backlog_limits
+-- uses: keys, numbers, server, arguments, pictures, requests, scores, pending, backlog_limits, places
 -- Enqueue requests, all or none.
 -- ARGV by name: idempotency_ms; fields: the names of each request's values, with commas between; nonce, or left
 --       out: it identifies a call that is sent again because its reply was lost; pictures, how many pictures come
@@ -6,22 +6,25 @@
 --       priority, deadline_ms (0: none), delay_ms, idempotency_key ('' for none), tenant ('' for none), account (''
 --       for none, else LIMIT HOLDER of the token rate that its output is charged to), forked_from ('' for none, else
 --       POSITION ID), pictures (the names, with spaces between, of the pictures that the payload names), by_deadline
---       (1: of such requests, the earliest deadline runs first). Then, for each new picture, its name and its data URL
+--       (1: of such requests, the earliest deadline runs first), deadline_policy (`refuse`: refuse the request if it
+--       will probably end after its deadline). Then, for each new picture, its name and its data URL
 --       By position: 1 idempotency_ms, a space, and how many of these values each request has, in this order (6 if
 --       left out); then the values; then the nonce, or nothing
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
 --       {'exists', id}            an id is taken; nothing was enqueued
 --       {'full', retry_after_ms, setting, limit}   the limit of this setting is reached;
 --                                 nothing was enqueued
+--       {'late', id, deadline_ms, values of a quote as in the reply of `place`}   this request would miss its deadline;
+--                                 nothing was enqueued
 --       An error if no request may have one of the ids; nothing was enqueued
 
 local FIELDS = {
   'id', 'payload', 'priority', 'deadline_ms', 'delay_ms', 'idempotency_key', 'tenant', 'account', 'forked_from',
-  'pictures', 'by_deadline',
+  'pictures', 'by_deadline', 'deadline_policy',
 }
 local DEFAULTS = {__index = {
   id = false, payload = false, priority = 0, deadline_ms = 0, delay_ms = 0, idempotency_key = '', tenant = '',
-  account = '', forked_from = '', pictures = '', by_deadline = '',
+  account = '', forked_from = '', pictures = '', by_deadline = '', deadline_policy = '',
 }}
 local args, start, fields, num_fields
 if arguments.are_named then
@@ -86,14 +89,25 @@ end
 local full = backlog_limits.refusal(fresh)
 if full then return full end
 
+for nth, request in ipairs(fresh) do
+  local deadline_ms = tonumber(request.deadline_ms)
+  local score = scores.at_arrival(tonumber(request.priority), request.by_deadline == '1' and deadline_ms or 0)
+  request.score = numbers.exact(score)
+  if request.deadline_policy == 'refuse' and deadline_ms > 0 then
+    local most = requests.requested_output(request.payload) or math.huge
+    local quote = places.before_arrival(request.tenant, request.score, nth - 1, tonumber(request.delay_ms), most)
+    local end_p50_ms = tonumber(quote[15]) or 0
+    if end_p50_ms > deadline_ms then return {'late', request.id, request.deadline_ms, unpack(quote)} end
+  end
+end
+
 server.write_needs_memory()
 -- If one of these keys has another type, this fails before anything is enqueued.
 for _, key in ipairs({keys.deadlines, keys.delayed}) do redis.call('ZREM', key, '') end
 local arrived = {}
 for _, request in ipairs(fresh) do
-  local id, tenant, priority = request.id, request.tenant, tonumber(request.priority)
+  local id, tenant, score, priority = request.id, request.tenant, request.score, tonumber(request.priority)
   local deadline_ms, delay_ms = tonumber(request.deadline_ms), tonumber(request.delay_ms)
-  local score = numbers.exact(scores.at_arrival(priority, request.by_deadline == '1' and deadline_ms or 0))
   redis.call('HSET', keys.request(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
     'priority', priority, 'enqueued_at', server.now_text, 'tokens', numbers.exact(request.tokens),
     'nonce', nonce or '')

@@ -196,11 +196,12 @@ async def test_broken_lines_go_to_the_error_file(tmp_path: Path, redis_url: str)
         "x" * (MAX_LINE_BYTES + 10),
         line(7, url="/v1/chat/completions", body=chat),
         line(8),
+        line(9, body={"prompt": "x", "deadline_ms": 60_000, "deadline_policy": "refuse"}),
     ]
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     async with running_worker(redis_url):
         outcome = await run_beside(source, output, redis_url)
-    assert outcome == BatchOutcome(True, BatchProgress(13, 3, 10, 0))
+    assert outcome == BatchOutcome(True, BatchProgress(14, 3, 11, 0))
     answers = read_lines(output)
     assert set(answers) == {"id-0", "id-7", "id-8"}
     choices = answers["id-7"]["response"]["body"]["choices"]
@@ -211,7 +212,8 @@ async def test_broken_lines_go_to_the_error_file(tmp_path: Path, redis_url: str)
         "invalid_method", "invalid_url", "invalid_body", "line_too_long",
     ]  # fmt: skip
     refused = {item["custom_id"]: item["response"] for item in errors if item["response"]}
-    assert set(refused) == {"id-5", "id-6"}
+    assert set(refused) == {"id-5", "id-6", "id-9"}
+    assert refused["id-9"]["body"]["error"]["param"] == "deadline_policy"
     assert refused["id-5"]["status_code"] == 400
     assert refused["id-5"]["body"]["error"]["param"] == "temperature"
     assert refused["id-5"]["body"]["error"]["type"] == "invalid_request_error"

@@ -49,6 +49,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--fleets", type=int, nargs="+", metavar="WORKERS", help=_HELP_OF_FLEETS)
     parser.add_argument("--real", action="store_true", help=_HELP_OF_REAL)
+    parser.add_argument("--quotes", nargs="*", metavar="LOAD", help=_HELP_OF_QUOTES)
+    parser.add_argument("--seconds", type=float, default=300.0, help="with --quotes (%(default)s)")
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     arguments = parser.parse_args()
     if arguments.seeds is None:
@@ -70,6 +72,8 @@ printed as a table of the number of worlds after which each is found"""
 
 
 _HELP_OF_FLEETS = """measure instead what fleets with these numbers of workers cost their server"""
+
+_HELP_OF_QUOTES = """compare instead quotes with the real ends of requests, at these loads (all)"""
 
 _HELP_OF_REAL = """with --fleets: compare instead the speed of each fleet with that of real
 processes whose engines take as long"""
@@ -114,6 +118,8 @@ def main() -> int:
         library = compile_library(folder)
         if arguments.fleets:
             return _print_fleets(arguments, library, kind)
+        if arguments.quotes is not None:
+            return _print_quotes(arguments, seeds, library, kind)
         story = stack.enter_context(arguments.trace.open("w")) if arguments.trace else None
         for plan in plans:
             recorder = stack.enter_context(_recorder(arguments.record, plan))
@@ -154,6 +160,16 @@ def _print_fleets(arguments: argparse.Namespace, library: Path, kind: str) -> in
     print(HEAD, flush=True)
     for num_workers in arguments.fleets:
         print(measure(num_workers, num_requests, arguments.seed, library, kind), flush=True)
+    return 0
+
+
+def _print_quotes(arguments: argparse.Namespace, seeds: range, library: Path, kind: str) -> int:
+    from tests.programs.simulation.quotes import HEAD, LOADS, judge, row
+
+    print(HEAD, flush=True)
+    for load in arguments.quotes or LOADS:
+        found = judge(load, seeds, arguments.seconds, library, kind)
+        print(row(load, found), flush=True)
     return 0
 
 

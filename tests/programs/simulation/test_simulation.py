@@ -106,6 +106,18 @@ def test_a_world_is_compared_with_real_processes() -> None:
         assert wait_50 <= wait_95 <= token_95, ended.stdout
 
 
+def test_most_requests_end_before_the_quoted_time() -> None:
+    ended = simulate("--quotes", "0.9", "--seconds", "30", "--seeds", "1", "--seed", "3")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    [row] = [line.strip("| ").split(" | ") for line in ended.stdout.splitlines()[2:]]
+    num_requests, quoted, before_p50, before_p95 = (int(cell.strip("%")) for cell in row[1:5])
+    assert num_requests > 80, ended.stdout
+    assert quoted > 50, "nothing is known at the beginning"
+    assert 20 < before_p50 < before_p95, ended.stdout
+    assert before_p95 >= 80, ended.stdout
+    assert 0.4 < float(row[5]) < 2, ended.stdout
+
+
 FAULT = {"at": 1.0, "kind": "kill a worker", "choice": 0.5, "seconds": 1.0}
 PLAN = {
     "seed": 1,

