@@ -6,7 +6,7 @@
 --       priority, deadline_ms (0: none), delay_ms, idempotency_key ('' for none), tenant ('' for none), account (''
 --       for none, else LIMIT HOLDER of the token rate that its output is charged to), forked_from ('' for none, else
 --       POSITION ID), pictures (the names, with spaces between, of the pictures that the payload names), by_deadline
---       (1: of such requests, the earliest deadline runs first). Then, for each new picture, its name and its data URL
+--       (1: of such requests, the earliest deadline runs first), affinity (see docs/protocol.md). Then, for each new picture, its name and its data URL
 --       By position: 1 idempotency_ms, a space, and how many of these values each request has, in this order (6 if
 --       left out); then the values; then the nonce, or nothing
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
@@ -17,11 +17,11 @@
 
 local FIELDS = {
   'id', 'payload', 'priority', 'deadline_ms', 'delay_ms', 'idempotency_key', 'tenant', 'account', 'forked_from',
-  'pictures', 'by_deadline',
+  'pictures', 'by_deadline', 'affinity',
 }
 local DEFAULTS = {__index = {
   id = false, payload = false, priority = 0, deadline_ms = 0, delay_ms = 0, idempotency_key = '', tenant = '',
-  account = '', forked_from = '', pictures = '', by_deadline = '',
+  account = '', forked_from = '', pictures = '', by_deadline = '', affinity = '',
 }}
 local args, start, fields, num_fields
 if arguments.are_named then
@@ -100,6 +100,7 @@ for _, request in ipairs(fresh) do
   redis.call('PERSIST', keys.request(id)) -- an earlier cancel may have set an expiry
   if tenant ~= '' then redis.call('HSET', keys.request(id), 'tenant', tenant) end
   if request.account ~= '' then redis.call('HSET', keys.request(id), 'account', request.account) end
+  if request.affinity ~= '' then redis.call('HSET', keys.request(id), 'affinity', request.affinity) end
   if request.forked_from ~= '' then
     redis.call('HSET', keys.request(id), 'forked_from', request.forked_from)
   end
