@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--fleets", type=int, nargs="+", metavar="WORKERS", help=_HELP_OF_FLEETS)
     parser.add_argument("--real", action="store_true", help=_HELP_OF_REAL)
+    parser.add_argument("--affinity", type=int, metavar="MS", help=_HELP_OF_AFFINITY)
+    parser.add_argument("--scale", type=float, default=1, help="with --affinity: size of the loads")
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     arguments = parser.parse_args()
     if arguments.seeds is None:
@@ -73,6 +76,9 @@ _HELP_OF_FLEETS = """measure instead what fleets with these numbers of workers c
 
 _HELP_OF_REAL = """with --fleets: compare instead the speed of each fleet with that of real
 processes whose engines take as long"""
+
+
+_HELP_OF_AFFINITY = """with --fleets: compare instead the queue's setting affinity_ms with 0"""
 
 
 def _mutants(text: str) -> list[str]:
@@ -148,12 +154,26 @@ def _print_table(arguments: argparse.Namespace, seeds: range) -> int:
 def _print_fleets(arguments: argparse.Namespace, library: Path, kind: str) -> int:
     from tests.programs.simulation.fleet_costs import HEAD, NUM_REQUESTS, measure
 
+    if arguments.affinity:
+        return _print_affinity(arguments, library, kind)
     if arguments.real:
         return _print_speeds(arguments, library, kind)
     num_requests = arguments.most_requests or NUM_REQUESTS
     print(HEAD, flush=True)
     for num_workers in arguments.fleets:
         print(measure(num_workers, num_requests, arguments.seed, library, kind), flush=True)
+    return 0
+
+
+def _print_affinity(arguments: argparse.Namespace, library: Path, kind: str) -> int:
+    from tests.programs.simulation import affinity
+
+    print(affinity.HEAD, flush=True)
+    for load, num_workers, ms in product(affinity.LOADS, arguments.fleets, (0, arguments.affinity)):
+        served = affinity.measure(
+            load, num_workers, ms, arguments.seed, arguments.scale, library, kind
+        )
+        print(served.row(load, num_workers, ms), flush=True)
     return 0
 
 
