@@ -2,9 +2,11 @@
 -- A worker claims first the requests whose beginning it computed lately, because its cache may still hold that. Only
 -- the order within a tenant's turn and one priority changes. Off unless the queue's setting `affinity_ms` is above 0.
 
-local LOOK_AHEAD = 32       -- requests compared for one turn, and the most that may overtake a request
+local LOOK_AHEAD = 32       -- requests compared for one turn
+local MOST_OVERTAKING = 32  -- requests that may overtake a request, for each live worker
 local MAX_WAIT_MS = 10000   -- the highest `affinity_ms`
 local HOLDER_MS = 120000    -- how long a claim is remembered
+local HELD_MS = 10000       -- how long the size of a claim is remembered: as long as a report
 local MAX_HOLDERS = 4       -- workers remembered for one beginning, the last first
 local MAX_PREFIXES = 4
 local MAX_LENGTH = 100      -- characters of all hashes of a request
@@ -14,6 +16,9 @@ affinity.is_on, affinity.has_left_some = false, false
 local worker, wait_ms
 
 local function holder_key(tenant, hash) return keys.prefix .. 'holder:' .. tenant .. ':' .. hash end
+
+-- The key of the time of a worker's last claim, and how many requests it held then.
+local function held_key(id) return holder_key('worker', id) end
 
 -- Users of earlier releases may not use these keys.
 local function may_use_keys()
@@ -65,15 +70,17 @@ local function read_lists(window)
   end
 end
 
--- Whether a worker lives and has a free slot, by its last report.
+-- Whether a worker lives and has a free slot, by its last claim or its last report, whichever came later.
 local rooms, num_looked_up = {}, 0
 local function has_room(id)
   if rooms[id] == nil and num_looked_up < MAX_LOOKED_UP then
     num_looked_up = num_looked_up + 1
-    local report = redis.pcall('HMGET', keys.prefix .. 'worker:' .. id, 'state', 'max_num_seqs', 'num_running',
-      'num_waiting', 'num_prefetched')
-    local num_held = 0
-    for nth = 3, 5 do num_held = num_held + numbers.whole(report[nth], 0) end
+    local report = redis.pcall('HMGET', keys.prefix .. 'worker:' .. id, 'state', 'max_num_seqs', 'heartbeat_at',
+      'num_running', 'num_waiting', 'num_prefetched')
+    local num_held, last_claim = 0, redis.pcall('GET', held_key(id))
+    for nth = 4, 6 do num_held = num_held + numbers.whole(report[nth], 0) end
+    local at, num_then = string.match(type(last_claim) == 'string' and last_claim or '', '^(%d+) (%d+)$')
+    if at and tonumber(at) > numbers.whole(report[3], 0) then num_held = tonumber(num_then) end
     rooms[id] = report[1] == 'running' and num_held < numbers.whole(report[2], 0)
   end
   return rooms[id] or false
@@ -97,6 +104,13 @@ local function look_at(entry)
   return 0, false
 end
 
+-- How many requests may overtake one. With more workers, they pass as quickly.
+local num_workers
+function affinity.most_overtaking()
+  num_workers = num_workers or math.max(1, server.size(keys.prefix .. 'workers'))
+  return MOST_OVERTAKING * num_workers
+end
+
 -- The next requests of a walk that may be taken out of order: all have the priority of the first.
 local function window_of(queue)
   local window = {}
@@ -104,7 +118,7 @@ local function window_of(queue)
     local entry = entry_of(id, queue.tenant)
     if nth > 1 and entry.priority ~= window[1].priority then break end
     window[nth] = entry
-    if entry.is_fixed or entry.overtaken >= LOOK_AHEAD then break end
+    if entry.is_fixed or entry.overtaken >= affinity.most_overtaking() then break end
   end
   read_lists(window)
   return window
@@ -116,7 +130,7 @@ function affinity.choose(queue)
   for nth, entry in ipairs(window) do
     local worth, is_left = look_at(entry)
     if entry.is_fixed and nth > 1 then worth = 0 end
-    if is_left and entry.overtaken < LOOK_AHEAD then
+    if is_left and entry.overtaken < affinity.most_overtaking() then
       left[#left + 1] = entry
     elseif worth > most then
       best, most = nth, worth
@@ -135,6 +149,10 @@ function affinity.choose(queue)
   queue.overtaken = {unpack(window, 1, best - 1)}
   fair_share.bring_forward(queue, best)
   return true
+end
+
+function affinity.note_held(num)
+  redis.call('SET', held_key(worker), server.now_text .. ' ' .. num, 'PX', HELD_MS)
 end
 
 local claimed, changed = {}, {} -- keys of holders, and requests that others overtook

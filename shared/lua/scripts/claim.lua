@@ -377,6 +377,7 @@ while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible
 end
 server.for_all(redis.call, 'ZADD', keys.leases, new_leases)
 fair_share.settle()
+if affinity.is_on and #claims > 0 then affinity.note_held((num_held or 0) + #claims) end
 server.carry_out()
 
 -- Where the next call continues: after requests that are for other workers, so that these hide no others. A call

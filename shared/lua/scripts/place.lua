@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, scores, work
+-- uses: keys, numbers, server, requests, scores, work, affinity
 -- Look at the place of a request that waits. Changes nothing. The number of commands does not grow with the number of
 -- requests and tenants.
 -- ARGV  1 id
@@ -56,6 +56,10 @@ if num_in_front and has_other_tenants() then
   local num_of_others = counts[1]
   if tenant ~= '' then num_of_others = math.max(0, counts[1] - num_of_tenant) + server.size(keys.pending) end
   num_in_front, is_most = num_in_front + num_of_others, true
+end
+if num_in_front and server.number('affinity_ms', 0) > 0 then
+  local num_behind = math.max(0, num_of_tenant - num_in_front - 1)
+  num_in_front, is_most = num_in_front + math.min(num_behind, affinity.most_overtaking()), true
 end
 if num_in_front and num_due > 0 then num_in_front, is_most = num_in_front + num_due, true end
 

@@ -18,6 +18,7 @@ from promptq.shared.queue.request_queue import RequestQueue
 from tests.support.requests import ROOM, held, ids, new, put, put_plainly, row
 
 LOOK_AHEAD = 32
+MOST_OVERTAKING = 32
 ONE = Room(max_count=1, token_budget=10**9)
 NOBODYS = "f" * 16
 
@@ -143,15 +144,20 @@ def test_tenants_are_apart_and_take_turns(queue: RequestQueue, other: RequestQue
     assert ids(other.take_batch(ROOM)) == ["them0", "them1", "them2"]
 
 
-def test_a_request_is_overtaken_by_a_bounded_number(queue: RequestQueue) -> None:
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_request_is_overtaken_by_a_bounded_number(
+    client: Any, queue: RequestQueue, num_workers: int
+) -> None:
+    """The bound grows with the number of live workers, as these serve the others as quickly."""
+    client.zadd(queue.keys.workers, dict.fromkeys(map(str, range(num_workers)), 10**14))
     put_of(queue, "a", "s")
     queue.take_batch(ROOM)
     put_of(queue, "b")
     order = []
-    for n in range(2 * LOOK_AHEAD):
+    for n in range(3 * MOST_OVERTAKING):
         put_of(queue, f"s{n:02}", "s")
         order += ids(queue.take_batch(ONE))
-    assert order.index("b") == LOOK_AHEAD
+    assert order.index("b") == num_workers * MOST_OVERTAKING
 
 
 def test_plain_requests_are_not_overtaken(client: Any, queue: RequestQueue) -> None:
@@ -172,16 +178,16 @@ def test_a_claim_looks_ahead_so_far_and_no_further(queue: RequestQueue) -> None:
 
 
 def test_an_oversized_request_still_gets_room(queue: RequestQueue) -> None:
-    """Requests that the worker holds pass it at most eight times."""
+    """After the bound, further requests pass it at most eight times, as without affinity."""
     put_of(queue, "a", "s")
     queue.take_batch(ROOM)
-    put_of(queue, "large", max_tokens=5000)
+    put_of(queue, "large", prompt="x" * 40_000)
     small = Room(max_count=1, token_budget=2000)
     passed = []
-    for n in range(20):
+    for n in range(60):
         put_of(queue, f"{n:02}", "s", max_tokens=1)
         passed += ids(queue.take_batch(small))
-    assert len(passed) <= LOOK_AHEAD
+    assert len(passed) == MOST_OVERTAKING + 8
     assert ids(queue.take_batch(ROOM))[0] == "large"
 
 
@@ -229,11 +235,11 @@ def test_an_attacker_gains_and_costs_little(
         order += ids(claims)
         for claim in claims:
             queue.publish([row(claim, 0, reason=FinishReason.STOP)])
-    assert order.index("honest") <= LOOK_AHEAD
+    assert order.index("honest") <= MOST_OVERTAKING
     assert len({*order}) == len(order) >= 80
     print(most)
     assert most <= 120
-    written = {*client.scan_iter(f"{queue.keys.prefix}holder:*", 1000)}
+    written = {*client.scan_iter(f"{queue.keys.prefix}holder:them:*", 1000)}
     assert written
     assert all(len(key.decode().rsplit(":", 1)[1]) == 16 for key in written)
 
