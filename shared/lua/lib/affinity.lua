@@ -2,7 +2,7 @@
 -- A worker claims first the requests whose beginning it computed lately, because its cache may still hold that. Only
 -- the order within a tenant's turn and one priority changes. Off unless the queue's setting `affinity_ms` is above 0.
 
-local LOOK_AHEAD = 32       -- requests compared for one turn
+local LOOK_AHEAD = 64       -- requests compared for one turn
 local MOST_OVERTAKING = 32  -- requests that may overtake a request, for each live worker
 local MAX_WAIT_MS = 10000   -- the highest `affinity_ms`
 local HOLDER_MS = 120000    -- how long a claim is remembered

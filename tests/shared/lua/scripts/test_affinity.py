@@ -17,7 +17,7 @@ from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.support.requests import ROOM, held, ids, new, put, put_plainly, row
 
-LOOK_AHEAD = 32
+LOOK_AHEAD = 64
 MOST_OVERTAKING = 32
 ONE = Room(max_count=1, token_budget=10**9)
 NOBODYS = "f" * 16
