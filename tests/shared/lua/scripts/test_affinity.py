@@ -185,7 +185,7 @@ def test_an_oversized_request_still_gets_room(queue: RequestQueue) -> None:
     small = Room(max_count=1, token_budget=2000)
     passed = []
     for n in range(60):
-        put_of(queue, f"{n:02}", "s", max_tokens=1)
+        put_of(queue, f"s{n:02}", "s", max_tokens=1)
         passed += ids(queue.take_batch(small))
     assert len(passed) == MOST_OVERTAKING + 8
     assert ids(queue.take_batch(ROOM))[0] == "large"
@@ -237,8 +237,7 @@ def test_an_attacker_gains_and_costs_little(
             queue.publish([row(claim, 0, reason=FinishReason.STOP)])
     assert order.index("honest") <= MOST_OVERTAKING
     assert len({*order}) == len(order) >= 80
-    print(most)
-    assert most <= 120
+    assert most <= 3 * LOOK_AHEAD
     written = {*client.scan_iter(f"{queue.keys.prefix}holder:them:*", 1000)}
     assert written
     assert all(len(key.decode().rsplit(":", 1)[1]) == 16 for key in written)
