@@ -91,20 +91,23 @@ class RefusedLineError(PromptqError):
         self.body = body
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the number (from 1, in the whole file) and the bytes of each line that is not blank.
+def lines_at(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yields the number (from 1, in the whole file), the offset in bytes and the bytes of each line
+    that is not blank.
 
     A line that is too long is cut to MAX_LINE_BYTES + 1 bytes, so that the caller can report it.
     """
     with path.open("rb") as file:
-        number = 0
+        number = offset = 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if raw.strip():
-                yield number, raw
+                yield number, offset, raw
+            offset += len(raw)
             rest = raw
             while _goes_on(rest):
                 rest = file.readline(MAX_LINE_BYTES + 1)
+                offset += len(rest)
 
 
 def _goes_on(piece: bytes) -> bool:
@@ -139,7 +142,7 @@ def count_lines(path: Path) -> int:
                     " allowed",
                 )
     count = 0
-    for _ in read_lines(path):
+    for _ in lines_at(path):
         count += 1
         if count > MAX_LINES:
             raise BatchFileError(
@@ -199,7 +202,7 @@ class LineReader:
         if custom_id in self._custom_ids:
             raise BrokenLineError(
                 "duplicate_custom_id",
-                f"line {number} has the custom_id of an earlier line",
+                f"line {number} has the custom_id of another line",
                 custom_id,
             )
         self._custom_ids.add(custom_id)

@@ -24,7 +24,8 @@ from promptq.producer.batch_store.batch_records import (
     Status,
 )
 from promptq.producer.batch_store.files import FileMissingError, FileStore
-from promptq.producer.batch_store.input_file import BatchFileError, count_lines, read_lines
+from promptq.producer.batch_store.input_file import BatchFileError, count_lines
+from promptq.producer.batch_store.line_order import lines_by_prefix
 from promptq.producer.batches.batch_journal import BatchIsRunningError, Journal
 from promptq.producer.batches.batch_run import LINES_AHEAD, BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions, stop_signals
@@ -142,6 +143,7 @@ class _BatchJob:
             in_progress_at=record.in_progress_at or int(time.time()),
             total=total,
         )
+        lines = await self._in_thread(lines_by_prefix, source)
         with Journal(record.id, self._running("output"), self._running("errors")) as journal:
             settings, caller = self._settings, record.caller
             defaults: dict[str, Any] = {
@@ -161,7 +163,7 @@ class _BatchJob:
             run = BatchRun(
                 record.id,
                 self._queues(record),
-                read_lines(source),
+                lines,
                 total,
                 journal,
                 options,

@@ -15,8 +15,8 @@ from promptq.producer.batch_store.input_file import (
     BatchFileError,
     count_lines,
     new_batch_id,
-    read_lines,
 )
+from promptq.producer.batch_store.line_order import lines_by_prefix
 from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.batch_run import LINES_AHEAD, BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions, stop_signals
@@ -93,7 +93,7 @@ def run_batch(
                 run = BatchRun(
                     batch_id,
                     queues,
-                    read_lines(source),
+                    lines_by_prefix(source),
                     total,
                     journal,
                     options,

@@ -18,7 +18,12 @@ from pydantic_core import from_json, to_json
 from promptq.producer.calls.call import CompletionCall
 from promptq.producer.clients.request_builder import Prompt
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
+from promptq.shared.protocol.request import (
+    MAX_PAYLOAD_BYTES,
+    MAX_SESSION_CHARS,
+    PROTOCOL_VERSION,
+    invalid_request,
+)
 
 MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
 """The most bytes of all payloads of one call. Each answer to a call needs a complete payload."""
@@ -29,6 +34,7 @@ HEADERS = {
     "detach": "X-Detach",
     "wait_for_worker": "X-Wait-For-Worker",
     "idempotency_key": "Idempotency-Key",
+    "session": "X-Session-Id",
 }
 """Maps a field of the body to the HTTP header that can set the field instead."""
 
@@ -85,6 +91,14 @@ class BodyOptions(BaseModel):
         return CompletionCall(fields=fields, body_bytes=body_bytes, **answer)
 
 
+class CachedOptions(BaseModel):
+    """The field of OpenAI's API that names calls with the same beginning."""
+
+    prompt_cache_key: str | None = Field(
+        None, description=f"sets `session`, if absent, to its first {MAX_SESSION_CHARS} characters"
+    )
+
+
 class GeneratingOptions(BodyOptions):
     """The additional fields of endpoints whose answers a model generates."""
 
@@ -135,6 +149,8 @@ def read_options(
     if fields.get("idempotency_key") == "":  # all callers that send it would share one answer
         raise wrong_field("idempotency_key", "is empty")
     refuse(fields, ["request_id"])
+    if isinstance(options, CachedOptions) and options.prompt_cache_key:
+        fields.setdefault("session", options.prompt_cache_key[:MAX_SESSION_CHARS])
     return options, fields
 
 
@@ -217,13 +233,15 @@ def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, header in HEADERS.items():
         text = headers.get(header)
-        if text is None:
+        if text is None or (name == "session" and not text):
             continue
         value: Any = text
         if name in _NUMBER_FIELDS:
             value = int(text) if _NUMBER.fullmatch(text.strip()) else None
         elif name in _BOOLEAN_FIELDS:
             value = _BOOLEANS.get(text.strip().lower())
+        elif name == "session":
+            value = text[:MAX_SESSION_CHARS]  # a header of this name may be meant for others, too
         if value is None:
             kind = "a number" if name in _NUMBER_FIELDS else "true or false"
             raise wrong_field(header, f"{text[:80]!r} is not {kind}")

@@ -284,7 +284,8 @@ def answer(
         included = {"priority", "deadline_ms", "completion_window", "deadline_policy"}
         included |= {"idempotency_key", "tenant", "trace_context"}
         fields = item.request.model_dump(include=included)
-        new.append([item.request_id, fields, item.delay_ms, item.durability, [*item.pictures]])
+        options = {"durability": item.durability, "affinity": item.affinity}
+        new.append([item.request_id, fields, item.delay_ms, options, [*item.pictures]])
         bare = replace(item, request=item.request.model_copy(update={"trace_context": None}))
         payload = bare.to_payload()
         payloads.append(payload.encode() if isinstance(payload, str) else bytes(payload))
@@ -323,10 +324,10 @@ def _prepared_of(
             delay_ms,
             account,
             payload,
-            durability=durability,
             pictures={name: urls[name] for name in names},
+            **options,
         )
-        for (item_id, fields, delay_ms, durability, names), payload in zip(
+        for (item_id, fields, delay_ms, options, names), payload in zip(
             reply["new"], payloads, strict=True
         )
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
+from promptq.producer.clients.affinity import affinity_of
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.keys import check_request_id
 from promptq.shared.protocol.pictures import check_found, set_apart
@@ -73,24 +74,24 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
         from_json(payload)  # workers cannot read JSON that is nested so deeply
         if _REPLACEMENT in payload:  # perhaps for a surrogate in a member's name: this raises then
             to_json(request.model_dump(exclude={"prompt"}, exclude_defaults=True))
+        affinity = affinity_of(request)
     except (ValueError, RecursionError):
         raise _unfit_for_json(fields) from None
     check_size(len(payload))
     own_id = new_request_id() if request_id is None else request_id
+    new = NewRequest(own_id, request, delay_ms, durability=durability, affinity=affinity)
     if not (request.messages and request.pictures):
-        return NewRequest(own_id, request, delay_ms, durability=durability)
+        return new
     try:
         check_found(request.pictures)
     except ValueError as error:
         raise InvalidRequestError(str(error), field="messages") from None
     messages, pictures = set_apart(request.messages, request.tenant or "")
     if not pictures:
-        return NewRequest(own_id, request, delay_ms, durability=durability)
+        return new
     bare = request.model_copy(update={"messages": messages, "trace_context": None})
     payload = bare.to_payload().encode()
-    return NewRequest(
-        own_id, request, delay_ms, payload=payload, durability=durability, pictures=pictures
-    )
+    return replace(new, payload=payload, pictures=pictures)
 
 
 def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:

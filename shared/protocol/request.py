@@ -35,6 +35,7 @@ in Redis, is exact up to this number."""
 
 MAX_MESSAGES = 4096
 MAX_LOGIT_BIAS = 1024
+MAX_SESSION_CHARS = 128
 MAX_PROMPT_LOGPROBS = 32_768
 """The most log-probabilities of one prompt: its tokens times (`prompt_logprobs` + 1). One event has
 all of them, at about 75 bytes of JSON each. While a process writes or reads such an event, its
@@ -309,6 +310,13 @@ class Request(SamplingParams):
     tenant: str | None = Field(None, pattern=NAME)
     idempotency_key: str | None = Field(None, min_length=1, max_length=200)
     cache_salt: str | None = Field(None, max_length=200)
+    session: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_SESSION_CHARS,
+        exclude=True,  # only clients read it, and earlier workers would refuse it
+        description="name of a conversation, whose next request may find its beginning cached",
+    )
     metadata: dict[str, Any] | None = None
     webhook_url: str | None = Field(None, pattern=_HTTP_URL, max_length=2048)
     trace_context: TraceContext | None = None
@@ -537,7 +545,8 @@ class ForkPoint:
 class NewRequest:
     """A request to enqueue. `payload` is the request's JSON without `trace_context`. If `payload`
     is set, `request` needs only the fields that the queue reads, such as `priority`. `pictures` has
-    the data URLs of the stored pictures that the payload names."""
+    the data URLs of the stored pictures that the payload names. `affinity` has the hashes of
+    `clients.affinity`."""
 
     request_id: str
     request: Request
@@ -547,6 +556,7 @@ class NewRequest:
     forked_from: ForkPoint | None = None
     durability: Durability | None = None
     pictures: Mapping[str, str | bytes | memoryview] = field(default_factory=dict)
+    affinity: str = ""
 
     def to_payload(self) -> str | bytes | memoryview:
         """Returns the payload as JSON, with the trace context."""

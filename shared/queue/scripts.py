@@ -86,7 +86,7 @@ def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> 
 
 _FIELDS = (
     *("id", "payload", "priority", "deadline_ms", "delay_ms", "idempotency_key", "tenant"),
-    *("account", "forked_from", "pictures", "by_deadline", "deadline_policy"),
+    *("account", "forked_from", "pictures", "by_deadline", "deadline_policy", "affinity"),
 )
 
 
@@ -97,7 +97,7 @@ def _values(item: NewRequest) -> tuple[Argument, ...]:
         *(item.request_id, item.to_payload(), request.priority, request.deadline_ms or 0),
         *(item.delay_ms, request.idempotency_key or "", request.tenant or ""),
         *(str(item.account or ""), str(item.forked_from or ""), " ".join(item.pictures)),
-        *("1" if request.completion_window else "", request.deadline_policy or ""),
+        *("1" if request.completion_window else "", request.deadline_policy or "", item.affinity),
     )
 
 

@@ -21,7 +21,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "logs": ("tokens:*",),
     "leases": ("leases", "webhooks", "dead"),
     "outputs": ("outputs",),
-    "claims": ("claimed:*", "alone", "orphans"),
+    "claims": ("claimed:*", "holder:*", "alone", "orphans"),
     "workers": ("workers", "workers:*", "worker:*", "slots:*"),
     "statistics": ("statistics", "statistics:*"),
     "model": ("model",),
@@ -48,7 +48,7 @@ and CLIENT TRACKING, which would report the keys of all clients."""
 _COMMON = (
     "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl scard smembers"
     " srandmember type xrange xread xrevrange zcard zcount zmscore zrange zrank zscore del hdel"
-    " hincrby hset hsetnx lpush ltrim persist pexpire sadd set srem xadd zadd zrem"
+    " hincrby hset hsetnx lpush ltrim mget persist pexpire sadd set srem xadd zadd zrem"
     " zremrangebyscore"
     " evalsha publish script|load spublish"
 )

@@ -104,6 +104,14 @@ def test_the_bound_holds_after_plain_clients_and_earlier_releases(
     assert client.place("6").in_front == 6
 
 
+def test_with_affinity_later_requests_may_run_first(client: Client, queue: RequestQueue) -> None:
+    queue.redis.hset(queue.keys.config, "affinity_ms", 500)
+    for nth in range(40):
+        put(queue, f"{nth:02}")
+    assert [client.place(each).in_front for each in ("00", "30", "39")] == [32, 39, 39]
+    assert client.place("39").at_most
+
+
 def test_a_delayed_request_has_a_place_at_its_time(client: Client, queue: RequestQueue) -> None:
     put(queue, "late", delay_ms=30_000, priority=-2)
     put(queue, "first", priority=-1)

@@ -42,7 +42,8 @@ end of a delay."""
 _MANY_WORKERS = 8
 """If more workers share a queue, a message wakes most of them in vain."""
 
-_WALK_SECONDS = 0.1  # between claims that look further along the queue
+_WALK_SECONDS = 0.1
+"""The most seconds until the next claim, after one that left requests to other workers."""
 
 _Result = PreparedRequest | InvalidRequestError | TakesLongError | None
 """Result of a request's preparation; None if the worker lost or returned the lease earlier."""
@@ -179,9 +180,8 @@ class Prefetcher:
         self._wake_up.claimed(claims.num_pending)
         self._too_small = None if claims else room
         if not claims:
-            if claims.next_skip:  # there are more requests behind those of other workers
-                await asyncio.sleep(_WALK_SECONDS)
-                self._wake_up.work_came()
+            if claims.next_skip and not await self._wake_up.wait(_WALK_SECONDS):
+                self._wake_up.work_came()  # this claim left requests to other workers
             return 0
         self._meter.num_claimed += len(claims)
         for claim in claims:

@@ -20,6 +20,7 @@ from promptq.producer.calls.call import MAX_CHOICES, CompletionCall
 from promptq.producer.calls.call_body import (
     IGNORED,
     ONLY_VALUE,
+    CachedOptions,
     GeneratingOptions,
     StreamOptions,
     check_size_of_call,
@@ -36,7 +37,7 @@ DEFAULT_MAX_TOKENS = 16
 """Default of `max_tokens` at /v1/completions, as in the OpenAI API."""
 
 
-class CallOptions(GeneratingOptions, FieldsWithoutEffect, FixedFields):
+class CallOptions(GeneratingOptions, CachedOptions, FieldsWithoutEffect, FixedFields):
     """The fields that completions and chats have in common."""
 
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")

@@ -34,7 +34,6 @@ class FieldsWithoutEffect(BaseModel):
     user: str | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
-    prompt_cache_key: str | None = Field(None, description=IGNORED)
     prompt_cache_retention: str | None = Field(None, description=IGNORED)
     prediction: dict[str, Any] | None = Field(None, description=IGNORED)
     verbosity: str | None = Field(None, description=IGNORED)

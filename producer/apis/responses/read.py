@@ -14,6 +14,7 @@ from promptq.producer.calls.call import CompletionCall
 from promptq.producer.calls.call_body import (
     IGNORED,
     BodyOptions,
+    CachedOptions,
     GeneratingOptions,
     HistoryNeededError,
     StreamOptions,
@@ -85,7 +86,7 @@ class InputOptions(BodyOptions):
     truncation: Literal["disabled"] | None = Field(None, description="`disabled`")
 
 
-class ResponseOptions(InputOptions, GeneratingOptions):
+class ResponseOptions(InputOptions, GeneratingOptions, CachedOptions):
     """The fields of /v1/responses."""
 
     max_output_tokens: int | None = Field(None, ge=1)
@@ -102,7 +103,6 @@ class ResponseOptions(InputOptions, GeneratingOptions):
     max_tool_calls: int | None = Field(None, description=IGNORED)
     user: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
-    prompt_cache_key: str | None = Field(None, description=IGNORED)
     prompt_cache_retention: str | None = Field(None, description=IGNORED)
     prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
 
@@ -166,6 +166,7 @@ def _set_chat(
     try:
         earlier = [from_json(line) for line in (history or b"").splitlines()]
         fields["messages"] = messages_of([*earlier, *own])
+        fields.setdefault("session", [*earlier, *own][0]["id"])  # all later responses have it, too
     except UNREADABLE:  # the call's items were checked before
         raise wrong_field("previous_response_id", "the stored conversation is spoilt") from None
     if options.instructions:

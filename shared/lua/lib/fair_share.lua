@@ -8,20 +8,48 @@ local MAX_TENANTS = 256 -- the most tenants that one call looks at, which bounds
 local queues, skip = {}, 0
 fair_share.is_shared = false
 
+local function read_page(queue, size)
+  local page = redis.pcall('ZRANGE', queue.key, queue.seen, queue.seen + size - 1)
+  if page.err or #page == 0 then return {}, {} end
+  queue.seen = queue.seen + #page
+  return page, redis.call('ZMSCORE', queue.key, unpack(page))
+end
+
 local function load_page(queue)
   if queue.seen > 0 then queue.seen = math.max(queue.seen, skip) end
-  local page = redis.pcall('ZRANGE', queue.key, queue.seen, queue.seen + queue.page - 1)
-  if page.err or #page == 0 then page = {} end
-  queue.ids, queue.at, queue.seen = page, 1, queue.seen + #page
-  queue.scores = #page > 0 and redis.call('ZMSCORE', queue.key, unpack(page))
+  queue.ids, queue.scores = read_page(queue, queue.page)
+  queue.at = 1
+end
+
+local function look_at_current(queue)
+  queue.id, queue.priority = queue.ids[queue.at], nil
+  queue.score = queue.id and queue.scores[queue.at]
+  if fair_share.is_shared then queue.place = tonumber(queue.score or 0) or 0 end
 end
 
 function fair_share.step(queue)
   queue.at = queue.at + 1
   if queue.at > #queue.ids then load_page(queue) end
-  queue.id, queue.priority = queue.ids[queue.at], nil
-  queue.score = queue.id and queue.scores[queue.at]
-  if fair_share.is_shared then queue.place = tonumber(queue.score or 0) or 0 end
+  look_at_current(queue)
+end
+
+-- The next ids of a queue's walk, at most `limit`. The first is the current one.
+function fair_share.next_ids(queue, limit)
+  if queue.at + limit - 1 > #queue.ids and queue.seen >= skip then
+    local ids, scores = read_page(queue, limit)
+    for nth, id in ipairs(ids) do
+      queue.ids[#queue.ids + 1], queue.scores[#queue.scores + 1] = id, scores[nth]
+    end
+  end
+  return {unpack(queue.ids, queue.at, math.min(queue.at + limit - 1, #queue.ids))}
+end
+
+-- Move one of the next requests of a queue's walk before the others. `nth` is 1 for the current one.
+function fair_share.bring_forward(queue, nth)
+  for _, list in ipairs({queue.ids, queue.scores}) do
+    table.insert(list, queue.at, table.remove(list, queue.at + nth - 1))
+  end
+  look_at_current(queue)
 end
 
 local function open(tenant, page)

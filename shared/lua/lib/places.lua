@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, ending, work
+-- uses: keys, numbers, server, ending, work, affinity
 -- How many requests run before one that waits, and the times of its start and its end.
 
 local NORMAL_P95 = 1.645 -- quantile of the standard normal distribution
@@ -101,12 +101,15 @@ function places.of(request)
 
   -- Among tenants, a claim decides by the service that each has received by then, so all requests of the others may
   -- run first. By its share, the tenant gets every n-th turn.
-  local num_expected = num_in_front
+  local num_expected, num_behind = num_in_front, math.max(0, num_of_tenant - (num_in_front or 0) - 1)
   if num_in_front and has_other_tenants(tenant) then
     num_expected = (num_in_front + 0.5) * work.share_of(tenant) - 0.5
     local num_of_others = counts[1]
     if tenant ~= '' then num_of_others = math.max(0, counts[1] - num_of_tenant) + server.size(keys.pending) end
     num_in_front, is_most = num_in_front + num_of_others, true
+  end
+  if num_in_front and server.number('affinity_ms', 0) > 0 then
+    num_in_front, is_most = num_in_front + math.min(num_behind, affinity.most_overtaking()), true
   end
   if num_in_front and num_due > 0 then num_in_front, is_most = num_in_front + num_due, true end
   num_expected = math.min(num_expected or 0, num_in_front or 0)

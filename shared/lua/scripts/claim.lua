@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, pictures, requests, pending, ending, tenants, fair_share, running_limits, abilities, overflow
+-- uses: keys, numbers, server, arguments, pictures, requests, pending, ending, tenants, fair_share, running_limits, abilities, overflow, affinity
 -- Give a worker the requests for which it has room, in queue order.
 -- ARGV by name, or by position:
 --   1 worker: its id
@@ -90,7 +90,11 @@ if session ~= '' then
 end
 
 if is_late then return {'ok', server.now_text, 0, 0} end
-if #last_claimed == 0 and server.config('paused') == '1' then return {'paused'} end
+if #last_claimed == 0 then
+  server.read_settings('paused', 'affinity_ms')
+  if server.config('paused') == '1' then return {'paused'} end
+  if not is_overflow then affinity.turn_on(args.worker, server.number('affinity_ms', 0)) end
+end
 
 -- The queue's model, as its first worker named it. Earlier releases read it from `config`, so it is written
 -- there too, unless the worker's role may only read that key. It is read from there if a stranger gave the
@@ -238,6 +242,7 @@ local function claim(queue, fields, cost, has_log, turn)
     claimed_ids[id] = true
   end
   running_limits.count(fair_share.is_shared and queue.tenant or fields.tenant, id)
+  if affinity.is_on then affinity.note_claim(queue) end
   is_held_here[queue.tenant] = true
   if is_foreign then
     redis.call('HSET', keys.request(id), 'foreign', 1)
@@ -359,6 +364,8 @@ while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible
   if not queue or is_full and #holders == 0 then break end
   if is_full and is_held_here[queue.tenant] or running_limits.is_reached(queue.tenant) then
     queue.is_left_out = true
+  elseif affinity.is_on and not affinity.choose(queue) then
+    queue.is_left_out = true -- for other workers
   else
     examined = examined + 1
     if not examine(queue, turn) then
@@ -370,6 +377,7 @@ while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible
 end
 server.for_all(redis.call, 'ZADD', keys.leases, new_leases)
 fair_share.settle()
+if affinity.is_on and #claims > 0 then affinity.note_held((num_held or 0) + #claims) end
 server.carry_out()
 
 -- Where the next call continues: after requests that are for other workers, so that these hide no others. A call
@@ -377,6 +385,8 @@ server.carry_out()
 local next_skip = #claims > 0 and skip or 0
 if examined >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
   next_skip = fair_share.num_passed()
+elseif #claims == 0 and affinity.has_left_some then
+  next_skip = math.max(skip, 1) -- so that the worker comes again soon
 end
 if session ~= '' and #claims > 0 then
   local words = {nonce, numbers.exact(number)}

@@ -7,7 +7,8 @@
 --       for none, else LIMIT HOLDER of the token rate that its output is charged to), forked_from ('' for none, else
 --       POSITION ID), pictures (the names, with spaces between, of the pictures that the payload names), by_deadline
 --       (1: of such requests, the earliest deadline runs first), deadline_policy (`refuse`: refuse the request if it
---       will probably end after its deadline). Then, for each new picture, its name and its data URL
+--       will probably end after its deadline), affinity (hashes, see docs/protocol.md). Then, for each new picture,
+--       its name and its data URL
 --       By position: 1 idempotency_ms, a space, and how many of these values each request has, in this order (6 if
 --       left out); then the values; then the nonce, or nothing
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
@@ -20,11 +21,11 @@
 
 local FIELDS = {
   'id', 'payload', 'priority', 'deadline_ms', 'delay_ms', 'idempotency_key', 'tenant', 'account', 'forked_from',
-  'pictures', 'by_deadline', 'deadline_policy',
+  'pictures', 'by_deadline', 'deadline_policy', 'affinity',
 }
 local DEFAULTS = {__index = {
   id = false, payload = false, priority = 0, deadline_ms = 0, delay_ms = 0, idempotency_key = '', tenant = '',
-  account = '', forked_from = '', pictures = '', by_deadline = '', deadline_policy = '',
+  account = '', forked_from = '', pictures = '', by_deadline = '', deadline_policy = '', affinity = '',
 }}
 local args, start, fields, num_fields
 if arguments.are_named then
@@ -114,6 +115,7 @@ for _, request in ipairs(fresh) do
   redis.call('PERSIST', keys.request(id)) -- an earlier cancel may have set an expiry
   if tenant ~= '' then redis.call('HSET', keys.request(id), 'tenant', tenant) end
   if request.account ~= '' then redis.call('HSET', keys.request(id), 'account', request.account) end
+  if request.affinity ~= '' then redis.call('HSET', keys.request(id), 'affinity', request.affinity) end
   if request.forked_from ~= '' then
     redis.call('HSET', keys.request(id), 'forked_from', request.forked_from)
   end

@@ -505,7 +505,7 @@ def test_a_file_of_line_breaks_is_refused_by_its_blocks(
     source = tmp_path / "in.jsonl"
     source.write_text("\n" * input_file.MAX_BLANK_LINES + "{}\n")
     assert input_file.count_lines(source) == 1
-    monkeypatch.setattr(input_file, "read_lines", lambda _: pytest.fail("a line was read"))
+    monkeypatch.setattr(input_file, "lines_at", lambda _: pytest.fail("a line was read"))
     for breaks in ("\n", "\r\n", " \n"):
         source.write_text(breaks * (MAX_LINES + input_file.MAX_BLANK_LINES + 1), newline="")
         with pytest.raises(BatchFileError, match="50000 blank ones") as refused:

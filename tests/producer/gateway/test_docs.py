@@ -55,6 +55,7 @@ def test_the_description_lists_the_fields_of_a_body(http: httpx2.Client, path: s
 
 
 HEADERS = {"X-Priority", "X-Deadline-Ms", "X-Detach", "X-Wait-For-Worker", "Idempotency-Key"}
+HEADERS |= {"X-Session-Id"}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

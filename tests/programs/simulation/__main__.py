@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--real", action="store_true", help=_HELP_OF_REAL)
     parser.add_argument("--quotes", nargs="*", metavar="LOAD", help=_HELP_OF_QUOTES)
     parser.add_argument("--seconds", type=float, default=300.0, help="with --quotes (%(default)s)")
+    parser.add_argument("--affinity", type=int, metavar="MS", help=_HELP_OF_AFFINITY)
+    parser.add_argument("--scale", type=float, default=1, help="with --affinity: size of the loads")
     parser.add_argument("--hashes", action="store_true", help="print the hash of each world")
     arguments = parser.parse_args()
     if arguments.seeds is None:
@@ -77,6 +80,9 @@ _HELP_OF_QUOTES = """compare instead quotes with the real ends of requests, at t
 
 _HELP_OF_REAL = """with --fleets: compare instead the speed of each fleet with that of real
 processes whose engines take as long"""
+
+
+_HELP_OF_AFFINITY = """with --fleets: compare instead the queue's setting affinity_ms with 0"""
 
 
 def _mutants(text: str) -> list[str]:
@@ -154,6 +160,8 @@ def _print_table(arguments: argparse.Namespace, seeds: range) -> int:
 def _print_fleets(arguments: argparse.Namespace, library: Path, kind: str) -> int:
     from tests.programs.simulation.fleet_costs import HEAD, NUM_REQUESTS, measure
 
+    if arguments.affinity:
+        return _print_affinity(arguments, library, kind)
     if arguments.real:
         return _print_speeds(arguments, library, kind)
     num_requests = arguments.most_requests or NUM_REQUESTS
@@ -170,6 +178,18 @@ def _print_quotes(arguments: argparse.Namespace, seeds: range, library: Path, ki
     for load in arguments.quotes or LOADS:
         found = judge(load, seeds, arguments.seconds, library, kind)
         print(row(load, found), flush=True)
+    return 0
+
+
+def _print_affinity(arguments: argparse.Namespace, library: Path, kind: str) -> int:
+    from tests.programs.simulation import affinity
+
+    print(affinity.HEAD, flush=True)
+    for load, num_workers, ms in product(affinity.LOADS, arguments.fleets, (0, arguments.affinity)):
+        served = affinity.measure(
+            load, num_workers, ms, arguments.seed, arguments.scale, library, kind
+        )
+        print(served.row(load, num_workers, ms), flush=True)
     return 0
 
 

@@ -153,3 +153,13 @@ def test_a_file_without_a_plan_is_refused(tmp_path: Path) -> None:
     ended = simulate("--plan", plan)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == f"{plan} is no plan of a world: KeyError('faults')\n"
+
+
+def test_fleets_that_prefer_what_they_hold_compute_less() -> None:
+    ended = simulate("--fleets", "2", "--affinity", "500", "--scale", "0.03")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [[cell.strip() for cell in line.split("|")] for line in ended.stdout.splitlines()[2:]]
+    computed = {(load, ms): float(share) for _, load, _, ms, share, *_ in rows}
+    for load in ("20 documents", "conversations"):
+        assert 1 <= computed[load, "500"] < computed[load, "0"]
+    assert computed["nothing shared", "500"] == computed["nothing shared", "0"] == 1

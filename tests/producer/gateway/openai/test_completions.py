@@ -244,6 +244,7 @@ def test_every_field_of_a_payload_goes_through(
     other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context", "embed"}
     other_ways |= {
         "service_tier",
+        "session",
         "tokenize",
         "prompt_logprobs",
     }  # the latter not with an output_prefix
@@ -255,7 +256,7 @@ def test_fields_that_mean_nothing_here_are_taken(
 ) -> None:
     payload = sent_by(
         gateway, own_worker, user="me", store=False, safety_identifier="me",
-        prompt_cache_key="mine", parallel_tool_calls=False,
+        parallel_tool_calls=False,
     )  # fmt: skip
     assert payload == {"messages": MESSAGES}
 

@@ -24,7 +24,6 @@ OF_ANY_VALUE: dict[str, Any] = {
     "user": "a",
     "store": True,
     "safety_identifier": "a",
-    "prompt_cache_key": "a",
     "prompt_cache_retention": "24h",
     "prediction": {"type": "content", "content": "a"},
     "verbosity": "low",

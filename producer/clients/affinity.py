@@ -1,0 +1,59 @@
+"""Hashes by which requests with the same beginning find the worker that has computed it.
+
+They are hints: a wrong hash changes only the order in which workers take a tenant's requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from pydantic_core import to_json
+
+from promptq.shared.protocol.request import Request
+
+_PREFIXES = (1_024, 4_096, 16_384, 65_536)
+"""Lengths in bytes of the beginnings that have a hash."""
+
+
+def affinity_of(request: Request) -> str:
+    """Returns the hash of the session (`-` without one), and those of the beginnings of the prompt
+    or chat, the shortest first; empty if there is none of them."""
+    session, salt = request.session, request.cache_salt or ""
+    owner = to_json([request.tenant or "", salt])
+    hashes = ["-" if session is None else _hash(owner, to_json(session)).hexdigest()]
+    hashes += _prefix_hashes(owner, request)
+    return "" if hashes == ["-"] else " ".join(hashes)
+
+
+def _prefix_hashes(owner: bytes, request: Request) -> Iterator[str]:
+    """Yields the hash of each beginning that the text has."""
+    text = bytearray()
+    pieces = _pieces(request)
+    rolling, end = _hash(owner), 0
+    for length in _PREFIXES:
+        while len(text) < length and (piece := next(pieces, None)) is not None:
+            text += piece[: _PREFIXES[-1]]
+        if len(text) < length:
+            return
+        rolling.update(memoryview(text)[end:length])
+        end = length
+        yield rolling.hexdigest()
+
+
+def _pieces(request: Request) -> Iterator[bytes]:
+    if isinstance(request.prompt, str):
+        yield request.prompt[: _PREFIXES[-1]].encode()
+    elif request.prompt is not None:
+        yield to_json(request.prompt[: _PREFIXES[-1] // 2])  # an id and a comma or more
+    for name in ("chat_template_kwargs", "tools"):
+        if getattr(request, name):
+            yield to_json(getattr(request, name))
+    yield from map(to_json, request.messages or ())
+
+
+def _hash(*parts: bytes) -> hashlib.blake2b:
+    rolling = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        rolling.update(part)
+    return rolling
