@@ -279,7 +279,7 @@ def answer(
         return {"error": details}, []
     new, payloads, pictures = [], [], dict[str, Any]()
     for item in prepared.new:
-        included = {"priority", "deadline_ms", "completion_window"}
+        included = {"priority", "deadline_ms", "completion_window", "expected_tokens"}
         included |= {"idempotency_key", "tenant", "trace_context"}
         fields = item.request.model_dump(include=included)
         new.append([item.request_id, fields, item.delay_ms, item.durability, [*item.pictures]])

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, pictures, requests, scores, pending, backlog_limits
+-- uses: keys, numbers, server, arguments, pictures, requests, scores, pending, backlog_limits, shortest_first
 -- Enqueue requests, all or none.
 -- ARGV by name: idempotency_ms; fields: the names of each request's values, with commas between; nonce, or left
 --       out: it identifies a call that is sent again because its reply was lost; pictures, how many pictures come
@@ -6,7 +6,8 @@
 --       priority, deadline_ms (0: none), delay_ms, idempotency_key ('' for none), tenant ('' for none), account (''
 --       for none, else LIMIT HOLDER of the token rate that its output is charged to), forked_from ('' for none, else
 --       POSITION ID), pictures (the names, with spaces between, of the pictures that the payload names), by_deadline
---       (1: of such requests, the earliest deadline runs first). Then, for each new picture, its name and its data URL
+--       (1: of such requests, the earliest deadline runs first), expected_tokens (of output, '' if unknown). Then, for
+--       each new picture, its name and its data URL
 --       By position: 1 idempotency_ms, a space, and how many of these values each request has, in this order (6 if
 --       left out); then the values; then the nonce, or nothing
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
@@ -17,11 +18,11 @@
 
 local FIELDS = {
   'id', 'payload', 'priority', 'deadline_ms', 'delay_ms', 'idempotency_key', 'tenant', 'account', 'forked_from',
-  'pictures', 'by_deadline',
+  'pictures', 'by_deadline', 'expected_tokens',
 }
 local DEFAULTS = {__index = {
   id = false, payload = false, priority = 0, deadline_ms = 0, delay_ms = 0, idempotency_key = '', tenant = '',
-  account = '', forked_from = '', pictures = '', by_deadline = '',
+  account = '', forked_from = '', pictures = '', by_deadline = '', expected_tokens = '',
 }}
 local args, start, fields, num_fields
 if arguments.are_named then
@@ -93,7 +94,9 @@ local arrived = {}
 for _, request in ipairs(fresh) do
   local id, tenant, priority = request.id, request.tenant, tonumber(request.priority)
   local deadline_ms, delay_ms = tonumber(request.deadline_ms), tonumber(request.delay_ms)
-  local score = numbers.exact(scores.at_arrival(priority, request.by_deadline == '1' and deadline_ms or 0))
+  local by_deadline = request.by_deadline == '1'
+  local shift_ms = by_deadline and 0 or shortest_first.shift_ms(request.payload, request.expected_tokens)
+  local score = numbers.exact(scores.at_arrival(priority, by_deadline and deadline_ms or 0) + shift_ms)
   redis.call('HSET', keys.request(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
     'priority', priority, 'enqueued_at', server.now_text, 'tokens', numbers.exact(request.tokens),
     'nonce', nonce or '')
