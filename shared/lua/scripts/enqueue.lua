@@ -95,13 +95,15 @@ for _, request in ipairs(fresh) do
   local id, tenant, priority = request.id, request.tenant, tonumber(request.priority)
   local deadline_ms, delay_ms = tonumber(request.deadline_ms), tonumber(request.delay_ms)
   local by_deadline = request.by_deadline == '1'
-  local shift_ms = by_deadline and 0 or shortest_first.shift_ms(request.payload, request.expected_tokens)
+  local guess = shortest_first.guess(request.payload, request.expected_tokens)
+  local shift_ms = by_deadline and 0 or shortest_first.shift_ms(request.payload, guess)
   local score = numbers.exact(scores.at_arrival(priority, by_deadline and deadline_ms or 0) + shift_ms)
   redis.call('HSET', keys.request(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
     'priority', priority, 'enqueued_at', server.now_text, 'tokens', numbers.exact(request.tokens),
     'nonce', nonce or '')
   redis.call('PERSIST', keys.request(id)) -- an earlier cancel may have set an expiry
   if tenant ~= '' then redis.call('HSET', keys.request(id), 'tenant', tenant) end
+  if guess then redis.call('HSET', keys.request(id), 'expected_tokens', numbers.exact(guess)) end
   if request.account ~= '' then redis.call('HSET', keys.request(id), 'account', request.account) end
   if request.forked_from ~= '' then
     redis.call('HSET', keys.request(id), 'forked_from', request.forked_from)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue.call import Call, named
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.support.requests import ROOM, held, ids, put
+from tests.support.requests import ROOM, held, ids, put, row
 
 MEAN = 100
 """Tokens of the last answers of `shortest_first`'s queue."""
@@ -18,10 +19,19 @@ MEAN = 100
 MOST_MS = 20_000
 
 
+def put_guesses(client: Any, queue: RequestQueue, pairs: list[tuple[int, int]]) -> None:
+    """Let requests have finished with these expected and actual outputs."""
+    key = queue.keys.prefix + "statistics:guesses"
+    client.delete(key)
+    client.rpush(key, *[f"{expected} {actual}" for expected, actual in pairs])
+
+
 @pytest.fixture
 def shortest_first(client: Any, queue: RequestQueue) -> RequestQueue:
-    """A queue that runs short requests first, and has had answers of `MEAN` tokens."""
+    """A queue that runs short requests first, and has had answers of `MEAN` tokens, of which
+    clients expected each."""
     client.hset(queue.keys.config, "shortest_first_ms", MOST_MS)
+    put_guesses(client, queue, [(nth, nth) for nth in range(1, 129)])
     client.rpush(queue.keys.prefix + "outputs", f"2 {MEAN // 2}", f"1 {MEAN * 3 // 2}")
     return queue
 
@@ -173,3 +183,58 @@ def test_no_worker_has_to_know_the_field(shortest_first: RequestQueue) -> None:
     put(shortest_first, "a", expected_tokens=3)
     [claim] = shortest_first.take_batch(ROOM)
     assert b"expected" not in bytes(claim.payload)
+
+
+def test_guesses_move_requests_only_as_far_as_they_have_predicted_outputs(
+    client: Any, shortest_first: RequestQueue
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    shifts = []
+    for predictability in (1.0, 0.2, 0.0):
+        actual = [rng.randrange(2 * MEAN) for _ in range(128)]
+        noise = [rng.randrange(2 * MEAN) for _ in range(128)]
+        guesses = [
+            round(predictability * true + (1 - predictability) * other)
+            for true, other in zip(actual, noise, strict=True)
+        ]
+        put_guesses(client, shortest_first, [*zip(guesses, actual, strict=True)])
+        request_id = put(shortest_first, expected_tokens=0)
+        shifts.append(shift_of(client, shortest_first, request_id))
+    assert shifts[0] == -MOST_MS < shifts[1] <= shifts[2] <= 0
+    assert shifts[2] > -MOST_MS / 2, "noise correlates only by chance"
+
+
+@pytest.mark.parametrize("pairs", [[], [(1, 1)], [(5, 9)] * 128, [(1, 200), (200, 1)] * 64])
+def test_guesses_that_show_nothing_move_no_request(
+    client: Any, shortest_first: RequestQueue, pairs: list[tuple[int, int]]
+) -> None:
+    client.delete(shortest_first.keys.prefix + "statistics:guesses")
+    if pairs:
+        put_guesses(client, shortest_first, pairs)
+    put(shortest_first, "a", expected_tokens=0)
+    put(shortest_first, "b", expected_tokens=0, max_tokens=MEAN // 2)
+    assert shift_of(client, shortest_first, "a") == 0
+    assert shift_of(client, shortest_first, "b") == -MOST_MS / 2, "max_tokens is no guess"
+
+
+def test_finished_requests_show_how_well_their_lengths_were_expected(
+    client: Any, queue: RequestQueue
+) -> None:
+    """Each counts as its guess, up to its max_tokens. Without the setting, none counts."""
+    guesses = queue.keys.prefix + "statistics:guesses"
+    finish(queue, "off", expected_tokens=5)
+    assert not client.exists(guesses)
+    client.hset(queue.keys.config, "shortest_first_ms", MOST_MS)
+    finish(queue, "unknown")
+    finish(queue, "guess", expected_tokens=5)
+    finish(queue, "limited", expected_tokens=5, max_tokens=3)
+    finish(queue, "of-tenant", expected_tokens=7, tenant="t")
+    assert client.lrange(guesses, 0, -1) == [b"7 1", b"3 1", b"5 1"]
+
+
+def finish(queue: RequestQueue, request_id: str, **fields: Any) -> None:
+    put(queue, request_id, **fields)
+    [claim] = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0, "x", FinishReason.STOP)])
