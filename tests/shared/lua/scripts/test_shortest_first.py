@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.queue.call import Call, named
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.support.requests import ROOM, held, ids, put, row
@@ -232,6 +232,21 @@ def test_finished_requests_show_how_well_their_lengths_were_expected(
     finish(queue, "limited", expected_tokens=5, max_tokens=3)
     finish(queue, "of-tenant", expected_tokens=7, tenant="t")
     assert client.lrange(guesses, 0, -1) == [b"7 1", b"3 1", b"5 1"]
+
+
+@pytest.mark.parametrize("of_type", ["set", "rpush"])
+def test_spoilt_guesses_move_no_request(
+    client: Any, shortest_first: RequestQueue, of_type: str
+) -> None:
+    guesses = shortest_first.keys.prefix + "statistics:guesses"
+    client.delete(guesses)
+    getattr(client, of_type)(guesses, "9" * 400 + " 1")
+    put(shortest_first, "a", expected_tokens=0)
+    assert shift_of(client, shortest_first, "a") == 0
+    client.hset(shortest_first.keys.request("a"), "expected_tokens", "junk")
+    [claim] = shortest_first.take_batch(ROOM)
+    shortest_first.publish([row(claim, 0, "x", FinishReason.STOP)])
+    assert shortest_first.state("a") is RequestState.COMPLETED
 
 
 def finish(queue: RequestQueue, request_id: str, **fields: Any) -> None:
