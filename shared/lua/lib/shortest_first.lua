@@ -2,14 +2,20 @@
 -- Moves a request within its priority by its expected output. A request is only overtaken by requests that arrive
 -- within twice the setting, so none waits for ever.
 
-server.load_config('strict_priority', 'aging_ms', 'shortest_first_ms')
-
 local LONGEST_MS = 86400000
 local LONGEST = 2 -- in parts of the mean; longer requests count as this long
 
--- The longest and the shortest request that arrive together at neighbouring priorities must not change their order.
-local most_ms = math.min(server.number('shortest_first_ms', 0), scores.priority_level() / 2, LONGEST_MS)
-local mean, trust
+local most, mean, trust -- each computed at most once a call
+
+-- The most that a request moves. The longest and the shortest request that arrive together at neighbouring priorities
+-- must not change their order.
+local function most_ms()
+  if not most then
+    server.load_config('strict_priority', 'aging_ms', 'shortest_first_ms')
+    most = math.min(server.number('shortest_first_ms', 0), scores.priority_level() / 2, LONGEST_MS)
+  end
+  return most
+end
 
 -- How well the clients' guesses have predicted outputs: 0 if not, as long as too few requests have finished, too. This
 -- is their correlation, less what chance explains (two standard errors).
@@ -29,14 +35,14 @@ end
 
 -- The client's guess of a request's output, at most its max_tokens; nil if unknown, or if the queue does not need it.
 function shortest_first.guess(payload, expected_tokens)
-  local guess = most_ms > 0 and numbers.whole(expected_tokens)
+  local guess = most_ms() > 0 and numbers.whole(expected_tokens)
   return guess and math.max(0, math.min(guess, requests.requested_output(payload) or guess))
 end
 
 -- How much later (ms) a request comes, or sooner if negative, than one as long as the mean of the last answers.
 -- A request of unknown length counts as one of the mean, so such requests keep their order of arrival.
 function shortest_first.shift_ms(payload, guess)
-  if most_ms <= 0 then return 0 end
+  if most_ms() <= 0 then return 0 end
   mean = mean or work.tokens_of_answer()
   local expected = mean
   if guess then
@@ -44,5 +50,5 @@ function shortest_first.shift_ms(payload, guess)
     expected = mean + trust * (guess - mean)
   end
   local tokens = math.max(0, math.min(expected, requests.requested_output(payload) or expected))
-  return most_ms * (math.min(LONGEST, tokens / mean) - 1)
+  return most_ms() * (math.min(LONGEST, tokens / mean) - 1)
 end
