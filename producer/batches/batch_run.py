@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import TypeVar
@@ -48,6 +49,8 @@ _FILL_SECONDS = 2.0
 _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LONGEST_FULL_SECONDS = 5.0
+_LEAST_ANSWERS = 8
+"""Number of answers from which their mean length is the expected length of a batch's next lines."""
 _KEPT_MS = 120_000
 """Milliseconds after which Redis deletes an answered request, so that no batch fills Redis."""
 _SYNC_SECONDS = 1.0
@@ -250,14 +253,23 @@ class BatchRun:
 
     async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
         """Enqueues requests, unless an earlier process did. Returns False if the queue is full."""
+        guessed = [self._with_guess(new, len(item.requests)) for new in requests]
         try:
-            await self._persist(partial(item.served.queue.enqueue, requests))
+            await self._persist(partial(item.served.queue.enqueue, guessed))
         except RequestExistsError:
             pass  # an earlier process enqueued the line
         except QueueFullError as error:
             self._hold_back(item, error.retry_after_ms / 1000)
             return False
         return True
+
+    def _with_guess(self, new: NewRequest, num_choices: int) -> NewRequest:
+        """Expects the mean output of the batch's answers, unless the line has a guess."""
+        num_answers = self._journal.num_completed
+        if num_answers < _LEAST_ANSWERS or new.request.expected_tokens is not None:
+            return new
+        guess = self._journal.usage.completion_tokens // (num_answers * num_choices)
+        return replace(new, request=new.request.model_copy(update={"expected_tokens": guess}))
 
     def _hold_back(self, item: LineRequest, seconds: float) -> None:
         self._held_back[item.line.number] = item

@@ -282,7 +282,7 @@ def answer(
     new, payloads, pictures = [], [], dict[str, Any]()
     for item in prepared.new:
         included = {"priority", "deadline_ms", "completion_window", "deadline_policy"}
-        included |= {"idempotency_key", "tenant", "trace_context"}
+        included |= {"expected_tokens", "idempotency_key", "tenant", "trace_context"}
         fields = item.request.model_dump(include=included)
         options = {"durability": item.durability, "affinity": item.affinity}
         new.append([item.request_id, fields, item.delay_ms, options, [*item.pictures]])

@@ -307,6 +307,11 @@ class Request(SamplingParams):
     deadline_policy: Literal["refuse"] | None = Field(
         None, description="`refuse`: refuse the request if it will probably miss its deadline"
     )
+    expected_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="guess of the number of output tokens, for a queue with `shortest_first_ms`",
+    )
     tenant: str | None = Field(None, pattern=NAME)
     idempotency_key: str | None = Field(None, min_length=1, max_length=200)
     cache_salt: str | None = Field(None, max_length=200)
@@ -436,8 +441,11 @@ class Request(SamplingParams):
             raise invalid_request(error) from None
 
     def to_payload(self) -> str:
-        """Returns the JSON form, without fields that have their default value."""
-        return self.__pydantic_serializer__.to_json(self, exclude_defaults=True).decode()
+        """Returns the JSON form, without fields that have their default value, and without
+        `expected_tokens`, which no worker reads."""
+        return self.__pydantic_serializer__.to_json(
+            self, exclude={"expected_tokens"}, exclude_defaults=True
+        ).decode()
 
 
 def _check_sum(what: str, texts: list[str], most: int) -> None:

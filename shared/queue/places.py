@@ -107,6 +107,7 @@ def quote(new: Sequence[NewRequest]) -> Call[Quote]:
         by_deadline="1" if request.completion_window else "",
         delay_ms=item.delay_ms,
         max_output=(request.max_tokens or "") if is_generating else 0,
+        expected_tokens="" if request.expected_tokens is None else request.expected_tokens,
         num_before=len(new) - 1,
     )
     return Call("place", args, quote_of)

@@ -87,6 +87,7 @@ def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> 
 _FIELDS = (
     *("id", "payload", "priority", "deadline_ms", "delay_ms", "idempotency_key", "tenant"),
     *("account", "forked_from", "pictures", "by_deadline", "deadline_policy", "affinity"),
+    "expected_tokens",
 )
 
 
@@ -98,6 +99,7 @@ def _values(item: NewRequest) -> tuple[Argument, ...]:
         *(item.delay_ms, request.idempotency_key or "", request.tenant or ""),
         *(str(item.account or ""), str(item.forked_from or ""), " ".join(item.pictures)),
         *("1" if request.completion_window else "", request.deadline_policy or "", item.affinity),
+        "" if request.expected_tokens is None else str(request.expected_tokens),
     )
 
 

@@ -10,23 +10,34 @@ local MAX_OUTPUTS = 128 -- the p90 of output is measured over this number of fin
 -- A request with a webhook is kept at least for this time, because all attempts to deliver it take a day.
 local WEBHOOK_MS = 26 * 3600000
 
-local finished_outputs = {} -- newest last
+local GUESSES = keys.prefix .. 'statistics:guesses'
+
+local finished = {[OUTPUTS] = {}, [GUESSES] = {}} -- newest last
 server.at_the_end(function()
-  if #finished_outputs == 0 then return end
-  server.for_all(redis.pcall, 'LPUSH', OUTPUTS, finished_outputs)
-  redis.pcall('LTRIM', OUTPUTS, 0, MAX_OUTPUTS - 1)
-  finished_outputs = {}
+  for key, entries in pairs(finished) do
+    if #entries > 0 then
+      server.for_all(redis.pcall, 'LPUSH', key, entries)
+      redis.pcall('LTRIM', key, 0, MAX_OUTPUTS - 1)
+      finished[key] = {}
+    end
+  end
 end)
 
--- The last requests that finished, newest first: {{time (ms), output tokens}, ...}.
-function ending.read_outputs()
-  local entries, found = redis.pcall('LRANGE', OUTPUTS, 0, -1), {}
+-- The last entries of two numbers, newest first.
+local function read_pairs(key)
+  local entries, found = redis.pcall('LRANGE', key, 0, -1), {}
   for _, entry in ipairs(entries.err and {} or entries) do
-    local at, count = string.match(entry, '^(%d+) (%d+)$')
-    if at then found[#found + 1] = {tonumber(at), tonumber(count)} end
+    local first, second = string.match(entry, '^(%d+) (%d+)$')
+    if first then found[#found + 1] = {tonumber(first), tonumber(second)} end
   end
   return found
 end
+
+-- The last requests that finished, newest first: {{time (ms), output tokens}, ...}.
+function ending.read_outputs() return read_pairs(OUTPUTS) end
+
+-- The last requests that finished and had an expected output: {{expected tokens, output tokens}, ...}.
+function ending.read_guesses() return read_pairs(GUESSES) end
 
 -- How long logs and hashes are kept after the end (ms). A hash is kept at least as long as its log, because
 -- an id may be used again once its hash is gone.
@@ -128,7 +139,9 @@ function ending.finish(id, reason, count, event, fields, result)
   requests.drop_holds(id, fields.tenant)
   local has_output = count ~= '0' -- an embedding has none
   if (reason == 'stop' or reason == 'length') and has_output then
-    finished_outputs[#finished_outputs + 1] = server.now_text .. ' ' .. count
+    table.insert(finished[OUTPUTS], server.now_text .. ' ' .. count)
+    local guess = numbers.whole(fields.expected_tokens)
+    if guess then table.insert(finished[GUESSES], numbers.exact(guess) .. ' ' .. count) end
   end
 end
 

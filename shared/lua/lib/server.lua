@@ -13,11 +13,13 @@ function server.config(name, default)
   if settings[name] == nil then settings[name] = redis.call('HGET', keys.prefix .. 'config', name) or false end
   return settings[name] or default
 end
+
 -- Read several settings by one command, for later calls of `config`.
 function server.read_settings(...)
   local values = redis.call('HMGET', keys.prefix .. 'config', ...)
   for nth, name in ipairs({...}) do settings[name] = values[nth] end
 end
+
 function server.number(name, default) return numbers.whole(server.config(name), default) end
 
 -- Without memory, as a replica or with a full disk, Redis refuses the first write of a script. After a first

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, pictures, requests, scores, pending, backlog_limits, places
+-- uses: keys, numbers, server, arguments, pictures, requests, scores, pending, backlog_limits, places, shortest_first
 -- Enqueue requests, all or none.
 -- ARGV by name: idempotency_ms; fields: the names of each request's values, with commas between; nonce, or left
 --       out: it identifies a call that is sent again because its reply was lost; pictures, how many pictures come
@@ -7,8 +7,8 @@
 --       for none, else LIMIT HOLDER of the token rate that its output is charged to), forked_from ('' for none, else
 --       POSITION ID), pictures (the names, with spaces between, of the pictures that the payload names), by_deadline
 --       (1: of such requests, the earliest deadline runs first), deadline_policy (`refuse`: refuse the request if it
---       will probably end after its deadline), affinity (hashes, see docs/protocol.md). Then, for each new picture,
---       its name and its data URL
+--       will probably end after its deadline), affinity (hashes, see docs/protocol.md), expected_tokens (of output,
+--       '' if unknown). Then, for each new picture, its name and its data URL
 --       By position: 1 idempotency_ms, a space, and how many of these values each request has, in this order (6 if
 --       left out); then the values; then the nonce, or nothing
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
@@ -21,11 +21,12 @@
 
 local FIELDS = {
   'id', 'payload', 'priority', 'deadline_ms', 'delay_ms', 'idempotency_key', 'tenant', 'account', 'forked_from',
-  'pictures', 'by_deadline', 'deadline_policy', 'affinity',
+  'pictures', 'by_deadline', 'deadline_policy', 'affinity', 'expected_tokens',
 }
 local DEFAULTS = {__index = {
   id = false, payload = false, priority = 0, deadline_ms = 0, delay_ms = 0, idempotency_key = '', tenant = '',
   account = '', forked_from = '', pictures = '', by_deadline = '', deadline_policy = '', affinity = '',
+  expected_tokens = '',
 }}
 local args, start, fields, num_fields
 if arguments.are_named then
@@ -91,11 +92,13 @@ local full = backlog_limits.refusal(fresh)
 if full then return full end
 
 for nth, request in ipairs(fresh) do
-  local deadline_ms = tonumber(request.deadline_ms)
-  local score = scores.at_arrival(tonumber(request.priority), request.by_deadline == '1' and deadline_ms or 0)
+  local deadline_ms, max_output = tonumber(request.deadline_ms), requests.requested_output(request.payload)
+  local by_deadline_ms = request.by_deadline == '1' and deadline_ms or 0
+  request.guess = shortest_first.guess(request.expected_tokens, max_output)
+  local score = shortest_first.score_at_arrival(tonumber(request.priority), by_deadline_ms, request.guess, max_output)
   request.score = numbers.exact(score)
   if request.deadline_policy == 'refuse' and deadline_ms > 0 then
-    local most = requests.requested_output(request.payload) or math.huge
+    local most = max_output or math.huge
     local quote = places.before_arrival(request.tenant, request.score, nth - 1, tonumber(request.delay_ms), most)
     local end_p50_ms = tonumber(quote[15]) or 0
     if end_p50_ms > deadline_ms then return {'late', request.id, request.deadline_ms, unpack(quote)} end
@@ -114,6 +117,9 @@ for _, request in ipairs(fresh) do
     'nonce', nonce or '')
   redis.call('PERSIST', keys.request(id)) -- an earlier cancel may have set an expiry
   if tenant ~= '' then redis.call('HSET', keys.request(id), 'tenant', tenant) end
+  if request.guess then
+    redis.call('HSET', keys.request(id), 'expected_tokens', numbers.exact(request.guess))
+  end
   if request.account ~= '' then redis.call('HSET', keys.request(id), 'account', request.account) end
   if request.affinity ~= '' then redis.call('HSET', keys.request(id), 'affinity', request.affinity) end
   if request.forked_from ~= '' then

@@ -1,9 +1,9 @@
--- uses: keys, numbers, server, arguments, requests, scores, places
+-- uses: keys, numbers, server, arguments, requests, scores, shortest_first, places
 -- Look at the place of a request that waits, or that would be enqueued now (a quote). Changes nothing. The number of
 -- commands does not grow with the number of requests and tenants.
 -- ARGV by name: id. For a quote, without id: tenant, priority, deadline_ms, by_deadline, delay_ms (as in `enqueue`),
---       max_output (the most output tokens, or left out), num_before (number of requests that the same call enqueues
---       before this one)
+--       max_output (the most output tokens, or left out), expected_tokens (or left out), num_before (number of
+--       requests that the same call enqueues before this one)
 --       By position: 1 id
 -- Reply {state}, '' for an unknown request; if the request waits or is new, {'waiting', how many wait in front ('':
 --        unknown), 1 if that is the most that may run first else 0, how many are expected to run first, tokens of each
@@ -13,14 +13,17 @@
 --        with a fraction are text.
 
 local args = arguments.read({
-  'id', 'tenant', 'priority', 'deadline_ms', 'by_deadline', 'delay_ms', 'max_output', 'num_before',
+  'id', 'tenant', 'priority', 'deadline_ms', 'by_deadline', 'delay_ms', 'max_output', 'expected_tokens',
+  'num_before',
 }, 0)
 
 if not args.id then
   local deadline_ms = args.by_deadline == '1' and numbers.whole(args.deadline_ms, 0) or 0
-  local score = scores.at_arrival(numbers.whole(args.priority, 0), deadline_ms)
+  local max_output = numbers.whole(args.max_output)
+  local guess = shortest_first.guess(args.expected_tokens, max_output)
+  local score = shortest_first.score_at_arrival(numbers.whole(args.priority, 0), deadline_ms, guess, max_output)
   return places.before_arrival(keys.tenant_name(args.tenant), numbers.exact(score), numbers.whole(args.num_before, 0),
-    numbers.whole(args.delay_ms, 0), numbers.whole(args.max_output, math.huge))
+    numbers.whole(args.delay_ms, 0), max_output or math.huge)
 end
 
 local id = args.id

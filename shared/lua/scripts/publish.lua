@@ -25,15 +25,15 @@ local known = {} -- id -> what is stored of it, and how many tokens its log will
 
 local function look_up(id)
   if not known[id] then
-    local fields = has_tenants
-      and requests.read(id, 'fence', 'state', 'cancelled', 'account', 'webhook', 'pictures', 'tenant')
-      or requests.read(id, 'fence', 'state', 'cancelled', 'account', 'webhook', 'pictures') or {}
+    local fields = requests.read(id, 'fence', 'state', 'cancelled', 'account', 'webhook', 'pictures', 'expected_tokens',
+      unpack(has_tenants and {'tenant'} or {})) or {}
     local count, ended = requests.log_top(id)
     local finished = ended or requests.is_final(fields.state)
     known[id] = {
       fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
       was_finished = finished, finished = finished, tenant = fields.tenant,
       account = fields.account, webhook = fields.webhook, pictures = fields.pictures,
+      expected_tokens = fields.expected_tokens,
       expired = requests.is_past_deadline(id),
     }
   end

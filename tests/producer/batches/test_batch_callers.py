@@ -243,3 +243,21 @@ async def test_a_shorter_window_and_a_service_tier(
     answers = batch.written(record.output_file_id).values()
     tiers = sorted(each["response"]["body"]["service_tier"] for each in answers)
     assert tiers == ["flex", "flex"]
+
+
+async def test_lines_are_expected_to_be_as_long_as_the_answers_before(
+    redis_url: str, files: FileStore, own_worker: HandWorker
+) -> None:
+    """A line may have another guess. Once the queue runs short requests first, it knows them."""
+    own_worker.redis.hset(KEYS.config, "shortest_first_ms", 20_000)
+    lines = [line(number) for number in range(16)]
+    lines[15]["body"]["expected_tokens"] = 4
+    running = asyncio.create_task(Batch(redis_url, files, PLAIN, lines).run())
+    guesses = []
+    for _ in range(16):
+        claim = await asyncio.to_thread(own_worker.take_next)
+        guesses.append(own_worker.redis.hget(KEYS.request(claim.request_id), "expected_tokens"))
+        own_worker.finish(claim, "xxx")
+    assert (await running).completed == 16
+    assert guesses[:8] == [None] * 8, "there were too few answers"
+    assert guesses[12:] == [b"3", b"3", b"3", b"4"]

@@ -192,7 +192,11 @@ def test_a_spoilt_field_hinders_neither_the_request_nor_others(
 
 
 @pytest.mark.parametrize(
-    "name", ["aging_ms", "max_pending", "log_ttl_ms", "result_ttl_ms", "strict_priority", "pubsub"]
+    "name",
+    [
+        *("aging_ms", "max_pending", "log_ttl_ms", "result_ttl_ms", "strict_priority", "pubsub"),
+        "shortest_first_ms",
+    ],
 )
 @pytest.mark.parametrize("value", ["abc", "inf", "nan", "", "1e300"])
 def test_a_setting_without_sense_counts_as_left_out(

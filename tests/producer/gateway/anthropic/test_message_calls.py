@@ -56,6 +56,7 @@ def test_every_field_becomes_that_of_a_payload(
     assert payload == expected
     none_here = {"prompt", "embed", "tokenize", "logprobs", "prompt_logprobs"}
     other_ways = {"model", "version", "idempotency_key", "trace_context", "service_tier"}
+    other_ways |= {"expected_tokens"}
     assert expected.keys() | other_ways | none_here == Request.model_fields.keys()
 
 

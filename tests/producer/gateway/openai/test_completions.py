@@ -242,12 +242,8 @@ def test_every_field_of_a_payload_goes_through(
     expected = {**known, **extra, "messages": MESSAGES, "logprobs": 2}
     assert payload == expected
     other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context", "embed"}
-    other_ways |= {
-        "service_tier",
-        "session",
-        "tokenize",
-        "prompt_logprobs",
-    }  # the latter not with an output_prefix
+    other_ways |= {"service_tier", "session", "tokenize", "expected_tokens"}
+    other_ways |= {"prompt_logprobs"}  # not with an output_prefix
     assert expected.keys() | other_ways == Request.model_fields.keys()
 
 

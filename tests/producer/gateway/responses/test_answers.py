@@ -184,7 +184,7 @@ def test_every_field_becomes_that_of_a_payload(
     }  # fmt: skip
     assert payload == expected
     other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context", "embed"}
-    other_ways |= {"service_tier", "tokenize", "prompt_logprobs"}
+    other_ways |= {"service_tier", "tokenize", "prompt_logprobs", "expected_tokens"}
     assert expected.keys() | other_ways == Request.model_fields.keys()
 
 

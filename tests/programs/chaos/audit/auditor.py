@@ -24,7 +24,10 @@ from tests.programs.chaos.processes.fleet import LEASE_MS
 
 FINAL_STATES = {"completed", "failed", "cancelled", "expired", "dead"}
 _HOLDS = {"pending", "leases", "deadlines", "delayed"}
-_PER_QUEUE = {"config", "model", "outputs", "workers", "workers:overflow", "dead", "tenants"}
+_PER_QUEUE = {
+    *("config", "model", "outputs", "statistics:guesses", "workers", "workers:overflow"),
+    *("dead", "tenants"),
+}
 """Keys of which each queue has one."""
 
 

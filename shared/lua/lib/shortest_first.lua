@@ -1,0 +1,61 @@
+-- uses: numbers, server, scores, ending, work
+-- Moves a request within its priority by its expected output. A request is only overtaken by requests that arrive
+-- within twice the setting, so none waits for ever.
+
+local LONGEST_MS = 86400000
+local LONGEST = 2 -- in parts of the mean; longer requests count as this long
+
+local most, mean, trust -- each computed at most once a call
+
+-- The most that a request moves. The longest and the shortest request that arrive together at neighbouring priorities
+-- must not change their order.
+local function most_ms()
+  if not most then
+    server.read_settings('strict_priority', 'aging_ms', 'shortest_first_ms')
+    most = math.min(server.number('shortest_first_ms', 0), scores.priority_level() / 2, LONGEST_MS)
+  end
+  return most
+end
+
+-- How well the clients' guesses have predicted outputs: 0 if not, as long as too few requests have finished, too. This
+-- is their correlation, less what chance explains (two standard errors).
+local function measure_trust()
+  local guesses, x, y, xx, yy, xy = ending.read_guesses(), 0, 0, 0, 0, 0
+  local num, longest = #guesses, math.floor(LONGEST * mean)
+  for _, guess in ipairs(guesses) do
+    local expected, actual = math.min(longest, guess[1]), math.min(longest, guess[2])
+    x, y, xy = x + expected, y + actual, xy + expected * actual
+    xx, yy = xx + expected * expected, yy + actual * actual
+  end
+  local spread = (num * xx - x * x) * (num * yy - y * y)
+  if spread <= 0 then return 0 end
+  local correlation = (num * xy - x * y) / math.sqrt(spread)
+  return math.max(0, math.min(1, (correlation - 2 / math.sqrt(num)) / 0.3))
+end
+
+-- The client's guess of a request's output, at most its max_tokens; nil if unknown, or if the queue does not need it.
+function shortest_first.guess(expected_tokens, max_output)
+  local guess = most_ms() > 0 and numbers.whole(expected_tokens)
+  return guess and math.max(0, math.min(guess, max_output or guess))
+end
+
+-- How much later (ms) a request comes, or sooner if negative, than one as long as the mean of the last answers.
+-- A request of unknown length counts as one of the mean, so such requests keep their order of arrival.
+local function shift_ms(guess, max_output)
+  if most_ms() <= 0 then return 0 end
+  mean = mean or work.tokens_of_answer()
+  local expected = mean
+  if guess then
+    trust = trust or measure_trust()
+    expected = mean + trust * (guess - mean)
+  end
+  local tokens = math.max(0, math.min(expected, max_output or expected))
+  return most_ms() * (math.min(LONGEST, tokens / mean) - 1)
+end
+
+-- The score of a request of this priority that arrives now. The expected output does not matter if the queue orders
+-- requests like this one by deadline.
+function shortest_first.score_at_arrival(priority, deadline_ms, guess, max_output)
+  local shift = deadline_ms > 0 and 0 or shift_ms(guess, max_output)
+  return scores.at_arrival(priority, deadline_ms) + shift
+end
