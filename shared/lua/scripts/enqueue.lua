@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, pictures, requests, scores, pending, backlog_limits, places, shortest_first
+-- uses: keys, numbers, server, arguments, pictures, requests, pending, backlog_limits, places, shortest_first
 -- Enqueue requests, all or none.
 -- ARGV by name: idempotency_ms; fields: the names of each request's values, with commas between; nonce, or left
 --       out: it identifies a call that is sent again because its reply was lost; pictures, how many pictures come
