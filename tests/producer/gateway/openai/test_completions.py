@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from promptq.shared.protocol.request import Request
 from tests.producer.gateway.living import LiveGateway
-from tests.producer.playing import HandWorker
+from tests.producer.playing import KEYS, HandWorker
 from tests.support.model_free import text_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Once"}]
@@ -245,6 +245,16 @@ def test_every_field_of_a_payload_goes_through(
     other_ways |= {"service_tier", "session", "tokenize", "expected_tokens"}
     other_ways |= {"prompt_logprobs"}  # not with an output_prefix
     assert expected.keys() | other_ways == Request.model_fields.keys()
+
+
+def test_the_queue_learns_the_expected_length_and_workers_do_not(
+    gateway: LiveGateway, own_worker: HandWorker
+) -> None:
+    own_worker.redis.hset(KEYS.config, "shortest_first_ms", 1000)
+    payload = sent_by(gateway, own_worker, extra_body={"expected_tokens": 7})
+    assert "expected_tokens" not in payload
+    [key] = own_worker.redis.keys(KEYS.request("*"))
+    assert own_worker.redis.hget(key, "expected_tokens") == b"7"
 
 
 def test_fields_that_mean_nothing_here_are_taken(
