@@ -21,7 +21,7 @@ def test_every_field_becomes_that_of_a_payload(
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "metadata": {"user_id": "me"},
         "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "bad_words": ["c"],
         "stop_token_ids": [3], "ignore_eos": True, "speculative_tokens": 0, "priority": -3,
-        "deadline_ms": 60000, "completion_window": "2h",
+        "deadline_ms": 60000, "completion_window": "2h", "deadline_policy": "refuse",
         "cache_salt": "s", "tenant": "them", "seed": 7,
         "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"65": 3},
         "webhook_url": "http://127.0.0.1:9/", "resume": "exact_only",
@@ -56,7 +56,7 @@ def test_every_field_becomes_that_of_a_payload(
     assert payload == expected
     none_here = {"prompt", "embed", "tokenize", "logprobs", "prompt_logprobs"}
     other_ways = {"model", "version", "idempotency_key", "trace_context", "service_tier"}
-    other_ways |= {"expected_tokens"}
+    other_ways |= {"expected_tokens", "session"}
     assert expected.keys() | other_ways | none_here == Request.model_fields.keys()
 
 

@@ -233,7 +233,7 @@ def test_every_field_of_a_payload_goes_through(
         "deadline_ms": 60000, "cache_salt": "s", "tenant": "them", "max_tokens": 9,
         "chat_template_kwargs": {"x": 1}, "webhook_url": "http://127.0.0.1:9/",
         "resume": "exact_only", "output_prefix": {"token_ids": [7], "text": "It"},
-        "completion_window": "2h",
+        "completion_window": "2h", "deadline_policy": "refuse",
     }  # fmt: skip
     payload = sent_by(
         gateway, own_worker, **known, logprobs=True, top_logprobs=2, user="me", max_tokens=None,

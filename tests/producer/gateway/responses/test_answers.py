@@ -161,7 +161,7 @@ def test_every_field_becomes_that_of_a_payload(
     extra: dict[str, Any] = {
         "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "bad_words": ["c"],
         "stop_token_ids": [3], "ignore_eos": True, "speculative_tokens": 0, "priority": -3,
-        "deadline_ms": 60000, "completion_window": "2h",
+        "deadline_ms": 60000, "completion_window": "2h", "deadline_policy": "refuse",
         "cache_salt": "s", "tenant": "them", "seed": 7, "stop": ["x"],
         "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"65": 3},
         "webhook_url": "http://127.0.0.1:9/", "resume": "exact_only",
@@ -184,7 +184,7 @@ def test_every_field_becomes_that_of_a_payload(
     }  # fmt: skip
     assert payload == expected
     other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context", "embed"}
-    other_ways |= {"service_tier", "tokenize", "prompt_logprobs", "expected_tokens"}
+    other_ways |= {"service_tier", "tokenize", "prompt_logprobs", "expected_tokens", "session"}
     assert expected.keys() | other_ways == Request.model_fields.keys()
 
 
