@@ -243,6 +243,20 @@ def test_an_attacker_gains_and_costs_little(
     assert all(len(key.decode().rsplit(":", 1)[1]) == 16 for key in written)
 
 
+@pytest.mark.parametrize("server", ["redis"], indirect=True)
+def test_without_the_setting_hashes_cost_no_command(client: Any, queue: RequestQueue) -> None:
+    client.hdel(queue.keys.config, "affinity_ms")
+    counts = []
+    for session in ("", "s"):
+        for n in range(8):
+            put_of(queue, f"{session}{n}", session, [session])
+        before = num_commands(client)
+        claims = queue.take_batch(ROOM)
+        counts.append(num_commands(client) - before)
+        queue.publish([row(claim, 0, reason=FinishReason.STOP) for claim in claims])
+    assert counts[0] == counts[1]
+
+
 def test_without_the_setting_nothing_is_kept(
     client: Any, queue: RequestQueue, other: RequestQueue
 ) -> None:
