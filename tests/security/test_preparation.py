@@ -371,6 +371,7 @@ async def test_a_long_preparation_holds_up_neither_short_nor_other_tenants_long_
             assert (await finished(queue, request_id))["finish_reason"] == "length"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("tenant", ["a", None])
 async def test_more_long_preparations_than_a_worker_has_place_for_take_no_slots(
     redis_url: str, queue: AsyncRequestQueue, tenant: str | None

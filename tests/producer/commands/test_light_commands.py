@@ -34,6 +34,7 @@ HEAVY = {"fastapi", "httpx", "numpy", "rq", "torch", "transformers"}
 BEYOND_WORKERS = OTHERS - {"jinja2", "numpy", "prometheus_client", "structlog"}
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize(
     ("module", "arguments", "needed", "unneeded"),
     [

@@ -56,6 +56,7 @@ TEXTS: dict[str, tuple[OutputStyle, Callable[[int], str]]] = {
 }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("what", TEXTS)
 def test_reading_takes_time_by_length(what: str) -> None:
     """Four times as long takes eight times as long at most; by square, it would be sixteen."""

@@ -228,6 +228,7 @@ def test_no_tenant_is_served_beyond_the_bound(
     print(f"worst {bound.worst:.0f} of {bound.most:.0f}, {dict(world.service)}")
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("weights", [[1, 1, 1, 1], [1, 2, 1, 5]], ids=["equal", "weighted"])
 def test_floods_delay_another_tenant_by_no_more_than_the_bound(
     world: World, weights: list[float]
