@@ -21,7 +21,7 @@ from benchmarks.queue.idle import server_cpu_seconds
 from promptq.shared.protocol.claims import ClaimContext, Claims, ModelIdentity, Room
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.protocol.worker_stats import RECORD_MS, WorkerStats
-from promptq.shared.queue import scripts, statistics
+from promptq.shared.queue import places, scripts, statistics
 from promptq.shared.queue.call import SCRIPT_NAMES, Call, script_text
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from promptq.shared.server.embedded import EmbeddedServer
@@ -94,6 +94,8 @@ class Waiting:
         batches = run(f"claim of {_ROWS}", [_claim(room) for _ in each])
         run(f"publish of {_ROWS} rows", row_calls(0))
         run(f"finish of {_ROWS} requests", row_calls(1, FinishReason.LENGTH))
+        run("place", [Call("place", [self._template], list) for _ in each])
+        run("quote", [places.quote([_new()]) for _ in each])
         run("priorities", [statistics.priorities(keys) for _ in each])
         begin = Call("", ["DEL", keys.statistics_open], int)  # the first call of each 5 s counts
         sample = statistics.sample(statistics.Contribution())
