@@ -87,6 +87,8 @@ _CONFIG = {
     "result_ttl_ms": 12 * 3600 * 1000,
     "crash_backoff_ms": CRASH_BACKOFF_MS,
     "overflow_ms": 2000,
+    "affinity_ms": 200,
+    "shortest_first_ms": 300,
 }
 _SETTLING_MS = 1000
 """Time after the last end, from which on a worker's heartbeat must report an idle worker."""

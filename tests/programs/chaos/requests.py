@@ -19,6 +19,8 @@ _KINDS = {
 MOST_UPSTREAM_TOKENS = 300
 _MOST_TOKENS = {Queue.VOLUME: 120, Queue.POISON: 40, Queue.FIRST: 6000, Queue.SECOND: 6000}
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
+_SESSIONS = "abcdef"
+"""Names of conversations. Claims prefer the worker that ran an earlier request of one."""
 
 _TEXT = {"type": "string", "minLength": 20, "maxLength": 60}
 HERO = {
@@ -144,4 +146,8 @@ def _model_free_fields(queue: Queue, kind: Kind, rng: random.Random) -> dict[str
         fields["priority"] = rng.randint(-2, 2)
     if rng.random() < 0.2:
         fields["logprobs"] = rng.randint(0, 3)
+    if rng.random() < 0.4:
+        fields["session"] = rng.choice(_SESSIONS)
+    if rng.random() < 0.4:
+        fields["expected_tokens"] = rng.randint(0, _MOST_TOKENS[queue])
     return fields

@@ -197,7 +197,7 @@ async def test_a_picture_that_breaks_the_call_is_refused_after_several_attempts(
         assert error["message"].startswith("messages: the inference server's answer cannot be used")
         assert beside["finish_reason"] == "length"
         record = await queue.redis.hgetall(queue.keys.request(request_id))
-        assert record[b"attempt"] == b"3"
+        assert int(record[b"attempt"]) >= 3, "a claim while the server is away tries nothing"
         assert b"crashes" not in record
 
 
