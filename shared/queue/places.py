@@ -28,7 +28,7 @@ class Place:
     """Number of waiting requests that run first; see `at_most`."""
     at_most: bool = False
     """Whether fewer than `in_front` may run first. Among several tenants, `in_front` counts all
-    requests of the others."""
+    requests of the others. With `affinity_ms`, it counts all requests that may overtake."""
     tokens_in_front: int | None = None
     """Estimate of the tokens of these requests, from the tenant's mean request."""
     delayed_ms: int | None = None

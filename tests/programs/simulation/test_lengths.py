@@ -8,7 +8,7 @@ from tests.support.processes import run
 
 
 def test_short_requests_wait_less_when_many_wait() -> None:
-    options = ["--seeds", "1", "--requests", "60", "--loads", "2", "--predictabilities", "1"]
+    options = ["--seeds", "1", "--requests", "200", "--loads", "1.5", "--predictabilities", "1"]
     ended = run(sys.executable, "-m", "tests.programs.simulation.lengths", *options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     mean, short, _ = (float(each) for each in ended.stdout.split("|")[4].split(","))

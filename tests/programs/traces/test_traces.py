@@ -97,7 +97,7 @@ def test_an_altered_trace_is_refused(recorded: Trace, library: Path, alter: Any)
         replay(replace(recorded, entries=entries), library)
     print(refused.value)
     number = int(str(refused.value).split(",")[0].removeprefix("call "))
-    assert first <= number <= first + 20
+    assert first <= number <= first + 100, "a changed token shows when its request ends"
 
 
 def test_a_server_that_skips_the_fence_is_found_by_invariants(
