@@ -19,7 +19,9 @@ _PREFIXES = (1_024, 4_096, 16_384, 65_536)
 def affinity_of(request: Request) -> str:
     """Returns the hash of the session (`-` without one), and those of the beginnings of the prompt
     or chat, the shortest first; empty if there is none of them."""
-    session, salt = request.session, request.cache_salt or ""
+    session, prompt, salt = request.session, request.prompt, request.cache_salt or ""
+    if session is None and isinstance(prompt, str) and len(prompt) < _PREFIXES[0] // 4:
+        return ""  # a character has at most 4 bytes
     owner = to_json([request.tenant or "", salt])
     hashes = ["-" if session is None else _hash(owner, to_json(session)).hexdigest()]
     hashes += _prefix_hashes(owner, request)

@@ -1,9 +1,8 @@
--- uses: keys, numbers, server, requests, fair_share
+-- uses: keys, numbers, server, requests, scores, fair_share
 -- A worker claims first the requests whose beginning it computed lately, because its cache may still hold that. Only
 -- the order within a tenant's turn and one priority changes. Off unless the queue's setting `affinity_ms` is above 0.
 
 local LOOK_AHEAD = 64       -- requests compared for one turn
-local MOST_OVERTAKING = 32  -- requests that may overtake a request, for each live worker
 local MAX_WAIT_MS = 10000   -- the highest `affinity_ms`
 local HOLDER_MS = 120000    -- how long a claim is remembered
 local HELD_MS = 10000       -- how long the size of a claim is remembered: as long as a report
@@ -104,13 +103,6 @@ local function look_at(entry)
   return 0, false
 end
 
--- How many requests may overtake one. With more workers, they pass as quickly.
-local num_workers
-function affinity.most_overtaking()
-  num_workers = num_workers or math.max(1, server.size(keys.prefix .. 'workers'))
-  return MOST_OVERTAKING * num_workers
-end
-
 -- The next requests of a walk that may be taken out of order: all have the priority of the first.
 local function window_of(queue)
   local window = {}
@@ -118,7 +110,7 @@ local function window_of(queue)
     local entry = entry_of(id, queue.tenant)
     if nth > 1 and entry.priority ~= window[1].priority then break end
     window[nth] = entry
-    if entry.is_fixed or entry.overtaken >= affinity.most_overtaking() then break end
+    if entry.is_fixed or entry.overtaken >= scores.most_overtaking() then break end
   end
   read_lists(window)
   return window
@@ -130,7 +122,7 @@ function affinity.choose(queue)
   for nth, entry in ipairs(window) do
     local worth, is_left = look_at(entry)
     if entry.is_fixed and nth > 1 then worth = 0 end
-    if is_left and entry.overtaken < affinity.most_overtaking() then
+    if is_left and entry.overtaken < scores.most_overtaking() then
       left[#left + 1] = entry
     elseif worth > most then
       best, most = nth, worth

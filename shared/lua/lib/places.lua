@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, ending, work, affinity
+-- uses: keys, numbers, server, scores, ending, work
 -- How many requests run before one that waits, and the times of its start and its end.
 
 local NORMAL_P95 = 1.645 -- quantile of the standard normal distribution
@@ -109,7 +109,7 @@ function places.of(request)
     num_in_front, is_most = num_in_front + num_of_others, true
   end
   if num_in_front and server.number('affinity_ms', 0) > 0 then
-    num_in_front, is_most = num_in_front + math.min(num_behind, affinity.most_overtaking()), true
+    num_in_front, is_most = num_in_front + math.min(num_behind, scores.most_overtaking()), true
   end
   if num_in_front and num_due > 0 then num_in_front, is_most = num_in_front + num_due, true end
   num_expected = math.min(num_expected or 0, num_in_front or 0)

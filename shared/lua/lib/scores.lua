@@ -1,4 +1,4 @@
--- uses: numbers, server
+-- uses: keys, numbers, server
 -- The score of a request, which is its place in its queue. Lower scores run first.
 
 -- How much one level of priority changes a score (ms). With aging, a request overtakes only those that came
@@ -21,4 +21,13 @@ function scores.read(stored)
   local number = tonumber(stored or nil)
   if not number or number ~= number then number = server.now end
   return numbers.precise(number)
+end
+
+local MOST_OVERTAKING = 32 -- requests that may overtake a request, for each live worker
+
+-- How many requests may overtake one because of affinity. With more workers, they pass as quickly.
+local num_workers
+function scores.most_overtaking()
+  num_workers = num_workers or math.max(1, server.size(keys.prefix .. 'workers'))
+  return MOST_OVERTAKING * num_workers
 end

@@ -92,12 +92,13 @@ local full = backlog_limits.refusal(fresh)
 if full then return full end
 
 for nth, request in ipairs(fresh) do
-  local deadline_ms, max_output = tonumber(request.deadline_ms), requests.requested_output(request.payload)
+  local deadline_ms, may_refuse = tonumber(request.deadline_ms), request.deadline_policy == 'refuse'
+  local max_output = (may_refuse or shortest_first.is_on()) and requests.requested_output(request.payload) or nil
   local by_deadline_ms = request.by_deadline == '1' and deadline_ms or 0
   request.guess = shortest_first.guess(request.expected_tokens, max_output)
   local score = shortest_first.score_at_arrival(tonumber(request.priority), by_deadline_ms, request.guess, max_output)
   request.score = numbers.exact(score)
-  if request.deadline_policy == 'refuse' and deadline_ms > 0 then
+  if may_refuse and deadline_ms > 0 then
     local most = max_output or math.huge
     local quote = places.before_arrival(request.tenant, request.score, nth - 1, tonumber(request.delay_ms), most)
     local end_p50_ms = tonumber(quote[15]) or 0
