@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from promptq.producer.batch_store.input_file import MAX_LINE_BYTES, lines_at
+from promptq.producer.clients.affinity import PREFIXES
 
 _INPUTS = (b'"messages"', b'"prompt"', b'"input"')
-_PREFIXES = (1_024, 4_096, 16_384, 65_536)
-"""Lengths in bytes of the beginnings that are compared."""
 
 
 def lines_by_prefix(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -37,7 +36,7 @@ def _beginnings(raw: bytes) -> Iterator[bytes]:
     body = max(0, raw.find(b'"body"'))
     start = min((at for name in _INPUTS if (at := raw.find(name, body)) >= 0), default=body)
     hashed, done = hashlib.blake2b(digest_size=16), start
-    for length in _PREFIXES:
+    for length in PREFIXES:
         if start + length > len(raw):
             return
         hashed.update(raw[done : start + length])

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from promptq.shared.protocol.request import Request
 
-_PREFIXES = (1_024, 4_096, 16_384, 65_536)
+PREFIXES = (1_024, 4_096, 16_384, 65_536)
 """Lengths in bytes of the beginnings that have a hash."""
 
 
@@ -20,7 +20,7 @@ def affinity_of(request: Request) -> str:
     """Returns the hash of the session (`-` without one), and those of the beginnings of the prompt
     or chat, the shortest first; empty if there is none of them."""
     session, prompt, salt = request.session, request.prompt, request.cache_salt or ""
-    if session is None and isinstance(prompt, str) and len(prompt) < _PREFIXES[0] // 4:
+    if session is None and isinstance(prompt, str) and len(prompt) < PREFIXES[0] // 4:
         return ""  # a character has at most 4 bytes
     owner = to_json([request.tenant or "", salt])
     hashes = ["-" if session is None else _hash(owner, to_json(session)).hexdigest()]
@@ -33,9 +33,9 @@ def _prefix_hashes(owner: bytes, request: Request) -> Iterator[str]:
     text = bytearray()
     pieces = _pieces(request)
     rolling, end = _hash(owner), 0
-    for length in _PREFIXES:
+    for length in PREFIXES:
         while len(text) < length and (piece := next(pieces, None)) is not None:
-            text += piece[: _PREFIXES[-1]]
+            text += piece[: PREFIXES[-1]]
         if len(text) < length:
             return
         rolling.update(memoryview(text)[end:length])
@@ -45,9 +45,9 @@ def _prefix_hashes(owner: bytes, request: Request) -> Iterator[str]:
 
 def _pieces(request: Request) -> Iterator[bytes]:
     if isinstance(request.prompt, str):
-        yield request.prompt[: _PREFIXES[-1]].encode()
+        yield request.prompt[: PREFIXES[-1]].encode()
     elif request.prompt is not None:
-        yield to_json(request.prompt[: _PREFIXES[-1] // 2])  # an id and a comma or more
+        yield to_json(request.prompt[: PREFIXES[-1] // 2])  # an id and a comma or more
     for name in ("chat_template_kwargs", "tools"):
         if getattr(request, name):
             yield to_json(getattr(request, name))
