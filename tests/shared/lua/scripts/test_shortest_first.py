@@ -88,11 +88,9 @@ def test_without_the_setting_no_answers_are_read(client: Any, queue: RequestQueu
 
 
 def test_no_request_is_overtaken_by_one_that_comes_too_late(
-    client: Any, shortest_first: RequestQueue
+    client: Any, shortest_first: RequestQueue, seed: int
 ) -> None:
     """Requests that a plain client enqueues by arrival wait no longer either."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     rng = random.Random(seed)
     most_ms = rng.choice([3, 10, 30])
     client.hset(shortest_first.keys.config, "shortest_first_ms", most_ms)
@@ -186,10 +184,8 @@ def test_no_worker_has_to_know_the_field(shortest_first: RequestQueue) -> None:
 
 
 def test_guesses_move_requests_only_as_far_as_they_have_predicted_outputs(
-    client: Any, shortest_first: RequestQueue
+    client: Any, shortest_first: RequestQueue, seed: int
 ) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     rng = random.Random(seed)
     shifts = []
     for predictability in (1.0, 0.2, 0.0):
