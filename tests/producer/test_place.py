@@ -173,14 +173,33 @@ def test_the_start_is_unknown_without_a_worker_and_measured_with_one(
     assert (found.requests_per_second, found.tokens_per_second) == (2.0, 20.0)
     assert found.start_p50_ms is not None
     assert found.start_p95_ms is not None
-    assert 4000 < found.start_p50_ms < 4600, "the ninth of two a second"
+    assert 4400 < found.start_p50_ms < 4600, "the ninth of two a second"
     assert 6000 < found.start_p95_ms < 9000
-    assert str(found).endswith("starts in about 5 s, at 95% within 8 s")
+    assert str(found).endswith("starts in about 5 s, at 95% within 9 s")
     earlier = client.place("0").start_p50_ms
     assert earlier is not None
-    assert earlier < 500
+    assert earlier <= 500
     queue.redis.hset(queue.keys.config, "paused", 1)
     assert client.place("8").because == "the queue is paused"
+
+
+def test_the_last_answers_do_not_stand_for_long_ones_that_run(
+    client: Client, queue: RequestQueue
+) -> None:
+    """Few answers ended, all short. Then many long requests begin, and none has ended yet."""
+    for nth in range(9):
+        put(queue, f"{nth}", max_tokens=1000)
+    queue.run(scripts.heartbeat(WorkerStats(worker_id="w"), 60_000))
+    now_ms = int(time.time() * 1000)
+    queue.redis.lpush(f"{queue.keys.prefix}outputs", *[f"{now_ms} 10"] * 4)
+    for seconds in (20, 15, 10):
+        fields = {"waiting": 9, "active": 4, "finished": 0, "tokens_per_second": "1000.0"}
+        queue.redis.xadd(queue.keys.statistics, fields, f"{now_ms - seconds * 1000}-0")
+    found = client.place("8")
+    assert found.start_p50_ms is not None
+    assert found.start_p95_ms is not None
+    assert 8000 < found.start_p50_ms < 10_000, "the ninth of one a second"
+    assert found.start_p95_ms > 2 * found.start_p50_ms, "the lengths are a guess"
 
 
 def test_among_tenants_half_of_all_starts_come_by_the_share(

@@ -68,7 +68,7 @@ def test_a_quote_says_where_a_request_would_wait_and_when_it_would_end(
     quote = client.quote({"prompt": "Once"})
     assert (quote.in_front, quote.at_most) == (NUM_WAITING, False)
     start, late_start, end, late_end = times_of(quote)
-    assert 4500 < start < 5000 < late_start, "10 ends, at 2 a second"
+    assert 4900 < start <= 5000 < late_start, "10 ends, at 2 a second"
     assert end == pytest.approx(start + 2000, rel=0.1), "10 tokens, at 5 a second"
     assert late_end == pytest.approx(late_start + 2000, rel=0.1)
     assert str(quote).endswith("ends in about 7 s, at 95% within 11 s")

@@ -4,9 +4,10 @@
 local NORMAL_P95 = 1.645 -- quantile of the standard normal distribution
 local NORMALS = {-1.593, -0.967, -0.589, -0.282, 0, 0.282, 0.589, 0.967, 1.593} -- nine that stand for all
 local MINUTE_MS = 60000
-local MOST_VARIANCE = 4 -- relative variance of a start, beyond which the approximation does not hold
+local MOST_VARIANCE = 2 -- relative variance of a start; a larger one says nothing more
 local DRIFT = 0.04 -- relative variance of the rate of ends in the next minute, as in simulated worlds
 local NUM_LENGTHS, NUM_TIMES = 21, 31 -- how many stand for all
+local NUM_PRIOR = 2 -- how many answers count as long as they may be
 
 local function count(key, highest_score)
   local num = redis.pcall('ZCOUNT', key, '-inf', highest_score)
@@ -21,24 +22,30 @@ local function has_other_tenants(tenant)
   return tenant ~= '' and server.size(keys.pending) > 0
 end
 
--- How many requests end in a millisecond while requests wait. If none waited in the last minute, the workers may be
--- faster than they were.
-local function ends_per_ms(done, num_workers)
-  local measured = done.num / done.ms
-  if done.most_active > 0 then return measured end
-  return math.max(measured, work.tokens_of_worker() * num_workers / work.tokens_of_answer() / 1000)
+-- Sets how many requests end in a millisecond while requests wait, `done.ends_per_ms`, and the relative `done.variance`
+-- of that rate, if it is a guess from the last answers and, as a prior, some answers of `most_tokens`: when none waited in
+-- the last minute, because the workers may be faster than they were, and when none ended.
+local function guess_ends(done, num_workers, most_tokens)
+  local lately, num = work.tokens_of_answer(), #ending.read_outputs()
+  most_tokens = math.max(lately, most_tokens)
+  local unended = done.num == 0 and done.tokens or 0
+  local each = math.min(most_tokens, (num * lately + NUM_PRIOR * most_tokens + unended) / (num + NUM_PRIOR))
+  done.variance, done.ends_per_ms = 0, 0
+  if done.num == 0 or done.most_active == 0 then done.variance = (each / lately - 1) ^ 2 end
+  if done.most_active == 0 then done.ends_per_ms = work.tokens_of_worker() * num_workers / each / 1000 end
+  -- Many long answers may have begun at the same time, so that none ends for long.
+  done.num = math.max(done.num, done.tokens / (done.num == 0 and each or most_tokens))
+  done.ends_per_ms = math.max(done.ends_per_ms, done.num / done.ms)
 end
 
 -- The time (ms) until `num` requests have ended. `normal` is the quantile of the standard normal distribution. The time
--- has about a gamma distribution. Its relative variance has three parts: of the requests to come, of the rate that was
--- measured, and if the time is long, of the rate until then (Wilson and Hilferty, 1931).
+-- has about a lognormal distribution. Its relative variance has four parts: of the requests to come, of the rate that was
+-- measured, of the guess of their lengths, and if the time is long, of the rate until then.
 local function ms_until_ended(num, done, normal)
   if num <= 0 then return 0 end
-  local mean = num / done.ends_per_ms
-  local variance = done.dispersion * (1 / num + 1 / done.num) + DRIFT * math.min(1, mean / MINUTE_MS)
-  variance = math.min(MOST_VARIANCE, variance)
-  local factor = 1 - variance / 9 + normal * math.sqrt(variance / 9)
-  return mean * factor ^ 3
+  local median = num / done.ends_per_ms
+  local variance = done.variance + done.dispersion * (1 / num + 1 / done.num) + DRIFT * math.min(1, median / MINUTE_MS)
+  return median * math.exp(normal * math.sqrt(math.log(1 + math.min(MOST_VARIANCE, variance))))
 end
 
 -- Sorts values, and returns `num` of them that stand for all.
@@ -115,15 +122,16 @@ function places.of(request)
   num_expected = math.min(num_expected or 0, num_in_front or 0)
 
   local live = redis.pcall('ZCOUNT', keys.prefix .. 'workers', server.now_text, '+inf')
+  live = type(live) == 'number' and live or 0
   local paused, done = server.config('paused') == '1', work.done_lately()
+  guess_ends(done, live, tokens_of_each or 0)
   local reply = {
     'waiting', num_in_front or '', is_most and 1 or 0, numbers.precise(num_expected),
-    tokens_of_each and numbers.precise(tokens_of_each) or '', delay_ms, type(live) == 'number' and live or 0,
+    tokens_of_each and numbers.precise(tokens_of_each) or '', delay_ms, live,
     paused and 1 or 0, numbers.precise(done.num), numbers.precise(done.dispersion), numbers.precise(done.tokens),
     done.ms, '', '', '', '',
   }
   if not num_in_front or paused or live == 0 or done.num == 0 then return reply end
-  done.ends_per_ms = ends_per_ms(done, live)
   -- The request starts when those in front have started and one more request has ended, unless there is room.
   local num_free = request.max_output and room(done) or 0
   local expected, most = num_expected + 1 - num_free, num_in_front + 1 - num_free

@@ -149,8 +149,6 @@ function work.done_lately()
   if done.num > 0 and #chosen > 1 then
     local mean = done.num / #chosen
     done.dispersion = math.max(1, (squares - done.num * mean) / (#chosen - 1) / mean)
-  elseif done.num == 0 then
-    done.num = done.tokens / work.tokens_of_answer() -- answers that take longer than a minute
   end
   return done
 end

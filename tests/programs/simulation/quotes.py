@@ -52,6 +52,9 @@ class Load:
     burst: int = 1
     """How many requests come at once."""
     num_blocks: int = 144
+    long_later: bool = False
+    """Whether outputs have four tokens in the first minute, and all `_MOST_TOKENS` in the bursts at
+    the end of each minute."""
 
 
 LOADS = {
@@ -62,6 +65,7 @@ LOADS = {
     "1.4": Load(1.4),
     "0.7, bursts": Load(0.7, burst=30),
     "0.9, little memory": Load(0.9, num_blocks=36),
+    "long outputs later": Load(1, burst=60, long_later=True),
 }
 """By name. With little memory, short requests overtake long ones."""
 
@@ -95,10 +99,13 @@ def _requests(
 ) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yields the second in which each request is sent, and its fields."""
     at, bursts_per_second = 0.0, load.share * _REQUESTS_PER_SECOND / load.burst
-    while (at := at + rng.expovariate(bursts_per_second)) < seconds:
+    if load.long_later:
+        yield from ((at, {"prompt": "x", "max_tokens": 4}) for at in range(10, 60, 10))
+    while (at := at + (60 if load.long_later else rng.expovariate(bursts_per_second))) < seconds:
         for _ in range(load.burst):
             seed, length = rng.randrange(2**32), min(_MOST_TOKENS, int(rng.lognormvariate(3, 0.8)))
             fields = {"prompt": "x" * rng.randint(5, 40), "seed": seed, "ignore_eos": True}
+            length = _MOST_TOKENS if load.long_later else length
             if rng.random() < _SHARE_OF_TIGHT or length < 4:
                 yield at, {**fields, "max_tokens": max(1, length)}
                 continue
