@@ -30,7 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Collected(NamedTuple):
-    """The results of a batch, one entry for each of its `sampling` and `reporting` shares."""
+    """The results of a batch: `sampled` has a list for each share in `batch.sampling`,
+    `prompt_logprobs` an entry for each share in `batch.reporting`."""
 
     sampled: list[list[SampledToken]]
     prompt_logprobs: list[PromptLogprobs]
