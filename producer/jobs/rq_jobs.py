@@ -240,7 +240,6 @@ def _queue(queue: str, work: str, connection: redis.Redis) -> Queue:
 
 
 def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> None:
-    """Enqueues a batch in RQ."""
     arguments, job_id = (promptq_queue, batch_id), _BATCH_JOB + batch_id
     queue.enqueue_call(run_batch_job, args=arguments, job_id=job_id, **_OPTIONS[BATCHES])
 

@@ -79,7 +79,7 @@ class StepRecovery:
 
         If a sequence fails alone, too, it ends with an error. If it fails alone for lack of memory,
         it waits or returns to the queue instead, as memory may become free.
-        Raises the exception if the runner can no longer compute even a harmless batch.
+        Raises the runner's exception if the runner can no longer compute even a harmless batch.
         """
         batch = Batch(shares)
         try:

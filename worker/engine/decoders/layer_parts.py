@@ -82,8 +82,6 @@ MLP = DenseMLP | ExpertParts
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A recurrent layer."""
-
     mixer: Mixer
     """The mixer of the transformers module, which knows the shapes of the states."""
     parts: RecurrentParts
