@@ -79,7 +79,7 @@ class JobJson:
         return json.dumps(value).encode()
 
     def loads(self, data: bytes) -> tuple[str, None, list[Any], dict[str, Any]]:
-        """Decodes a call of a function in `_TABLE`. Raises ValueError for any other call.
+        """Decodes a call of one of promptq's functions. Raises ValueError for any other call.
 
         The arguments in `data` are the promptq queue, and the batch's id if the job runs a batch.
         """
@@ -98,7 +98,7 @@ class JobJson:
 
 
 class ListedJob(Job):
-    """A job that calls a function of `_TABLE`.
+    """A job that calls one of promptq's functions.
 
     RQ's record of a job has more fields. Only the call and the status are read.
     """
