@@ -271,7 +271,7 @@ class DraftPolicy:
 
     def note(self, drafts: Drafts | None, seconds: float) -> None:
         """Record the time of the planned step, which had these drafts. Skips steps with prompts
-        (`drafts` is None) and steps with drafts of the head and of lookups."""
+        (`drafts` is None) and steps with drafts of both kinds."""
         times, self._planned = self._planned, None
         if times is None or drafts is None:
             return
