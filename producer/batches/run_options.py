@@ -35,8 +35,6 @@ class BatchProgress:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of a batch run."""
-
     endpoint: str | None = None
     """The URL that all lines must have; None if lines may have any supported URL."""
     max_in_flight: int = 128

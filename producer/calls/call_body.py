@@ -213,8 +213,8 @@ def check_one_of(place: str, value: Any, known: Sequence[str], kind: str = "") -
 def refuse(
     fields: Mapping[str, Any], names: Iterable[str], instead: Mapping[str, str] = {}
 ) -> None:
-    """Raises InvalidRequestError if a call has one of the fields `names`, which its endpoint does
-    not support. `instead` maps some of these names to the endpoint's names."""
+    """Raises InvalidRequestError if a call has one of the fields `names`. The call's endpoint does
+    not support these fields. `instead` maps some of these names to the endpoint's names."""
     for name in names:
         if name in fields:
             advice = f"; use {instead[name]}" if name in instead else ""

@@ -318,7 +318,8 @@ async def with_model_and_style(
 async def model_and_style(
     served: ServedQueue, *, needs_style: bool = True
 ) -> tuple[str, OutputStyle | None]:
-    """Returns the queue's model and output style, which workers store before the first event."""
+    """Returns the queue's model and output style, which workers store before the first event. The
+    style may be None unless `needs_style`. Raises RedisSideError."""
     with explained(served.client.url):
         view = await served.view()
         lacks_style = view.output_style is None and needs_style

@@ -168,14 +168,15 @@ class ServedQueues:
         self, model: str | None, known_as: Callable[[Keys], str] | None = None
     ) -> Found:
         """Returns the queue that serves a model; without a model, the gateway's own queue. If no
-        queue serves the model, works like `_of_model_to_come`.
+        queue serves the model, returns the gateway's only queue if that has no model yet. Otherwise
+        raises ModelIsLoadingError or ModelNotServedError.
 
         If several queues serve the model, returns the one with the fewest requests for each worker.
 
         With `known_as`, the call has an idempotency key, and must not run in two queues. `known_as`
         maps the `Keys` of a queue to the Redis key that exists if the queue got the call before. If
         several queues serve the model, returns the queue whose key exists. If no key exists,
-        returns the queue with the highest `_rank`, preferably a queue with claiming workers.
+        chooses by a hash of the Redis key, preferably among queues with claiming workers.
         """
         own = self.own, await self.own.view()
         is_alone = len(self._names) == 1 and not self._finds_others

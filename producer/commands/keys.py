@@ -81,7 +81,7 @@ def create(
 ) -> None:
     """Create a key and print it. It cannot be printed again.
 
-    After the first key was created, the gateway refuses calls without a key.
+    Once a key exists, the gateway refuses calls without a key.
 
     Examples:
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import resource
 import signal
@@ -11,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.extras import require
+from promptq.shared.runtime.garbage_collection import collect_rarely
 from promptq.shared.runtime.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from promptq.producer.settings.gateway import GatewaySettings
 
 _BACKLOG = 4096  # connections that the system keeps until the gateway accepts them
-_OBJECTS_BEFORE_COLLECTION = 50_000  # new objects between two garbage collections
 
 
 def run_gateway(settings: GatewaySettings) -> None:
@@ -55,7 +54,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     class _Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            _reduce_garbage_collection()
+            collect_rarely()
             print(f"ready at {_url(listener)}, {_names(settings)} at {redis_url}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -101,13 +100,6 @@ def _names(settings: GatewaySettings) -> str:
     if ALL_QUEUES in others:
         return f"queue {own} and all others"
     return f"queues {', '.join([own, *others])}"
-
-
-def _reduce_garbage_collection() -> None:
-    # A full collection pauses all streams.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)
 
 
 def allow_many_connections() -> None:

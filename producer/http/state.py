@@ -62,7 +62,7 @@ class Refusals:
         self._may_come_at: dict[str, float] = {}
 
     async def refuse(self, name: str, wait_ms: int) -> int:
-        """Waits at most `_MOST_SECONDS` if the key of this name calls again too early. `wait_ms` is
+        """Waits at most a second if the key of this name calls again too early. `wait_ms` is
         the time until the key may call again. Returns what is left of this time after the wait."""
         now = time.monotonic()
         early = self._may_come_at.get(name, 0.0) - now

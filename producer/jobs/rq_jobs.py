@@ -79,7 +79,7 @@ class JobJson:
         return json.dumps(value).encode()
 
     def loads(self, data: bytes) -> tuple[str, None, list[Any], dict[str, Any]]:
-        """Decodes a call of a function in `_TABLE`. Raises ValueError for any other call.
+        """Decodes a call of one of promptq's functions. Raises ValueError for any other call.
 
         The arguments in `data` are the promptq queue, and the batch's id if the job runs a batch.
         """
@@ -98,7 +98,7 @@ class JobJson:
 
 
 class ListedJob(Job):
-    """A job that calls a function of `_TABLE`.
+    """A job that calls one of promptq's functions.
 
     RQ's record of a job has more fields. Only the call and the status are read.
     """
@@ -240,7 +240,6 @@ def _queue(queue: str, work: str, connection: redis.Redis) -> Queue:
 
 
 def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> None:
-    """Enqueues a batch in RQ."""
     arguments, job_id = (promptq_queue, batch_id), _BATCH_JOB + batch_id
     queue.enqueue_call(run_batch_job, args=arguments, job_id=job_id, **_OPTIONS[BATCHES])
 

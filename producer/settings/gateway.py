@@ -10,8 +10,6 @@ from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES
 
 
 class GatewaySettings(FilesSettings):
-    """Settings of a gateway."""
-
     files_bytes_per_tenant: int = Field(
         2 << 30,
         ge=0,

@@ -9,8 +9,6 @@ from promptq.shared.settings.common import ReaperSettings
 
 
 class JobsSettings(FilesSettings, ReaperSettings):
-    """Settings of `promptq jobs`."""
-
     jobs_redis_url: str | None = Field(
         None, description="a Redis server for RQ, not a Cluster; default: the queue's server"
     )

@@ -205,7 +205,7 @@ class SamplingParams(BaseModel):
 
     def is_set(self, name: str) -> bool:
         """Returns whether a field differs from its default. For `temperature`, returns whether the
-        value is above 0 (greedy)."""
+        value is above 0, so that tokens are drawn."""
         value = getattr(self, name)
         return bool(value > 0.0 if name == "temperature" else value != getattr(NEUTRAL, name))
 

@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, request_id: str, fence: str, event: TokenEvent, result_json: str = "") -> Row:
-        """Returns the row for an event."""
+        """Returns the row for an event. Pass `result_json` with the request's last event only."""
         reason = event.finish_reason or ""
         return cls(request_id, fence, event.index, event.end, event.to_json(), reason, result_json)
 

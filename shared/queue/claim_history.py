@@ -30,7 +30,7 @@ _LONGEST_DELAY = 5.0
 
 
 class ClaimHistory:
-    """The history of the claims of one queue object. Thread-safe."""
+    """Remembers the last answered claim of one queue object for the next claim. Thread-safe."""
 
     def __init__(self) -> None:
         self.is_unanswered = False

@@ -83,8 +83,8 @@ def _sample_of(entry: tuple[bytes, Any]) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """Reads the number of waiting requests by priority. If more than some hundreds wait, their
-    numbers for each priority are estimates."""
+    """Reads the number of waiting requests by priority. If a tenant has more
+    waiting requests than 1,000 divided by the number of tenants, the numbers are estimates."""
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))

@@ -96,7 +96,8 @@ def several_hosts(
 
 
 def without_defaults(query: str, is_of_sentinels: bool, is_secure: bool) -> str:
-    """Returns a URL's query without `_NO_EFFECT`. Raises ValueError for a wrong option."""
+    """Returns a URL's query without options that may only have their default value, such as
+    `encoding`. Raises ValueError for a wrong option."""
     options = _OPTIONS | (_OF_SENTINELS if is_of_sentinels else {})
     kept = []
     for part in query.split("&") if query else ():

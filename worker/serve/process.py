@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from redis.exceptions import RedisError
 
 from promptq.shared.errors import PromptqError, RedisUnavailableError
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.runtime.garbage_collection import collect_rarely
 from promptq.shared.runtime.printable import printable
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.connection import explain, open_async_redis, without_password
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _RETRY_SECONDS = 0.2
-_OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
 """If this process computes a model, a thread keeps the interpreter's lock for this many seconds
 (Python's default: 0.005). So after a step, the engine's thread waits at most this long for it.
@@ -106,7 +105,7 @@ async def _serve(settings: WorkerSettings, redis_url: str, turn: Turn | None) ->
             served = await unless(stop, loading, start_up.close)
         finally:
             start_up.close()
-        _spare_the_collector()
+        collect_rarely()
         if served.computes_here:
             sys.setswitchinterval(_SWITCH_SECONDS)
         worker = Worker(settings, served, client, start_up.seconds, tracing)
@@ -188,13 +187,6 @@ def _leave_at_once(error: Exception | None = None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if error is None else 1)
-
-
-def _spare_the_collector() -> None:
-    # Libraries and the model are never freed. A collection stops every thread, also the engine's.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)
 
 
 async def open_when_there(redis_url: str, wait_seconds: float) -> redis.asyncio.Redis:

@@ -67,8 +67,8 @@ class _StopString:
 
     def find(self, text: str, may_end: bool) -> int | None:
         """Add the next part. Returns the index at which the stop string begins, relative to this
-        part (negative: in an earlier part); None if the stop string does not end in this part, or
-        if none `may_end` in it."""
+        part (negative: in an earlier part). Returns None if the stop string does not end in this
+        part, or if none `may_end` in it."""
         string, matched = self.string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:

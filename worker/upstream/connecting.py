@@ -46,7 +46,7 @@ _RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FoundServer:
-    """A server that answers, and its token ids for `_PROBE` (None if it does not report them)."""
+    """A server that answers. `probe_token_ids`: its token ids for a short text; None if unknown."""
 
     url: str
     description: ServerDescription

@@ -52,7 +52,7 @@ def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> Mo
 def require_for_gguf() -> None:
     """Raises ConfigurationError if a package that reads a GGUF file's tokenizer is missing.
 
-    transformers reads such tokenizers with torch.
+    transformers needs torch to read such a tokenizer.
     """
     try:
         require("the tokenizer of a GGUF file", "gguf", "worker")

@@ -27,7 +27,7 @@ _OTHER_REASON = re.compile(r'reason="(?!capacity")')
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """The requests of all clients of a server."""
+    """The load of a server: its numbers of requests, from all clients, and its used memory."""
 
     num_running: float
     num_waiting: float = 0.0

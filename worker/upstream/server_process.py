@@ -49,7 +49,10 @@ class ServerProcess:
             )
 
     def has_answered(self) -> None:
-        """Make the guard restart the server from now on if the server ends. Raises like `check`."""
+        """Reports the first answer to the guard, which from then on restarts a server that ends.
+
+        Raises ConfigurationError if the server has ended.
+        """
         assert self._guard.stdin is not None
         try:
             os.write(self._guard.stdin.fileno(), b"answered\n")

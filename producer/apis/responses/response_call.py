@@ -125,7 +125,7 @@ def _usage(usage: Usage | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NewResponse:
-    """A new response, and the input items in its call: JSON, one on each line."""
+    """A new response. `input_lines` has the input items of the call, each as a line of JSON."""
 
     call: ResponseCall
     input_lines: bytes

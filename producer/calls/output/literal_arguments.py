@@ -29,7 +29,7 @@ class LiteralArguments:
     """Parser of a call's arguments that are literals, such as city="Paris", days=[1, None].
 
     The parser stops at the first character of the mark that ends the call. If an argument's schema
-    allows no strings, a string is parsed as JSON: some templates write all values of earlier calls
+    allows no strings, a string is parsed as JSON. Some templates write all values of earlier calls
     as strings, so models may do this in new calls.
     """
 

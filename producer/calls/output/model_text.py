@@ -132,8 +132,10 @@ def read_whole(text: str, style: OutputStyle | None, expected: ExpectedOutput) -
 
 
 def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a few small fields in place of `fields`: `ExpectedOutput.of` returns the same for
-    both."""
+    """Returns the small part of a payload's `fields` that `ExpectedOutput.of` needs.
+
+    `ExpectedOutput.of` returns equal objects for both.
+    """
     expected = ExpectedOutput.of(fields)
     needed: dict[str, Any] = {}
     if expected.with_tools:

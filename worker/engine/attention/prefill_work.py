@@ -45,8 +45,8 @@ class PrefillWork:
     For CUDA graphs, pass `room`, the size (rows, chunks) of the largest step. Then the lists are
     padded with empty tiles and keep their addresses, and `fill` writes the next step into them.
 
-    A list whose tile size was requested in an earlier step is already on the device, because it
-    was copied with the step's inputs: see `layout.lists` and the argument of `fill`.
+    Lists of tile sizes that an earlier step requested are copied with the step's inputs. So they
+    are already on the device: see `layout.lists` and the argument of `fill`.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:

@@ -37,7 +37,7 @@ class SavedWeights:
             self.tensors[name] = torch.zeros(1, dtype=self.dtype).expand(shape)
 
     def widen(self, module: str) -> None:
-        """Dequantize a module's weight, so that its parameters have memory and numbers."""
+        """Replace the placeholders of a module's parameters by its dequantized weight."""
         weight = self.quantized[module]
         if isinstance(weight, ExpertsWeight):
             for part, numbers in weight.dequantized().items():

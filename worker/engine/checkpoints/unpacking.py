@@ -11,7 +11,7 @@ from promptq.worker.engine.quantization.weight import QuantizedWeight
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns uint8 [..., words * 32 / bits] for int32 [..., words], lowest bits first."""
+    """Unpacks int32 [..., words] to uint8 [..., words * 32 / bits], lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     numbers = words.unsqueeze(-1) >> shifts & (1 << bits) - 1
     return numbers.to(torch.uint8).flatten(-2)

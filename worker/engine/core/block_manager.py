@@ -192,7 +192,10 @@ class BlockManager:
             self.num_gained += last  # a waiting sequence may need fewer blocks now
 
     def free(self, sequence: Sequence) -> None:
-        """Take back a sequence's blocks. Findable blocks become cached unless others own them."""
+        """Take back a sequence's blocks. Blocks without another owner become free.
+
+        A free block that has a hash stays cached until its space is needed.
+        """
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:

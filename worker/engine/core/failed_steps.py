@@ -30,7 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Collected(NamedTuple):
-    """The results of a batch, one entry for each of its `sampling` and `reporting` shares."""
+    """The results of a batch: `sampled` has a list for each share in `batch.sampling`,
+    `prompt_logprobs` an entry for each share in `batch.reporting`."""
 
     sampled: list[list[SampledToken]]
     prompt_logprobs: list[PromptLogprobs]
@@ -78,7 +79,7 @@ class StepRecovery:
 
         If a sequence fails alone, too, it ends with an error. If it fails alone for lack of memory,
         it waits or returns to the queue instead, as memory may become free.
-        Raises the exception if the runner can no longer compute even a harmless batch.
+        Raises the runner's exception if the runner can no longer compute even a harmless batch.
         """
         batch = Batch(shares)
         try:

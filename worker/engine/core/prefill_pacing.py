@@ -57,7 +57,7 @@ class Pacing:
 
     @property
     def chunk(self) -> int:
-        """The most tokens of one long prompt in a step with decodes."""
+        """Maximum number of tokens of one long prompt in a step with decodes."""
         sizes = {step.num_tokens for step in self._prompts}
         if not sizes:
             return MIN_CHUNK
@@ -68,8 +68,8 @@ class Pacing:
 
     @property
     def prompt_tokens(self) -> int:
-        """The most prompt tokens in a step with decodes. If only steps with prompts were measured,
-        this is 0, so that the next step measures decodes alone."""
+        """Maximum number of prompt tokens in a step with decodes. If only steps with prompts were
+        measured, this is 0, so that the next step measures decodes alone."""
         if self._prompts and not self._decode_seconds:
             return 0
         return max(MIN_PROMPT_TOKENS, self._tokens_within(PROMPTS_STRETCH))

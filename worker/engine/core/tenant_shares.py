@@ -61,8 +61,8 @@ class TenantShares:
         self, victim: EngineRequest, blocks: int, newcomer: EngineRequest, needed: int
     ) -> bool:
         """Whether `victim`, which has `blocks` blocks, may be preempted for `newcomer`, which needs
-        `needed` blocks: the share of the newcomer's tenant with the newcomer must not be larger
-        than the share of the victim's tenant without the victim.
+        `needed` blocks. After the exchange, the share of the newcomer's tenant must not be
+        larger than the share of the victim's tenant.
 
         So each tenant keeps its fair share, and a tenant that made room cannot take the room back.
         """

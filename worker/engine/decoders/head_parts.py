@@ -2,11 +2,12 @@
 
 The head predicts one token further than the model (multi-token prediction, DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 2.2). The head has two inputs for each position: the
-model's final hidden state, and the token of the next position. The head computes
+model's final hidden state, and the token of the next position. With the model's `embedding` and
+`output_layer`, the head computes
 
-    hidden = projection(norm(embedding of the token), norm(hidden state))
+    hidden = projection(norm(embedding(token)), norm(hidden))
     hidden = norm(layer(hidden))
-    logits = output layer of the model (hidden)
+    logits = output_layer(hidden)
 
 For the next draft, the head's hidden state takes the place of the model's.
 """

@@ -1,7 +1,7 @@
 """The per-layer inputs that layers have in addition to the hidden states (Gemma 4).
 
     inputs = scale * (norm(projection_scale * projection(embedded)) + table_scale * table(ids))
-    hidden += after(output(activation(gate(hidden)) * inputs of the layer))
+    hidden += after(output(activation(gate(hidden)) * inputs[layer]))
 
 A layer computes the second line after its MLP.
 """

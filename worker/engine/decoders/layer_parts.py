@@ -82,8 +82,6 @@ MLP = DenseMLP | ExpertParts
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A recurrent layer."""
-
     mixer: Mixer
     """The mixer of the transformers module, which knows the shapes of the states."""
     parts: RecurrentParts
@@ -187,7 +185,8 @@ class ModelParts:
 
 
 def has_known_parts(model: PreTrainedModel) -> bool:
-    """Whether all parts of a model have known names and types. Formulas are not tested here."""
+    """Whether all parts of a model have known names and types. Does not test whether the
+    parts compute what their names say."""
     try:
         ModelParts.of(model)
     except Exception:  # a family may have anything under these names

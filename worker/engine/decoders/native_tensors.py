@@ -106,7 +106,7 @@ def _weight_of(module: nn.Linear | nn.Embedding) -> torch.Tensor | QuantizedWeig
 
 
 def native_weight(weight: QuantizedWeight) -> library.Weight:
-    """Returns the description of a quantized weight, which the caller must keep alive."""
+    """Returns the description of a quantized weight. The caller must keep the weight alive."""
     return library.Weight(
         numbers=weight.numbers.data_ptr(),
         scales=weight.scales.data_ptr(),

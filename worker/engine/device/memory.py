@@ -28,7 +28,7 @@ def give_back(device: torch.device) -> None:
 
 
 class MemoryPeak:
-    """Measures how much memory torch takes from a CUDA device from now on."""
+    """Measures the peak of torch's memory on a CUDA device since this object was made."""
 
     def __init__(self, device: torch.device) -> None:
         give_back(device)

@@ -171,7 +171,8 @@ def compare(
 
 
 def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Returns [rows]: the distance of each row from the expected row, in spreads of the latter."""
+    """Returns [rows]: the root mean square difference of each row from the expected
+    row, divided by the standard deviation of the expected row."""
     spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
     off: torch.Tensor = (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
     return off
@@ -185,7 +186,7 @@ def difference_of(logits: torch.Tensor, expected: torch.Tensor, tolerance: float
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Distances between rows of logits, each divided by the row's spread."""
+    """The median and the largest of the rows' differences (see `off_by`)."""
 
     median: float
     worst: float

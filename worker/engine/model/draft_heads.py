@@ -35,8 +35,6 @@ class NoHeadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """A model's head."""
-
     module: nn.Module
     """An `MtpLayer` of transformers."""
     work: float

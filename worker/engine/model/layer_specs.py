@@ -69,7 +69,8 @@ AttentionMaskInterface.register(RECORD, eager_mask)
 
 @contextmanager
 def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
-    """In this block, windows have a few tokens. Yields {small pattern: the model's pattern}."""
+    """Context manager that shrinks a model's attention windows to a few tokens. Yields {small
+    pattern: the model's pattern}."""
     config = model.config.get_text_config(decoder=True)
     true_patterns = {FULL: FULL}
     originals: list[tuple[Any, str, int]] = []

@@ -12,13 +12,13 @@ from torch import nn
 
 
 def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns uint8 [outputs, ceil(inputs / 2)] for uint8 [outputs, inputs] below 16."""
+    """Packs numbers below 16, uint8 [outputs, inputs], to uint8 [outputs, ceil(inputs / 2)]."""
     numbers = nn.functional.pad(numbers, (0, numbers.shape[1] % 2))
     return numbers[:, ::2] | numbers[:, 1::2] << 4
 
 
 def unpack_int4(packed: torch.Tensor, inputs: int) -> torch.Tensor:
-    """Returns fp32 [..., inputs] for uint8 [..., ceil(inputs / 2)]."""
+    """Unpacks uint8 [..., ceil(inputs / 2)] to fp32 [..., inputs]."""
     halves = packed.new_empty(*packed.shape, 2, dtype=torch.float32)
     halves[..., 0], halves[..., 1] = packed & 15, packed >> 4
     return halves.flatten(-2)[..., :inputs]

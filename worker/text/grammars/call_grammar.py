@@ -1,6 +1,6 @@
-"""Writes the grammar of a forced tool call, in the form in which the model's family writes calls.
+"""Writes the grammar of a forced tool call, in the form that the model's family uses for calls.
 
-If that form cannot express the schema of a tool's arguments, the call is a JSON object instead.
+If this form cannot express the schema of a tool's arguments, the call is a JSON object instead.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ _ESCAPED = frozenset([*map(chr, range(32)), '"', "\\", "\x7f"])
 
 @lru_cache(maxsize=32)
 def gbnf_of(lark: str) -> str | None:
-    """Returns the GBNF of a Lark text from `lark_of`; None if the text has other parts than rules,
-    texts, patterns, schemas and token ids, or if the result is too long."""
+    """Returns the GBNF of a Lark text from `lark_of`. The text may have rules, texts, patterns,
+    schemas and token ids. Returns None for other parts, or if the result is too long."""
     try:
         text = _Writer().grammar(lark)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):

@@ -169,9 +169,11 @@ def padded(size: int) -> int:
 
 
 def head_groups(num_heads: int, query_size: int, cache: LayerCache) -> tuple[int, bool]:
-    """Returns how many query heads a program computes together, and whether the cache has latents
-    (compressed K and V). With latents, a query has numbers for K and V, and all heads read one KV
-    head."""
+    """Returns how many query heads a program computes together, and whether the cache has latents.
+
+    A latent is K and V of one token in compressed form. All query heads read it as one KV head, and
+    a query then has more numbers than a key (`query_size` > `key_size`).
+    """
     _, num_kv_heads, _, key_size = cache.key.shape
     is_latent = query_size > key_size
     group = num_heads // num_kv_heads

@@ -15,7 +15,7 @@ _STAGES = tl.constexpr(4)
 
 
 def part_of(weight: QuantizedWeight) -> int:
-    """Returns the number of successive inputs, at most STEP, that always share a group."""
+    """Returns how many successive inputs, at most STEP, always share a group (and so its scale)."""
     is_whole = weight.group >= weight.inputs
     return STEP if is_whole else min(STEP, weight.group & -weight.group)
 
