@@ -1,4 +1,4 @@
-"""Converts texts to tokens and back, at the endpoints of vLLM's server.
+"""Converts texts to tokens and back, under the same paths as vLLM's server.
 
 The gateway has no tokenizer, so a worker answers each call, without its engine.
 """

@@ -29,7 +29,8 @@ class Tokenizer(Protocol):
         """Returns a text's token ids, without adding special tokens. Raises InvalidRequestError."""
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Returns the token sequences of each word, at the start of a text and after a space."""
+        """Returns ways to write the words in tokens, in one list: at the start of a text, and after
+        a space. Raises InvalidRequestError."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text without special tokens. Incomplete characters become U+FFFD."""

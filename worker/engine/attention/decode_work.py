@@ -140,7 +140,8 @@ class DecodeWork:
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replace context lengths and lists on the device. Rewrites requested lists in place."""
+        """Sets new context lengths. Rewrites in place each list that a layer requested with
+        `spans`, and copies from `lists`, by key, those that are there."""
         self._contexts, self._copied = contexts, lists
         for key in self._lists:
             self._write(key)

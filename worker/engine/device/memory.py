@@ -49,7 +49,8 @@ class MemoryPeak:
 
 
 def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
-    """Returns the bytes that the result of `make` takes on the device, including the driver's."""
+    """Returns the bytes that the result of `make` takes on the device, including what the
+    driver allocates for it."""
     give_back(device)
     before = free_bytes(device)
     result = make()

@@ -12,7 +12,7 @@ _11, _27, _30, _31 = map(np.uint64, (11, 27, 30, 31))
 
 
 def streams(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Returns a separate stream of random numbers for each seed."""
+    """Returns the beginning of a stream of random numbers for each seed, for `uniforms`."""
     return _splitmix(seeds)
 
 

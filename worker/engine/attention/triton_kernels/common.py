@@ -132,7 +132,7 @@ def scores_of(
     IS_LATENT: tl.constexpr,
 ) -> tl.tensor:
     """Returns [queries, keys]: attention scores times log2(e), for a softmax with exp2. In latent
-    attention, each key begins with `value`, and each query begins with `for_values`."""
+    attention, a key is `value` and then `key`, and a query is `for_values` and then `query`."""
     scores = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
     if IS_LATENT:
         scores = dot(for_values, tl.trans(widened(value, query)), scores)

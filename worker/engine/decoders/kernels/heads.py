@@ -115,8 +115,9 @@ def turned(
     turns: tl.tensor,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the columns `own` in fp32, rotated where `turns` is true. `other` has the partner of
-    each column. `cosines` and `sines` are pointers."""
+    """Returns the columns `own`, rotated where `turns` is true, rounded to DTYPE and as fp32.
+    `other` has the partner of each column, and `is_first` says which is the first of its pair.
+    `cosines` and `sines` are pointers."""
     cosine = tl.load(cosines, mask=turns, other=1.0).to(tl.float32)
     sine = tl.load(sines, mask=turns, other=0.0).to(tl.float32)
     straight = (own * cosine).to(DTYPE).to(tl.float32)
