@@ -1,6 +1,7 @@
 -- uses: keys, numbers, server, requests, scores, fair_share
 -- A worker claims first the requests whose beginning it computed lately, because its cache may still hold that. Only
--- the order within a tenant's turn and one priority changes. Off unless the queue's setting `affinity_ms` is above 0.
+-- the order within a tenant's turn and one priority changes. Among requests of which the worker holds equally much, the
+-- session that began first comes first. Off unless the queue's setting `affinity_ms` is above 0.
 
 local LOOK_AHEAD = 64       -- requests compared for one turn
 local MAX_WAIT_MS = 10000   -- the highest `affinity_ms`
@@ -27,7 +28,7 @@ end
 
 function affinity.turn_on(worker_id, ms)
   worker, wait_ms = worker_id, math.min(ms, MAX_WAIT_MS)
-  affinity.is_on = ms > 0 and string.find(worker_id, '^%S+$') ~= nil and may_use_keys()
+  affinity.is_on = ms > 0 and string.find(worker_id, '^[^%s@]%S*$') ~= nil and may_use_keys()
 end
 
 -- A request that waits. `holders` has the keys of its prefixes, the longest last, and then that of its session. No
@@ -36,10 +37,12 @@ local entries = {}
 local function entry_of(id, tenant)
   local entry = entries[id]
   if entry then return entry end
-  local fields = requests.read(id, 'affinity', 'priority', 'attempt', 'passed', 'suspect', 'left_at', 'overtaken') or {}
+  local fields = requests.read(id, 'affinity', 'priority', 'attempt', 'passed', 'suspect', 'left_at', 'overtaken',
+    'enqueued_at') or {}
   entry = {
     id = id, priority = numbers.whole(fields.priority), left_at = numbers.whole(fields.left_at),
     overtaken = numbers.whole(fields.overtaken, 0), holders = {}, num_prefixes = 0,
+    enqueued_at = numbers.whole(fields.enqueued_at, server.now),
   }
   entry.is_fixed = not entry.priority or fields.attempt or fields.passed or fields.suspect
   local hashes = fields.affinity or ''
@@ -50,12 +53,16 @@ local function entry_of(id, tenant)
       entry.holders[entry.num_prefixes] = holder_key(tenant, hash)
     end
   end
-  if session and #session == 16 then entry.holders[MAX_PREFIXES + 1] = holder_key(tenant, session) end
+  if session and #session == 16 then
+    entry.session = holder_key(tenant, session)
+    entry.holders[MAX_PREFIXES + 1] = entry.session
+  end
   entries[id] = entry
   return entry
 end
 
 local lists = {} -- by key: the ids of its workers
+local begins = {} -- by key of a session: when its first request came. The key's value ends with an @ and this time
 local function read_lists(window)
   local unread = {}
   for _, entry in ipairs(window) do
@@ -65,7 +72,10 @@ local function read_lists(window)
   end
   local values = #unread > 0 and redis.call('MGET', unpack(unread)) or {}
   for nth, key in ipairs(unread) do
-    for id in string.gmatch(values[nth] or '', '%S+') do lists[key][#lists[key] + 1] = id end
+    for word in string.gmatch(values[nth] or '', '%S+') do
+      local begin = string.match(word, '^@(%d+)$')
+      if begin then begins[key] = tonumber(begin) else lists[key][#lists[key] + 1] = word end
+    end
   end
 end
 
@@ -118,14 +128,15 @@ end
 
 -- Bring a request to the front of a queue's walk. Returns false if the worker leaves all that it may take.
 function affinity.choose(queue)
-  local window, best, most, left = window_of(queue), nil, -1, {}
+  local window, best, most, earliest, left = window_of(queue), nil, -1, math.huge, {}
   for nth, entry in ipairs(window) do
     local worth, is_left = look_at(entry)
-    if entry.is_fixed and nth > 1 then worth = 0 end
+    local begin = begins[entry.session] or math.huge
+    if entry.is_fixed and nth > 1 then worth, begin = 0, math.huge end
     if is_left and entry.overtaken < scores.most_overtaking() then
       left[#left + 1] = entry
-    elseif worth > most then
-      best, most = nth, worth
+    elseif worth > most or worth == most and begin < earliest then
+      best, most, earliest = nth, worth, begin
     end
   end
   if most <= 0 then
@@ -153,6 +164,8 @@ local claimed, changed = {}, {} -- keys of holders, and requests that others ove
 function affinity.note_claim(queue)
   local entry = entries[queue.id]
   entry.is_claimed = true
+  local session = entry.session
+  if session then begins[session] = math.max(0, math.min(begins[session] or server.now, entry.enqueued_at)) end
   for _, key in pairs(entry.holders) do
     local others = {worker}
     for _, id in ipairs(lists[key] or {}) do
@@ -166,7 +179,10 @@ function affinity.note_claim(queue)
 end
 
 server.at_the_end(function()
-  for key in pairs(claimed) do redis.call('SET', key, table.concat(lists[key], ' '), 'PX', HOLDER_MS) end
+  for key in pairs(claimed) do
+    local begin = begins[key] and ' @' .. numbers.exact(begins[key]) or ''
+    redis.call('SET', key, table.concat(lists[key], ' ') .. begin, 'PX', HOLDER_MS)
+  end
   for entry in pairs(changed) do
     if not entry.is_claimed then redis.call('HSET', keys.request(entry.id), 'overtaken', entry.overtaken) end
   end

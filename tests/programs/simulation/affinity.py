@@ -1,8 +1,8 @@
 """Compares fleets whose workers prefer what they hold with fleets that take requests blindly.
 
-`python -m tests simulate --fleets 2 4 16 --affinity MS` prints both, for three loads: questions
+`python -m tests simulate --fleets 2 4 16 --affinity MS` prints both, for four loads: questions
 about documents that all wait at the beginning, conversations whose turns come one after another,
-and requests that share nothing.
+agents that call tools between their turns, and requests that share nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.settings.worker import WorkerSettings
-from tests.programs.simulation.fleet_costs import FleetWorld
+from tests.programs.simulation.fleet_costs import Equal, FleetWorld
 from tests.programs.simulation.loop import Process
 from tests.programs.simulation.plan import Plan
 from tests.programs.simulation.processes import QUEUE, URL
@@ -34,11 +34,17 @@ _DOCUMENT, _QUESTION, _OPENING, _TURN, _PLAIN = 2400, 40, 400, 200, 1200
 """Characters, which are tokens, of the parts of prompts."""
 _MOST_THINK_SECONDS = 2.0
 _OUTPUT = 16
+_AGENT_SIZES, _AGENT_SLOWNESS = ((8, 1500),), 40
+"""Blocks and speed of an agent's model. One token here stands for several, so that this costs less
+time, while the tools' times are real."""
+_AGENTS_PER_SECOND = 0.9 * 0.145
+"""Agents that begin, for each worker: a load of 0.9. A worker ends 0.145 in a second if all begin
+at once, with `affinity_ms` 500 and unlimited caches."""
 
 HEAD = """\
 | load | workers | affinity_ms | prompt tokens computed / needed once | tokens/s \
-| waiting, p50 and p99 (ms) |
-|---|---|---|---|---|---|"""
+| waiting, p50 and p99 (ms) | a session's mean time (s) |
+|---|---|---|---|---|---|---|"""
 
 
 @dataclass
@@ -51,6 +57,8 @@ class Served:
     num_tokens: int = 0
     seconds: float = 0.0
     waits_ms: list[float] = field(default_factory=list)
+    session_seconds: list[float] = field(default_factory=list)
+    """For each session, the time from its first request to the end of its last one."""
 
     def row(self, load: str, num_workers: int, affinity_ms: int) -> str:
         """Returns a row of the table that begins with `HEAD`."""
@@ -60,6 +68,7 @@ class Served:
             f"{self.num_computed / self.num_needed:.2f}",
             f"{self.num_tokens / self.seconds:,.0f}",
             f"{hundredths[49]:,.0f}, {hundredths[98]:,.0f}",
+            f"{statistics.mean(self.session_seconds):.1f}" if self.session_seconds else "-",
         ]
         return f"| {' | '.join(cells)} |"
 
@@ -67,9 +76,10 @@ class Served:
 class _Client:
     """Sends the requests of a load, and notes their figures."""
 
-    def __init__(self, client: AsyncClient, rng: random.Random) -> None:
+    def __init__(self, client: AsyncClient, rng: random.Random, num_workers: int) -> None:
         self._client = client
         self.rng = rng
+        self.num_workers = num_workers
         self.served = Served()
 
     def text(self, length: int) -> str:
@@ -77,11 +87,11 @@ class _Client:
         self.served.num_needed += length
         return "".join(self.rng.choices(string.ascii_letters, k=length))
 
-    async def ask(self, prompt: str, session: str | None = None) -> str:
+    async def ask(self, prompt: str, session: str | None = None, num_tokens: int = _OUTPUT) -> str:
         """Returns the answer to a prompt."""
         answer = ""
         fields: dict[str, Any] = {"session": session, "ignore_eos": True}
-        request_id = await self._client.enqueue(prompt, max_tokens=_OUTPUT, **fields)
+        request_id = await self._client.enqueue(prompt, max_tokens=num_tokens, **fields)
         async for event in self._client.stream(request_id):
             answer += event.text
             if event.stats is not None:
@@ -98,6 +108,19 @@ class _Client:
                 await asyncio.sleep(_MOST_THINK_SECONDS * rng.random() ** 2)
                 prompt += self.text(_TURN)
             prompt += await self.ask(prompt, name)
+
+    async def let_work(self, name: str) -> None:
+        """Lets an agent work: each turn ends with a call of a tool, whose result begins the next
+        turn. Of the calls, 86% end within a second."""
+        rng = random.Random(name)
+        began_at, prompt = time.monotonic(), ""
+        for turn in range(rng.randint(4, 16)):
+            if turn:
+                shortest, longest = (0.2, 1.0) if rng.random() < 0.86 else (1.0, 10.0)
+                await asyncio.sleep(shortest * (longest / shortest) ** rng.random())
+            prompt += self.text(rng.randint(25, 175) if turn else 300)
+            prompt += await self.ask(prompt, name, num_tokens=rng.randint(4, 32))
+        self.served.session_seconds.append(time.monotonic() - began_at)
 
 
 async def _documents(client: _Client, scale: float) -> None:
@@ -116,6 +139,14 @@ async def _conversations(client: _Client, scale: float) -> None:
     await asyncio.gather(*(client.converse(name, 8) for name in names))
 
 
+async def _agents(client: _Client, scale: float) -> None:
+    agents = []
+    for _ in range(round(100 * scale * client.num_workers)):
+        agents.append(asyncio.create_task(client.let_work(f"{client.rng.random()}")))
+        await asyncio.sleep(client.rng.expovariate(_AGENTS_PER_SECOND * client.num_workers))
+    await asyncio.gather(*agents)
+
+
 async def _nothing_shared(client: _Client, scale: float) -> None:
     prompts = [client.text(_PLAIN) for _ in range(round(600 * scale))]
     await asyncio.gather(*map(client.ask, prompts))
@@ -124,8 +155,15 @@ async def _nothing_shared(client: _Client, scale: float) -> None:
 LOADS: dict[str, Callable[[_Client, float], Awaitable[None]]] = {
     "20 documents": _documents,
     "conversations": _conversations,
+    "agents": _agents,
     "nothing shared": _nothing_shared,
 }
+
+
+class _Slow(Equal):
+    def choice(self, seq: Any) -> Any:
+        is_slowness = 10 in seq
+        return _AGENT_SLOWNESS if is_slowness else super().choice(seq)
 
 
 class _AffinityWorld(FleetWorld):
@@ -140,7 +178,9 @@ class _AffinityWorld(FleetWorld):
         self._load, self._affinity_ms, self._scale = load, affinity_ms, scale
         self._fleet.queue_clients.clear()
         for place in self._fleet.workers:
-            place._make = partial(place._make, sizes=SIZES)
+            is_slow = load == "agents"
+            place.make_random = _Slow if is_slow else Equal
+            place._make = partial(place._make, sizes=_AGENT_SIZES if is_slow else SIZES)
 
     async def _main(self) -> None:
         setting = ("HSET", Keys(QUEUE).config, "affinity_ms", self._affinity_ms)
@@ -155,7 +195,7 @@ class _AffinityWorld(FleetWorld):
     async def _serve_load(self) -> Served:
         began_at = time.monotonic()
         async with AsyncClient(URL, QUEUE) as connection:
-            client = _Client(connection, random.Random(self.plan.seed))
+            client = _Client(connection, random.Random(self.plan.seed), self.plan.num_workers)
             await LOADS[self._load](client, self._scale)
         return replace(client.served, seconds=time.monotonic() - began_at)
 

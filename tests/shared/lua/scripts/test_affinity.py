@@ -78,6 +78,23 @@ def test_a_worker_takes_first_what_it_holds(queue: RequestQueue) -> None:
     assert ids(queue.take_batch(ROOM)) == ["e", "d", "b", "c", "f"]  # d made it hold "t", too
 
 
+def test_sessions_run_in_the_order_of_their_beginning(
+    client: Any, queue: RequestQueue, other: RequestQueue
+) -> None:
+    """First those that the worker holds, then those of lost workers, then new ones."""
+    for session in "stu":
+        put_of(queue, f"{session}0", session)
+    assert ids(queue.take_batch(ONE)) == ["s0"]
+    other.take_batch(ROOM)
+    put_of(queue, "new0", "new")
+    put_of(queue, "u1", "u")
+    assert ids(queue.take_batch(Room(0, 0))) == []
+    for n, session in enumerate("uts"):
+        put_of(queue, f"{session}{n + 2}", session)
+    client.delete(queue.keys.worker("w2"))
+    assert ids(queue.take_batch(ROOM)) == ["s4", "t3", "u1", "u2", "new0"]
+
+
 def test_requests_of_one_claim_find_each_other(queue: RequestQueue) -> None:
     for n in range(3):
         for document in ("x", "y"):
