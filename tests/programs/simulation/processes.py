@@ -38,6 +38,8 @@ URL = f"redis://{HOST}:6379/0"
 QUEUE = Queue.VOLUME
 SIZES = ((8, 36), (2, 72), (8, 24))
 """Slots and KV blocks of a worker: so few blocks that a full batch preempts, or few slots."""
+MUCH_ROOM = (8, 400)
+"""Enough blocks for any batch: claims take only requests that fit out of order by preference."""
 BLOCK_SIZE = 8
 _LARGEST_REQUEST = 184
 """KV tokens that are enough for any request: its prompt and its output."""
