@@ -25,7 +25,8 @@ _MOST_SECONDS_OF_CANCEL = 0.25
 _MOST_SECONDS_OF_WORK = 0.25
 """Seconds after a request's end during which an engine may still generate tokens of it."""
 _MOST_SECONDS_TO_START = 0.5
-"""Seconds until the first token of a request while the workers have nothing else to do."""
+"""Seconds until the first token of a request while the workers have nothing else to do, beyond the
+time for which claims leave requests to other workers."""
 _RECOVERY_SECONDS = {
     **dict.fromkeys((Fault.CUT, Fault.CUT_ONE, Fault.LOSE_REPLY), 1.0),
     Fault.LOSE_MESSAGES: SILENCE_SECONDS + 1.0,
@@ -68,7 +69,11 @@ def _seconds(unix_ms: str | None) -> float | None:
 
 
 def check_times(
-    notes: Notes, requests: Mapping[str, Request], sent: Iterable[Sent], streams: Iterable[Stream]
+    notes: Notes,
+    requests: Mapping[str, Request],
+    sent: Iterable[Sent],
+    streams: Iterable[Stream],
+    affinity_ms: int = 0,
 ) -> Iterator[Violation]:
     """Checks that leases last, and that ends, tokens, cancels and starts come soon."""
     calm = {
@@ -96,7 +101,8 @@ def check_times(
         if found and found.finished_at and found.finished_at > at + _MOST_SECONDS_OF_CANCEL:
             what = f"it runs for {found.finished_at - at:.3f} s"
             yield Violation("late cancel", found.request_id, what)
-    yield from _check_starts(calm, requests.values(), sent)
+    most_seconds = _MOST_SECONDS_TO_START + affinity_ms / 1000
+    yield from _check_starts(calm, requests.values(), sent, most_seconds)
 
 
 def _check_work(request: Request, steps: Sequence[Step]) -> Iterator[Violation]:
@@ -156,7 +162,10 @@ def _check_rate(stream: Stream, notes: Notes) -> Iterator[Violation]:
 
 
 def _check_starts(
-    calm: Mapping[str, Request], requests: Iterable[Request], sent: Iterable[Sent]
+    calm: Mapping[str, Request],
+    requests: Iterable[Request],
+    sent: Iterable[Sent],
+    most_seconds: float,
 ) -> Iterator[Violation]:
     """Checks that a worker without other requests begins a new one soon."""
     all_requests = list(requests)
@@ -172,7 +181,7 @@ def _check_starts(
         ):
             continue
         seconds = found.first_token_at - found.enqueued_at
-        if seconds > _MOST_SECONDS_TO_START:
+        if seconds > most_seconds:
             what = f"its first token comes after {seconds:.3f} s, and nothing else runs"
             yield Violation("late start", found.request_id, what)
 

@@ -14,7 +14,7 @@ from tests.programs.simulation.http_clients import HttpClientProgram, HttpStream
 from tests.programs.simulation.loop import SimulatedTask
 from tests.programs.simulation.places import Place, Program, Site
 from tests.programs.simulation.plan import Plan
-from tests.programs.simulation.processes import SIZES, ClientProgram, Work, WorkerProgram
+from tests.programs.simulation.processes import MUCH_ROOM, SIZES, ClientProgram, Work, WorkerProgram
 from tests.programs.simulation.watch import Ask, check_given_back
 from tests.programs.simulation.workload import make_again, make_requests
 
@@ -45,6 +45,8 @@ class Fleet:
         self.streams: list[HttpStream] = []
         """The answers that clients of gateways read."""
         sizes = SIZES if plan.num_requests <= _FEW_REQUESTS else SIZES[:1]
+        if plan.affinity_ms:
+            sizes = (*sizes, MUCH_ROOM)
         work = partial(WorkerProgram, notes=site.notes, lease_ms=plan.lease_ms, sizes=sizes)
         self.workers = [
             Place(site, f"worker-{number + 1}", work, self._check_worker)

@@ -68,6 +68,8 @@ class Process:
         self.num_callbacks = 0
         self.num_pauses = 0
         """Number of reasons for which the process does not run."""
+        self.paused_at = 0.0
+        """The world's time at which the last pause began."""
         self.thread: Any = None
         """The thread of a process with blocking code: a `BlockingThread`."""
         self.wall_ahead = 0.0
@@ -104,6 +106,7 @@ class Process:
 
     def pause(self) -> None:
         self.num_pauses += 1
+        self.paused_at = self.loop.now
         self.loop.withdraw(self)
 
     def go_on(self) -> None:

@@ -41,6 +41,8 @@ class DueClaim:
     worker: str
     due_at: float
     at: float
+    num_workers: int
+    """Number of workers of the queue, as far as the worker knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,44 @@
-"""Checks the order in which workers claim requests: none starves beyond what aging allows.
+"""Checks the order in which workers claim requests: none starves beyond what the settings allow.
 
-A score is the time of enqueueing, moved by the priority, so with time each request comes before all
-that are enqueued later. A request behind another one may overtake only if the other does not fit
-into the worker, and only in a limited number of claims."""
+A score is the time of enqueueing, moved by the priority and by at most `shortest_first_ms`, so with
+time each request comes before all that are enqueued later. A request behind another one may
+overtake only if the other does not fit into the worker, in a limited number of claims, or if the
+worker prefers it (`affinity_ms`). Of the latter, only a limited number overtake a request."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from tests.programs.chaos.audit.auditor import Snapshot, Violation
 from tests.programs.chaos.audit.records import Sent
+from tests.programs.simulation.plan import Plan
 
 _MOST_PASSES = 8
 """The most claims that pass over a request, as in claim.lua."""
+_MOST_PREFERRED = 32
+"""The most requests that overtake a request by affinity, for each worker, as in scores.lua."""
+_TOLERANCE_MS = 0.01
 
 
-def check_order(sent: Iterable[Sent], snapshot: Snapshot) -> Iterator[Violation]:
+def check_scores(sent: Iterable[Sent], snapshot: Snapshot, plan: Plan) -> Iterator[Violation]:
+    """Yields a violation for each request that its expected output moves too far, so that it may
+    overtake, or wait for, too many others."""
+    most_ms = min(plan.shortest_first_ms, plan.aging_ms / 2)
+    for request in sent:
+        record = snapshot.requests.get(request.request_id, {})
+        if {"score", "enqueued_at"} <= record.keys():
+            level_ms = plan.aging_ms * request.fields.get("priority", 0)
+            moved_ms = float(record["score"]) - int(record["enqueued_at"]) - level_ms
+            if abs(moved_ms) > most_ms + _TOLERANCE_MS:
+                seen = f"its length moves it by {moved_ms:.0f} ms, at most {most_ms:g} are allowed"
+                yield Violation("moved too far", request.request_id, seen)
+
+
+def check_order(sent: Iterable[Sent], snapshot: Snapshot, plan: Plan) -> Iterator[Violation]:
     """Yields a violation for each request that later ones overtook too often. Needs a world without
     faults, and leaves out requests that a drain has given back."""
+    most_preferred = _MOST_PREFERRED * plan.num_workers if plan.affinity_ms else 0
     waits = []
     for request in sent:
         record = snapshot.requests.get(request.request_id, {})
@@ -26,11 +47,12 @@ def check_order(sent: Iterable[Sent], snapshot: Snapshot) -> Iterator[Violation]
             score, claimed_at = float(record["score"]), int(record["claimed_at"])
             waits.append((request.request_id, score, waits_from, claimed_at, record["worker"]))
     for request_id, score, waits_from, claimed_at, _ in waits:
-        passing = {
+        passing = Counter(
             (other_at, worker)
             for _, other_score, _, other_at, worker in waits
             if other_score > score and waits_from < other_at < claimed_at
-        }
-        if len(passing) > _MOST_PASSES:
-            seen = f"{len(passing)} claims passed over it in {claimed_at - waits_from} ms"
+        )
+        num_preferred = sum(sorted(passing.values())[:-_MOST_PASSES])
+        if num_preferred > most_preferred:
+            seen = f"{passing.total()} requests overtook it in {claimed_at - waits_from} ms"
             yield Violation("starves", request_id, seen)

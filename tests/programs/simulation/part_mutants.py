@@ -43,6 +43,11 @@ PART_MUTANTS = {
     ),
     "idempotency-keys-are-forgotten": _lua("'payload') == 1 and id\n", "'payload') == 7 and id\n"),
     "large-requests-are-passed": _lua("local MAX_PASSES = 8 ", "local MAX_PASSES = 800 "),
+    "preferred-requests-pass-for-ever": _lua(
+        "local MOST_OVERTAKING = 32 ", "local MOST_OVERTAKING = 3200 "
+    ),
+    "requests-are-left-for-long": _lua("math.min(ms, MAX_WAIT_MS)", "MAX_WAIT_MS"),
+    "short-requests-pass-for-long": _lua("return most_ms() * (", "return 3 * most_ms() * ("),
     "cancelled-sequence-stays": Mutant(
         "promptq.worker.engine.core.llm_engine",
         "        self._release(sequence)\n        self._check_integrity_when_idle()\n",

@@ -123,6 +123,8 @@ class Plan:
     """Processes of jobs that may lead. If there are any, one more process runs their upkeep."""
     aging_ms: int = 60_000
     """Milliseconds by which a level of priority moves a request in the queue."""
+    affinity_ms: int = 0
+    shortest_first_ms: int = 0
 
     @classmethod
     def of(cls, seed: int, most_requests: int | None = None) -> Plan:
@@ -145,4 +147,12 @@ class Plan:
             num_gateways=num_gateways,
             num_leaders=num_leaders,
             aging_ms=rng.choice([200, 60_000]),
+            affinity_ms=rng.choice([0, 200]),
+            shortest_first_ms=rng.choice([0, 300]),
         )
+
+    @property
+    def config(self) -> dict[str, int]:
+        """The settings of the queue."""
+        names = "aging_ms", "affinity_ms", "shortest_first_ms"
+        return {name: getattr(self, name) for name in names}

@@ -19,6 +19,7 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.rows import Published, Row, RowStatus
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.settings.worker import WorkerSettings
+from promptq.worker.leases.prefetcher import _MANY_WORKERS
 from promptq.worker.serve.build import Served
 from promptq.worker.serve.process import open_when_there
 from promptq.worker.serve.worker import Worker
@@ -37,6 +38,8 @@ URL = f"redis://{HOST}:6379/0"
 QUEUE = Queue.VOLUME
 SIZES = ((8, 36), (2, 72), (8, 24))
 """Slots and KV blocks of a worker: so few blocks that a full batch preempts, or few slots."""
+MUCH_ROOM = (8, 400)
+"""Enough blocks for any batch: claims take only requests that fit out of order by preference."""
 BLOCK_SIZE = 8
 _LARGEST_REQUEST = 184
 """KV tokens that are enough for any request: its prompt and its output."""
@@ -54,8 +57,12 @@ class NotingQueue(AsyncRequestQueue):
 
     async def take_batch(self, room: Room) -> Claims:
         process = PROCESS.get()
-        if self._due_at is not None:
-            self.notes.due_claims.append(DueClaim(process.name, self._due_at, process.loop.now))
+        if self.worker is not None and self._due_at is not None:
+            due = DueClaim(
+                process.name, self._due_at, process.loop.now, self.worker.intake.num_workers
+            )
+            if process.paused_at < self._due_at:
+                self.notes.due_claims.append(due)
         self._due_at = None
         claims = await super().take_batch(room)
         if self._is_next_due(claims):
@@ -66,9 +73,13 @@ class NotingQueue(AsyncRequestQueue):
         return claims
 
     def _is_next_due(self, claims: Claims) -> bool:
-        """Returns whether a message came during an empty claim of a worker with room."""
+        """Returns whether a message came during an empty claim of a worker with room.
+
+        One of many workers first asks whether a request waits, so its claim is not due."""
         worker = self.worker
         if worker is None or not worker.intake.is_running or claims or claims.next_skip:
+            return False
+        if worker.intake.num_workers > _MANY_WORKERS:
             return False
         return worker.leases.wake_up._work_came and worker.intake._policy.room().max_count > 0
 

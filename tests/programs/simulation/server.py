@@ -15,7 +15,8 @@ import socket
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -205,9 +206,9 @@ class SteppedServer:
 
         self._hold_digest = hashlib.sha1(texts["hold_lease"].encode()).hexdigest().encode()
 
-    def set_aging(self, queue: Keys, aging_ms: int) -> None:
-        """Set how far a level of priority moves a request, before the world begins."""
-        command = ("HSET", queue.config, "aging_ms", aging_ms)
+    def configure(self, queue: Keys, settings: Mapping[str, int]) -> None:
+        """Set the settings of a queue, before the world begins."""
+        command = ("HSET", queue.config, *chain.from_iterable(settings.items()))
         [num_new] = self.process.ask(command)
         if self._recorder is not None:
             words = [str(word).encode() for word in command]

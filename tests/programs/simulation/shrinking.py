@@ -33,6 +33,9 @@ def _candidates(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, num_gateways=plan.num_gateways - 1)
     if plan.num_leaders:
         yield replace(plan, num_leaders=plan.num_leaders - 1)
+    for name in ("affinity_ms", "shortest_first_ms"):
+        if getattr(plan, name):
+            yield replace(plan, **{name: 0})
     for part in (2, 4, 8):
         if (num_requests := plan.num_requests - plan.num_requests // part) < plan.num_requests:
             yield replace(plan, num_requests=num_requests)
@@ -58,6 +61,7 @@ def read_plan(path: Path) -> Plan:
         plan = Plan(**{**fields, "faults": tuple(faults)})
         counts = plan.num_workers, plan.num_clients, plan.num_requests
         counts += plan.lease_ms, plan.aging_ms, plan.num_gateways + 1, plan.num_leaders + 1
+        counts += plan.affinity_ms + 1, plan.shortest_first_ms + 1
         if not all(type(count) is int and count >= 1 for count in counts):
             raise ValueError("it has a count that is too small")
         times = [plan.seconds]

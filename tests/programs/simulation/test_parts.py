@@ -41,6 +41,7 @@ def dying(kind: str, *times: float) -> list[Fields]:
 
 GATEWAYS: Fields = {**CALM, "num_gateways": 2}
 BACKLOG: Fields = {**CALM, "num_requests": 160, "seconds": 0.2}
+PREFERENCES: Fields = {**BACKLOG, "num_requests": 240, "aging_ms": 60_000, "affinity_ms": 200}
 BUSY_GATEWAYS: Fields = {**GATEWAYS, "num_requests": 120}
 JOBS: Fields = {**CALM, "num_requests": 2, "num_leaders": 2}
 DEAD_LEADERS: Fields = {**JOBS, "seconds": 1.0, "faults": dying("process of jobs", 0.7, 0.71)}
@@ -82,6 +83,12 @@ REFUSED_CLAIMS: Fields = {
 LONG_OUTAGE: Fields = {**CALM, "seconds": 13.0, "faults": [fault("kill the server", 0.2, 12.0)]}
 OUTAGE: Fields = {**CALM, "faults": [fault("kill the server", 0.3, 0.8)]}
 DEAD_WORKERS: Fields = {**CALM, "faults": dying("worker", 0.1, 0.2, 0.3, 0.4)}
+DEAD_HOLDERS: Fields = {
+    **CALM,
+    "num_workers": 2,
+    "affinity_ms": 200,
+    "faults": dying("worker", 0.4, 0.5),
+}
 
 WORLDS = {
     "reaper-never-reaps": (DEAD_WORKERS, "no end"),
@@ -111,6 +118,9 @@ WORLDS = {
     "upkeep-runs-once": (JOBS, "no upkeep"),
     "idempotency-keys-are-forgotten": (DEAD_CLIENTS, "leaked key"),
     "large-requests-are-passed": (BACKLOG, "starves"),
+    "preferred-requests-pass-for-ever": (PREFERENCES, "starves"),
+    "requests-are-left-for-long": (DEAD_HOLDERS, "idle"),
+    "short-requests-pass-for-long": ({**CALM, "shortest_first_ms": 300}, "moved too far"),
     "cancelled-sequence-stays": (CALM, "late cancel"),
 }
 """For each mutant, a plan that finds it, and the rule that its world breaks."""

@@ -191,9 +191,10 @@ def test_finds_a_worker_that_ignores_the_end_of_an_attempt() -> None:
 
 def test_finds_a_claim_that_comes_late_after_a_message() -> None:
     story = Story()
-    story.notes.due_claims.append(DueClaim(WORKER, 1.0, 1.002))
+    story.notes.due_claims.append(DueClaim(WORKER, 1.0, 1.0005, num_workers=1))
+    story.notes.due_claims.append(DueClaim(WORKER, 1.0, 1.0055, num_workers=6))
     assert story.rules() == set()
-    story.notes.due_claims.append(DueClaim(WORKER, 1.1, 1.105))
+    story.notes.due_claims.append(DueClaim(WORKER, 1.1, 1.1055, num_workers=5))
     assert story.rules() == {"late claim"}
     story.notes.disturbances.append(Disturbance(Fault.FREEZE, WORKER, 1.0, 1.11))
     assert story.rules() == set()

@@ -31,7 +31,8 @@ _LEAST_PART_OF_LEASE = 0.5
 _MOST_SECONDS_SUBSCRIBED = 0.5
 """Seconds after a request's end during which clients may still be subscribed."""
 _MOST_SECONDS_IDLE = 0.35
-"""Seconds in a calm world that a request waits beside a worker with room."""
+"""Seconds in a calm world that a request waits beside a worker with room, beyond the time for which
+claims leave requests to other workers."""
 _MOST_SECONDS_UNPOLLED = POLL_SECONDS + _MOST_SECONDS_IDLE
 """Likewise in a world that loses only messages."""
 _LEAST_SECONDS_IN_BATCH = 0.25
@@ -48,6 +49,7 @@ class Watch:
 
     ask: Ask
     lease_ms: int
+    affinity_ms: int = 0
     violations: dict[tuple[str, str], Violation] = field(default_factory=dict)
     most: Counter[str] = field(default_factory=Counter)
     """The largest value of each measure, from which its limit was chosen."""
@@ -93,7 +95,7 @@ class Watch:
             self._look_at_server(now, serving)
         if is_quiet:
             most = _MOST_SECONDS_IDLE if is_calm else _MOST_SECONDS_UNPOLLED
-            self._look_at_backlog(now, serving, most)
+            self._look_at_backlog(now, serving, most + self.affinity_ms / 1000)
         else:
             self._waiting_since.clear()
 

@@ -14,6 +14,7 @@ from tests.support.model_free import tokens_of
 _MOST_TOKENS = 20
 _MOST_TOKENS_OF_LONG = 120
 _SHARE_OF_LONG = 0.1
+_SHARE_OF_TRUE_GUESSES = 0.5
 _AGAIN_KINDS = (Kind.PLAIN, Kind.PLAIN, Kind.CANCEL)
 
 
@@ -27,6 +28,8 @@ def make_requests(process: Process, rng: random.Random, count: int) -> list[Sent
         is_long = may_end_early or rng.random() < _SHARE_OF_LONG
         most = _MOST_TOKENS_OF_LONG if is_long else _MOST_TOKENS
         request.fields["max_tokens"] = rng.randint(1, most)
+        if "expected_tokens" in request.fields and rng.random() < _SHARE_OF_TRUE_GUESSES:
+            request.fields["expected_tokens"] = request.fields["max_tokens"]
         if "stop" in request.fields:
             request.fields["stop"] = _part_of_answer(request, rng)
     return requests

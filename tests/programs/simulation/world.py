@@ -43,7 +43,7 @@ from tests.programs.simulation.jobs_audit import (
 )
 from tests.programs.simulation.loop import EPOCH, SimulatedLoop, SimulatedTask, StandstillError
 from tests.programs.simulation.network import Network
-from tests.programs.simulation.order_audit import check_order
+from tests.programs.simulation.order_audit import check_order, check_scores
 from tests.programs.simulation.patience_audit import check_patience
 from tests.programs.simulation.places import Place, Site, running
 from tests.programs.simulation.plan import Fault, Plan
@@ -110,7 +110,7 @@ class World:
         files = server.folder / "files"
         self._fleet = Fleet(plan, self._site, files, self._violate, server.ask)
         self._faults = Faults(self._site, self._fleet, self._server)
-        self._watcher = Watch(server.ask, plan.lease_ms)
+        self._watcher = Watch(server.ask, plan.lease_ms, plan.affinity_ms)
 
     def run(self) -> Result:
         """Run the world to its end, and audit it."""
@@ -118,7 +118,7 @@ class World:
         random.seed(f"{self.plan.seed} shared")
         NotingQueue.notes = self._notes
         worker_module.AsyncRequestQueue = NotingQueue  # type: ignore[misc]
-        self._server.set_aging(Keys(QUEUE), self.plan.aging_ms)
+        self._server.configure(Keys(QUEUE), self.plan.config)
         main = self.loop.root.start(self._main())
         gc.disable()  # so that objects end when nothing refers to them, and at no other time
         try:
@@ -279,14 +279,17 @@ class World:
         ]
         requests = lives(snapshot)
         result.violations += check_cut_off(sent, streams)
+        result.violations += check_scores(sent, snapshot, self.plan)
         result.violations += check_http(over_http, requests, self._notes)
         result.violations += check_leaders(self._server.holds)
         result.violations += check_patience(self._server.scripts, self._notes, self.plan.lease_ms)
-        result.violations += check_times(self._notes, requests, sent, streams)
+        result.violations += check_times(
+            self._notes, requests, sent, streams, self.plan.affinity_ms
+        )
         result.violations += check_causes(self._notes, requests, self.plan.lease_ms)
         if not self.plan.faults:
             result.violations += check_acts(self._server.holds, self._server.acts)
-            result.violations += check_order(sent, snapshot)
+            result.violations += check_order(sent, snapshot, self.plan)
             num_finished = sum(request.finished_at is not None for request in requests.values())
             result.violations += check_statistics(self._server_process.ask, num_finished)
 

@@ -36,15 +36,19 @@ def spec_of(
     arrived_ms: int | None,
     score: float,
     aging_ms: int = LEVEL_MS,
+    most_moved_ms: float = 0,
 ) -> RecordedSpec:
     """Returns the request with a payload. Without the time of its arrival, `score` is its place in
     the queue.
 
-    The arrival of the spec is the one that leads to its place with levels of `LEVEL_MS`.
+    The expected output may move a request by `most_moved_ms`. The arrival of the spec is the one
+    that leads to its place with levels of `LEVEL_MS`.
     """
     fields = json.loads(payload)
     priority = int(fields.get("priority") or 0)
-    place = round(score) if arrived_ms is None else arrived_ms + priority * aging_ms
+    place = round(score)
+    if arrived_ms is not None and abs(place - arrived_ms - priority * aging_ms) > most_moved_ms:
+        place = arrived_ms + priority * aging_ms
     return RecordedSpec(
         request_id,
         first_token=0,

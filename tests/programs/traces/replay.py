@@ -125,6 +125,7 @@ class _Following:
         self._every = every
         self._started_us = 0
         self._aging_ms = LEVEL_MS
+        self._shortest_first_ms = 0
         self._view = View(b"[]", queue)
         self._specs: dict[str, RecordedSpec] = {}
         self._tokens: dict[str, list[int]] = {}
@@ -146,6 +147,8 @@ class _Following:
         if entry.args[:2] == ("HSET", self._queue.config):
             settings = dict(zip(entry.args[2::2], entry.args[3::2], strict=True))
             self._aging_ms = int(settings.get("aging_ms", self._aging_ms))
+            found = settings.get("shortest_first_ms", self._shortest_first_ms)
+            self._shortest_first_ms = int(found)
         try:
             move = move_of(entry, self._view)
             if entry.script == "publish":
@@ -235,7 +238,14 @@ class _Following:
                 is_new = self._every == 1 and entry.script in _ENQUEUEING
                 score = after.pending.get(request_id, float(fields.get("score", now_ms)))
                 arrived_ms = now_ms if is_new else None
-                spec = spec_of(request_id, fields["payload"], arrived_ms, score, self._aging_ms)
+                spec = spec_of(
+                    request_id,
+                    fields["payload"],
+                    arrived_ms,
+                    score,
+                    self._aging_ms,
+                    min(self._shortest_first_ms, self._aging_ms / 2),
+                )
                 spec.tokens.extend(self._tokens.pop(request_id, []))
                 self._specs[request_id] = spec
         return after

@@ -17,6 +17,7 @@ from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import request_queue
 from promptq.shared.queue.request_queue import RequestQueue
+from tests.programs.simulation.plan import Plan
 from tests.programs.simulation.server import compile_library
 from tests.programs.states import explore
 from tests.programs.states.mutants import CHAOS_MUTANTS, MUTANTS
@@ -40,7 +41,7 @@ from tests.support.processes import run
 from tests.support.servers import PROGRAMS, OwnServer
 
 LEASE_MS = 1000
-FIRST_SEED, MOST_SEEDS = 13, 50
+FIRST_SEED, MOST_SEEDS = 41, 50
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,8 @@ def recorded_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trace of a small world in which every alteration is possible."""
     path = tmp_path_factory.mktemp("recorded") / "trace"
     for seed in range(FIRST_SEED, FIRST_SEED + MOST_SEEDS):
+        if not Plan.of(seed).shortest_first_ms:  # replays know how far it moves a request
+            continue
         options = ["--seeds", "1", "--seed", str(seed), "--most-requests", "8", "--record", path]
         ended = run(sys.executable, "-m", "tests.programs.simulation", *options)
         assert ended.returncode == 0, ended.stdout + ended.stderr
