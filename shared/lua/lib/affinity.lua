@@ -11,7 +11,7 @@ local MAX_PREFIXES = 4
 local MAX_LENGTH = 100      -- characters of all hashes of a request
 local MAX_LOOKED_UP = 64    -- workers whose reports one call reads
 
-affinity.is_on, affinity.has_left_some = false, false
+affinity.has_left_some = false
 local worker, wait_ms
 
 local function holder_key(tenant, hash) return keys.prefix .. 'holder:' .. tenant .. ':' .. hash end
@@ -25,9 +25,10 @@ local function may_use_keys()
   return not check or check('MGET', key) and check('SET', key, '')
 end
 
+-- Returns whether the worker may claim in another order.
 function affinity.turn_on(worker_id, ms)
   worker, wait_ms = worker_id, math.min(ms, MAX_WAIT_MS)
-  affinity.is_on = ms > 0 and string.find(worker_id, '^%S+$') ~= nil and may_use_keys()
+  return string.find(worker_id, '^%S+$') and may_use_keys()
 end
 
 -- A request that waits. `holders` has the keys of its prefixes, the longest last, and then that of its session. No
