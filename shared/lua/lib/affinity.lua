@@ -16,8 +16,8 @@ local worker, wait_ms
 
 local function holder_key(tenant, hash) return keys.prefix .. 'holder:' .. tenant .. ':' .. hash end
 
--- The key of the time of a worker's last claim, and how many requests it held then.
-local function held_key(id) return holder_key('worker', id) end
+-- The key of the time of a worker's last claim, and how many requests it held then. No tenant has this name.
+local function held_key(id) return holder_key('@worker', id) end
 
 -- Users of earlier releases may not use these keys.
 local function may_use_keys()
