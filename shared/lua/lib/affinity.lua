@@ -88,10 +88,12 @@ end
 
 -- How much of a request this worker holds: nothing (0), a prefix (1 to 4) or its session (5). The second result is
 -- whether the worker leaves the request to another one, which has room and holds more: its session or longest prefix.
+local NOBODY = {}
 local function look_at(entry)
+  if not next(entry.holders) then return 0, false end
   local may_leave = not entry.is_fixed and (not entry.left_at or server.now - entry.left_at < wait_ms)
   for worth = MAX_PREFIXES + 1, 1, -1 do
-    local holders = lists[entry.holders[worth]] or {}
+    local holders = lists[entry.holders[worth]] or NOBODY
     for _, id in ipairs(holders) do
       if id == worker then return worth, false end
     end
