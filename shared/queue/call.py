@@ -25,6 +25,9 @@ Argument = str | bytes | int | memoryview
 
 _LUA = resources.files("promptq.shared") / "lua"
 _USES = "-- uses: "
+_AT_ONCE = {"keys", "numbers", "server"}
+"""The parts that every call uses. Another part runs when a call first uses it, because Redis would
+otherwise make all functions of a script anew for each call, and most calls use few of them."""
 _NOT_PERMITTED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
 """First words of the error if a script may not use a command. Redis 7.0 sends the first text."""
 
@@ -51,7 +54,13 @@ def _text_behind(file: str, parts: dict[str, str], users: tuple[str, ...] = ()) 
             raise ValueError(f"parts use each other in a circle: {' -> '.join((*users, name))}")
         if name not in parts:
             part = _text_behind(f"lib/{name}", parts, (*users, name))
-            parts[name] = f"local {name} = {{}} do\n{part}end\n"
+            if name in _AT_ONCE:
+                parts[name] = f"local {name} = {{}} do\n{part}end\n"
+            else:
+                load = (
+                    f"function({name}, ...) setmetatable({name}, nil)\n{part}return {name}[...] end"
+                )
+                parts[name] = f"local {name} = setmetatable({{}}, {{__index = {load}}})\n"
     return text
 
 

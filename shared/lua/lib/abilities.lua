@@ -36,7 +36,7 @@ end
 
 -- Whether a worker that refuses these fields leaves a request with these `needs` to another live worker.
 function abilities.is_for_others(needs, refused)
-  return needs and has_one_of(refused, needs) and some_worker_serves(needs) or false
+  return has_one_of(refused, needs) and some_worker_serves(needs)
 end
 
 -- Note that a request needs a field. Returns whether a live worker serves the request.

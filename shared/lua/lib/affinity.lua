@@ -12,13 +12,13 @@ local MAX_PREFIXES = 4
 local MAX_LENGTH = 100      -- characters of all hashes of a request
 local MAX_LOOKED_UP = 64    -- workers whose reports one call reads
 
-affinity.is_on, affinity.has_left_some = false, false
+affinity.has_left_some = false
 local worker, wait_ms
 
 local function holder_key(tenant, hash) return keys.prefix .. 'holder:' .. tenant .. ':' .. hash end
 
--- The key of the time of a worker's last claim, and how many requests it held then.
-local function held_key(id) return holder_key('worker', id) end
+-- The key of the time of a worker's last claim, and how many requests it held then. No tenant has this name.
+local function held_key(id) return holder_key('@worker', id) end
 
 -- Users of earlier releases may not use these keys.
 local function may_use_keys()
@@ -26,9 +26,10 @@ local function may_use_keys()
   return not check or check('MGET', key) and check('SET', key, '')
 end
 
+-- Returns whether the worker may claim in another order.
 function affinity.turn_on(worker_id, ms)
   worker, wait_ms = worker_id, math.min(ms, MAX_WAIT_MS)
-  affinity.is_on = ms > 0 and string.find(worker_id, '^[^%s@]%S*$') ~= nil and may_use_keys()
+  return string.find(worker_id, '^[^%s@]%S*$') and may_use_keys()
 end
 
 -- A request that waits. `holders` has the keys of its prefixes, the longest last, and then that of its session. No
@@ -97,10 +98,12 @@ end
 
 -- How much of a request this worker holds: nothing (0), a prefix (1 to 4) or its session (5). The second result is
 -- whether the worker leaves the request to another one, which has room and holds more: its session or longest prefix.
+local NOBODY = {}
 local function look_at(entry)
+  if not next(entry.holders) then return 0, false end
   local may_leave = not entry.is_fixed and (not entry.left_at or server.now - entry.left_at < wait_ms)
   for worth = MAX_PREFIXES + 1, 1, -1 do
-    local holders = lists[entry.holders[worth]] or {}
+    local holders = lists[entry.holders[worth]] or NOBODY
     for _, id in ipairs(holders) do
       if id == worker then return worth, false end
     end

@@ -41,10 +41,10 @@ end
 
 local function are_set(added)
   for tenant in pairs(added) do
-    local set = redis.call('HMGET', keys.prefix .. 'config', 'max_pending', 'max_pending_tokens',
-      'tenant_max_pending', 'tenant_max_pending_tokens', 'max_pending:' .. tenant,
-      'max_pending_tokens:' .. tenant)
-    if set[1] or set[2] or set[3] or set[4] or set[5] or set[6] then return true end
+    for _, name in ipairs({'max_pending', 'max_pending_tokens', 'tenant_max_pending', 'tenant_max_pending_tokens',
+      'max_pending:' .. tenant, 'max_pending_tokens:' .. tenant}) do
+      if server.config(name) then return true end
+    end
   end
 end
 

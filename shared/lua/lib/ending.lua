@@ -135,7 +135,7 @@ function ending.finish(id, reason, count, event, fields, result)
     ttl = math.max(ttl, WEBHOOK_MS)
   end
   redis.pcall('PEXPIRE', key, numbers.exact(ttl))
-  pictures.let_go(id, fields.pictures, ttl)
+  if fields.pictures then pictures.let_go(id, fields.pictures, ttl) end
   requests.drop_holds(id, fields.tenant)
   local has_output = count ~= '0' -- an embedding has none
   if (reason == 'stop' or reason == 'length') and has_output then

@@ -46,7 +46,6 @@ end
 -- Returns a payload with its pictures' data URLs in place of their names. A name without a picture stays. What is
 -- longer than a payload may be is left incomplete, because the worker refuses it.
 function pictures.insert(payload, list)
-  if not list then return payload end
   local urls, parts, size, from = {}, {}, #payload, 1
   local at = string.find(payload, MARK, 1, true)
   while at and size <= MAX_BYTES do

@@ -11,7 +11,6 @@ local most, mean, trust -- each computed at most once a call
 -- must not change their order.
 local function most_ms()
   if not most then
-    server.read_settings('strict_priority', 'aging_ms', 'shortest_first_ms')
     most = math.min(server.number('shortest_first_ms', 0), scores.priority_level() / 2, LONGEST_MS)
   end
   return most
@@ -33,18 +32,16 @@ local function measure_trust()
   return math.max(0, math.min(1, (correlation - 2 / math.sqrt(num)) / 0.3))
 end
 
-function shortest_first.is_on() return most_ms() > 0 end
-
 -- The client's guess of a request's output, at most its max_tokens; nil if unknown, or if the queue does not need it.
 function shortest_first.guess(expected_tokens, max_output)
-  local guess = shortest_first.is_on() and numbers.whole(expected_tokens)
+  local guess = most_ms() > 0 and numbers.whole(expected_tokens)
   return guess and math.max(0, math.min(guess, max_output or guess))
 end
 
 -- How much later (ms) a request comes, or sooner if negative, than one as long as the mean of the last answers.
 -- A request of unknown length counts as one of the mean, so such requests keep their order of arrival.
 local function shift_ms(guess, max_output)
-  if not shortest_first.is_on() then return 0 end
+  if most_ms() <= 0 then return 0 end
   mean = mean or work.tokens_of_answer()
   local expected = mean
   if guess then
@@ -57,7 +54,7 @@ end
 
 -- The score of a request of this priority that arrives now. The expected output does not matter if the queue orders
 -- requests like this one by deadline.
-function shortest_first.score_at_arrival(priority, deadline_ms, guess, max_output)
+function shortest_first.at_arrival(priority, deadline_ms, guess, max_output)
   local shift = deadline_ms > 0 and 0 or shift_ms(guess, max_output)
   return scores.at_arrival(priority, deadline_ms) + shift
 end

@@ -49,13 +49,14 @@ local capacity, nonce, version = tonumber(args.capacity), args.nonce, tonumber(a
 local model, fingerprint, seed_base = args.model or '', args.fingerprint or '', args.seed_base or ''
 local num_held, session, answered = tonumber(args.num_held), args.session or '', args.answered or ''
 local refused, skip = args.refused or '', numbers.whole(args.skip, 0)
-local is_overflow, is_foreign = (args.overflow or '') ~= '', false
+local is_overflow, is_foreign, has_affinity = (args.overflow or '') ~= '', false, false
 
 local MAX_PAYLOAD = 8 * 1024 * 1024
 local MAX_PASSES = 8    -- how often an oversized request or a suspect is overtaken before room is kept
 local SMALL_PART = 4     -- beyond its share, a worker may take a quarter of one worker's part of what waits
 local MAX_EXAMINED = 512 -- bounds the time of one call when many are cancelled or do not fit
 
+server.read_settings('pubsub', 'paused', 'affinity_ms', 'tenant_max_running', 'max_running:')
 server.write_needs_no_memory()
 
 -- Compare this call with the last one that returned requests. If the worker has not seen that reply, it was
@@ -91,9 +92,9 @@ end
 
 if is_late then return {'ok', server.now_text, 0, 0} end
 if #last_claimed == 0 then
-  server.read_settings('paused', 'affinity_ms')
   if server.config('paused') == '1' then return {'paused'} end
-  if not is_overflow then affinity.turn_on(args.worker, server.number('affinity_ms', 0)) end
+  local affinity_ms = not is_overflow and server.number('affinity_ms', 0) or 0
+  has_affinity = affinity_ms > 0 and affinity.turn_on(args.worker, affinity_ms)
 end
 
 -- The queue's model, as its first worker named it. Earlier releases read it from `config`, so it is written
@@ -208,7 +209,7 @@ local claimed_ids = {} -- a stranger may have put one id into the queues of two 
 local function reply_of(id, fields, cost, has_log, turn, tenant)
   new_leases[#new_leases + 1] = expiry
   new_leases[#new_leases + 1] = id
-  local payload = pictures.insert(fields.payload, fields.pictures)
+  local payload = fields.pictures and pictures.insert(fields.payload, fields.pictures) or fields.payload
   local reply = {id, payload, fields.fence, fields.attempt, fields.score, fields.seed, fields.enqueued_at,
     numbers.whole(fields.prompt_tokens, ''), numbers.exact(cost),
     has_log and requests.log_events(id) or {}, fields.suspect and '1' or '',
@@ -242,7 +243,7 @@ local function claim(queue, fields, cost, has_log, turn)
     claimed_ids[id] = true
   end
   running_limits.count(fair_share.is_shared and queue.tenant or fields.tenant, id)
-  if affinity.is_on then affinity.note_claim(queue) end
+  if has_affinity then affinity.note_claim(queue) end
   is_held_here[queue.tenant] = true
   if is_foreign then
     redis.call('HSET', keys.request(id), 'foreign', 1)
@@ -299,7 +300,7 @@ local function examine(queue, turn)
     ending.finish_bare(id, fields.cancelled == '1' and 'cancelled' or 'expired')
     return
   end
-  if is_newer(fields.payload) or abilities.is_for_others(fields.needs, refused) then return true end
+  if is_newer(fields.payload) or fields.needs and abilities.is_for_others(fields.needs, refused) then return true end
 
   local priority = numbers.whole(fields.priority) or numbers.in_json(fields.payload, 'priority') or 0
   local cost = cost_of(fields, output)
@@ -364,7 +365,7 @@ while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible
   if not queue or is_full and #holders == 0 then break end
   if is_full and is_held_here[queue.tenant] or running_limits.is_reached(queue.tenant) then
     queue.is_left_out = true
-  elseif affinity.is_on and not affinity.choose(queue) then
+  elseif has_affinity and not affinity.choose(queue) then
     queue.is_left_out = true -- for other workers
   else
     examined = examined + 1
@@ -377,7 +378,7 @@ while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible
 end
 server.for_all(redis.call, 'ZADD', keys.leases, new_leases)
 fair_share.settle()
-if affinity.is_on and #claims > 0 then affinity.note_held((num_held or 0) + #claims) end
+if has_affinity and #claims > 0 then affinity.note_held((num_held or 0) + #claims) end
 server.carry_out()
 
 -- Where the next call continues: after requests that are for other workers, so that these hide no others. A call
@@ -385,7 +386,7 @@ server.carry_out()
 local next_skip = #claims > 0 and skip or 0
 if examined >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
   next_skip = fair_share.num_passed()
-elseif #claims == 0 and affinity.has_left_some then
+elseif #claims == 0 and has_affinity and affinity.has_left_some then
   next_skip = math.max(skip, 1) -- so that the worker comes again soon
 end
 if session ~= '' and #claims > 0 then

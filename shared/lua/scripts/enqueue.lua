@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, pictures, requests, pending, backlog_limits, places, shortest_first
+-- uses: keys, numbers, server, arguments, pictures, requests, pending, backlog_limits, scores, places, shortest_first
 -- Enqueue requests, all or none.
 -- ARGV by name: idempotency_ms; fields: the names of each request's values, with commas between; nonce, or left
 --       out: it identifies a call that is sent again because its reply was lost; pictures, how many pictures come
@@ -45,6 +45,8 @@ else
   if (#ARGV - 1) % num_fields == 1 then args.nonce = ARGV[#ARGV] end
 end
 local nonce = args.nonce
+server.read_settings('pubsub', 'strict_priority', 'aging_ms', 'shortest_first_ms', 'max_pending', 'max_pending_tokens',
+  'tenant_max_pending', 'tenant_max_pending_tokens', 'max_pending:', 'max_pending_tokens:')
 
 local pictures_from, urls = #ARGV + 1 - 2 * numbers.whole(args.pictures, 0), {}
 for at = pictures_from, #ARGV - 1, 2 do urls[ARGV[at]] = ARGV[at + 1] end
@@ -91,12 +93,18 @@ end
 local full = backlog_limits.refusal(fresh)
 if full then return full end
 
+local has_shortest_first = server.number('shortest_first_ms', 0) > 0
 for nth, request in ipairs(fresh) do
   local deadline_ms, may_refuse = tonumber(request.deadline_ms), request.deadline_policy == 'refuse'
-  local max_output = (may_refuse or shortest_first.is_on()) and requests.requested_output(request.payload) or nil
+  local max_output = (may_refuse or has_shortest_first) and requests.requested_output(request.payload) or nil
   local by_deadline_ms = request.by_deadline == '1' and deadline_ms or 0
-  request.guess = shortest_first.guess(request.expected_tokens, max_output)
-  local score = shortest_first.score_at_arrival(tonumber(request.priority), by_deadline_ms, request.guess, max_output)
+  local priority, score = tonumber(request.priority), nil
+  if has_shortest_first then
+    request.guess = shortest_first.guess(request.expected_tokens, max_output)
+    score = shortest_first.at_arrival(priority, by_deadline_ms, request.guess, max_output)
+  else
+    score = scores.at_arrival(priority, by_deadline_ms)
+  end
   request.score = numbers.exact(score)
   if may_refuse and deadline_ms > 0 then
     local most = max_output or math.huge

@@ -18,10 +18,11 @@ local args = arguments.read({
 }, 0)
 
 if not args.id then
+  server.read_settings('strict_priority', 'aging_ms', 'shortest_first_ms')
   local deadline_ms = args.by_deadline == '1' and numbers.whole(args.deadline_ms, 0) or 0
   local max_output = numbers.whole(args.max_output)
   local guess = shortest_first.guess(args.expected_tokens, max_output)
-  local score = shortest_first.score_at_arrival(numbers.whole(args.priority, 0), deadline_ms, guess, max_output)
+  local score = shortest_first.at_arrival(numbers.whole(args.priority, 0), deadline_ms, guess, max_output)
   return places.before_arrival(keys.tenant_name(args.tenant), numbers.exact(score), numbers.whole(args.num_before, 0),
     numbers.whole(args.delay_ms, 0), max_output or math.huge)
 end

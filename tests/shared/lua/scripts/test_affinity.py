@@ -194,6 +194,14 @@ def test_a_claim_looks_ahead_so_far_and_no_further(queue: RequestQueue) -> None:
     assert ids(queue.take_batch(Room(2, 10**9))) == ["00", "s"]
 
 
+def test_no_tenant_has_the_key_of_a_workers_last_claim(client: Any) -> None:
+    queue = RequestQueue(client, worker_id=hash_of("s"))
+    put_of(queue, "a", "s", tenant="worker")
+    queue.take_batch(ONE)
+    written = [key.decode() for key in client.scan_iter(f"{queue.keys.prefix}holder:*")]
+    assert len(written) == 2, "the session's workers, and what the worker held"
+
+
 def test_an_oversized_request_still_gets_room(queue: RequestQueue) -> None:
     """After the bound, further requests pass it at most eight times, as without affinity."""
     put_of(queue, "a", "s")
