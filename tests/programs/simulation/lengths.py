@@ -65,12 +65,9 @@ class LengthsWorld(world.World):
 
     most_callbacks = 10**9
 
-    def __init__(
-        self, plan: Plan, server: ServerProcess, setting_ms: int, predictability: float
-    ) -> None:
+    def __init__(self, plan: Plan, server: ServerProcess, predictability: float) -> None:
         with patch.object(fleet, "SIZES", _SIZES):
             super().__init__(plan, server, None, None)
-        server.ask(("HSET", Keys(QUEUE).config, "shortest_first_ms", setting_ms))
         for place in self._fleet.workers:
             place.make_random = Equal
         rng = random.Random(f"{plan.seed} lengths")
@@ -107,12 +104,13 @@ def _run(
     library: Path,
 ) -> Latencies:
     seconds = num_requests / (load * _CAPACITY) / _SHARE_OF_SPAN
-    plan = Plan(seed, 1, 1, num_requests, seconds, (), WorkerSettings().lease_ms)
+    lease_ms = WorkerSettings().lease_ms
+    plan = Plan(seed, 1, 1, num_requests, seconds, (), lease_ms, shortest_first_ms=setting_ms)
     with (
         tempfile.TemporaryDirectory(prefix="lengths-") as folder,
         ServerProcess(Path(folder), library) as server,
     ):
-        judged = LengthsWorld(plan, server, setting_ms, predictability)
+        judged = LengthsWorld(plan, server, predictability)
         try:
             found = [each for each in judged.run().violations if each.rule != "idle"]
             if found:  # the rule `idle` assumes shorter requests

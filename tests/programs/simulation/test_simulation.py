@@ -107,7 +107,7 @@ def test_a_world_is_compared_with_real_processes() -> None:
 
 
 def test_most_requests_end_before_the_quoted_time() -> None:
-    ended = simulate("--quotes", "0.9", "--seconds", "30", "--seeds", "1", "--seed", "3")
+    ended = simulate("--quotes", "0.9", "--seconds", "60", "--seeds", "1", "--seed", "3")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     [row] = [line.strip("| ").split(" | ") for line in ended.stdout.splitlines()[2:]]
     num_requests, quoted, before_p50, before_p95 = (int(cell.strip("%")) for cell in row[1:5])
