@@ -17,7 +17,7 @@ from promptq.producer.apis.messages.read import read_count_call, read_message_ca
 from promptq.producer.apis.responses.read import read_input_count, read_response
 from promptq.producer.apis.responses.response_call import NewResponse, new_response_id
 from promptq.producer.calls.call import CompletionCall
-from promptq.producer.calls.call_body import read_object, wrong_field
+from promptq.producer.calls.call_body import Body, wrong_field
 from promptq.producer.calls.call_reader import Read, Reader, Readers
 from promptq.producer.calls.completion import (
     new_completion_id,
@@ -28,12 +28,12 @@ from promptq.producer.calls.completion import (
 )
 
 
-def _without_history(read: Callable[[bytes, Mapping[str, str]], CompletionCall]) -> Read:
+def _without_history(read: Callable[[Body, Mapping[str, str]], CompletionCall]) -> Read:
     """Returns a `Read` that calls `read` without the new id and the history (earlier items)."""
     return lambda body, headers, new_id, history: read(body, headers)
 
 
-def _read_message_fork(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def _read_message_fork(body: Body, headers: Mapping[str, str]) -> CompletionCall:
     """Parses a call that forks a message. Its body is a chat, and its answer is a message."""
     call = read_chat(body, headers)
     if call.n > 1:
@@ -41,9 +41,9 @@ def _read_message_fork(body: bytes, headers: Mapping[str, str]) -> CompletionCal
     return replace(call, form="message", names=MESSAGE_NAMES)
 
 
-def _read_quoted(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Parses a call to quote: a chat if the body has messages, or else a completion."""
-    read = read_chat if "messages" in read_object(body) else read_completion
+def _read_quoted(body: Body, headers: Mapping[str, str]) -> CompletionCall:
+    """Parses a chat if the body has messages, or else a completion."""
+    read = read_chat if "messages" in body.members else read_completion
     return read(body, headers)
 
 

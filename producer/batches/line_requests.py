@@ -17,6 +17,7 @@ from promptq.producer.apis.embeddings.write import embeddings_body
 from promptq.producer.batch_store.input_file import URLS, BatchLine, RefusedLineError, request_id_of
 from promptq.producer.batches.run_options import RunOptions
 from promptq.producer.calls.call import CompletionCall, request_ids
+from promptq.producer.calls.call_body import body_of
 from promptq.producer.calls.call_to_payloads import check_pictures_served, composed, granted
 from promptq.producer.calls.caller import Caller, check_model
 from promptq.producer.calls.completion import completion_of
@@ -189,7 +190,7 @@ def _holder(caller: Caller) -> str:
 
 
 def _call_of(line: BatchLine) -> CompletionCall:
-    call = _READERS[line.url](json.dumps(line.body).encode(), {})
+    call = _READERS[line.url](body_of(json.dumps(line.body).encode()), {})
     if call.stream:
         raise InvalidRequestError("stream: a batch does not stream", field="stream")
     if "deadline_policy" in call.fields:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import from_json, to_json
@@ -130,12 +130,22 @@ def with_effort(effort: str, variables: Any) -> Any:
     return {**ours, **variables}
 
 
-def read_options(
-    kind: type[T], body: bytes, headers: Mapping[str, str]
-) -> tuple[T, dict[str, Any]]:
+class Body(NamedTuple):
+    """A call's body: the members of its JSON object, and its size."""
+
+    members: dict[str, Any]
+    num_bytes: int
+
+
+def body_of(content: bytes) -> Body:
+    """Parses a call's body. Raises InvalidRequestError."""
+    return Body(read_object(content), len(content))
+
+
+def read_options(kind: type[T], body: Body, headers: Mapping[str, str]) -> tuple[T, dict[str, Any]]:
     """Reads a body and its headers. Returns the endpoint's options, and all other fields, which
     belong to a payload. Raises InvalidRequestError."""
-    body_fields = without_none(read_object(body))
+    body_fields = without_none(body.members)
     for name, value in _from_headers(headers).items():
         body_fields.setdefault(name, value)
     try:

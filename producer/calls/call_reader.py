@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 from promptq.producer.calls.call import CompletionCall, Extra
-from promptq.producer.calls.call_body import HEADERS, HistoryNeededError
+from promptq.producer.calls.call_body import HEADERS, Body, HistoryNeededError, body_of
 from promptq.producer.calls.call_to_payloads import Prepared, prepare
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import shown_fields
@@ -74,7 +74,7 @@ Parts = list[list[bytes]]
 of pieces."""
 
 
-Read = Callable[[bytes, Mapping[str, str], str, bytes | None], CompletionCall]
+Read = Callable[[Body, Mapping[str, str], str, bytes | None], CompletionCall]
 """A function that parses a call from its body, headers, new id and history. The history has the
 items of earlier responses; it is None if these were not read yet.
 
@@ -175,8 +175,8 @@ class CallReader:
         """Reads a call, in another process if the call is large. Raises HistoryNeededError if the
         call needs a history and `history` is None. Raises PicturesNeededError."""
         if sum(map(len, body)) + len(history or b"") + reading.num_bytes <= _SMALL_BYTES:
-            body_at_once = b"".join(body)
-            call = reading.reader.read(body_at_once, reading.headers, reading.new_id, history)
+            whole = body_of(b"".join(body))
+            call = reading.reader.read(whole, reading.headers, reading.new_id, history)
             if call.num_bytes <= _SMALL_BYTES:
                 return prepare(
                     call, reading.caller, reading.new_id, reading.aliases, reading.pictures
@@ -267,7 +267,7 @@ def answer(
             return {"shown": [shown_fields(payload, with_prompts) for payload in parts]}, []
         caller, new_id = Caller.model_validate(query["caller"]), query["new_id"]
         body, history = parts[0], parts[1] if len(parts) > 1 else None
-        call = readers[query["endpoint"]].read(body, query["headers"], new_id, history)
+        call = readers[query["endpoint"]].read(body_of(body), query["headers"], new_id, history)
         prepared = prepare(call, caller, new_id, query["aliases"], query["pictures"])
     except HistoryNeededError as needed:
         return {"previous_response_id": needed.previous_response_id}, []

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
 from promptq.producer.admin import api_keys
-from promptq.producer.apis import batches, files, models, streams, tokens
+from promptq.producer.apis import batches, files, models, quotes, streams, tokens
 from promptq.producer.apis.completions import route as completions
 from promptq.producer.apis.embeddings import route as embeddings
 from promptq.producer.apis.messages import route as messages
@@ -47,6 +47,7 @@ _ROUTERS = (
     metrics.router,
     autoscaling_endpoint.router,
     completions.router,
+    quotes.router,
     embeddings.router,
     streams.router,
     responses.router,

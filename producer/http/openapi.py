@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from promptq.producer.calls.call_body import HEADERS, BodyOptions, GeneratingOptions
@@ -45,6 +45,16 @@ def operation(
     schema = {"type": "object", "properties": properties, "required": required}
     body = {"content": {"application/json": {"schema": schema}}, "required": True}
     return {"parameters": parameters, "requestBody": body}
+
+
+def any_of(operations: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the headers and the body of an endpoint that takes the body of any of these."""
+    headers, schemas = dict[str, Any](), []
+    for each in operations:
+        headers |= {header["name"]: header for header in each["parameters"]}
+        schemas.append(each["requestBody"]["content"]["application/json"]["schema"])
+    body = {"content": {"application/json": {"schema": {"anyOf": schemas}}}, "required": True}
+    return {"parameters": [*headers.values()], "requestBody": body}
 
 
 def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from promptq.producer.calls.call import MAX_CHOICES, CompletionCall
 from promptq.producer.calls.call_body import (
     IGNORED,
     ONLY_VALUE,
+    Body,
     CachedOptions,
     GeneratingOptions,
     StreamOptions,
@@ -86,7 +87,7 @@ class ChatOptions(CallOptions):
     echo: Literal[False] | None = Field(None, description=ONLY_VALUE)
 
 
-def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_chat(body: Body, headers: Mapping[str, str]) -> CompletionCall:
     """Parses a call of /v1/chat/completions. Raises InvalidRequestError."""
     options, fields = read_options(ChatOptions, body, headers)
     _check_streaming(options, fields)
@@ -101,13 +102,13 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
             options.reasoning_effort, fields.get("chat_template_kwargs", {})
         )
     refuse(fields, ["prompt", "embed", "tokenize"])
-    check_size_of_call(len(body), fields, num_prompts=1, n=options.n)
+    check_size_of_call(body.num_bytes, fields, num_prompts=1, n=options.n)
     fields["messages"] = options.messages
     shows_prompt_logprobs = "prompt_logprobs" in fields
     return _call(options, fields, body, [None], shows_prompt_logprobs=shows_prompt_logprobs)
 
 
-def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_completion(body: Body, headers: Mapping[str, str]) -> CompletionCall:
     """Parses a call of /v1/completions. Raises InvalidRequestError."""
     options, fields = read_options(CompletionOptions, body, headers)
     _check_streaming(options, fields)
@@ -116,7 +117,7 @@ def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, least))
     refuse(fields, ["messages", "embed", "tokenize"])
     prompts = prompts_of("prompt", options.prompt)
-    check_size_of_call(len(body), fields, len(prompts), options.n)
+    check_size_of_call(body.num_bytes, fields, len(prompts), options.n)
     shows_prompt_logprobs = "prompt_logprobs" in fields
     echo_only = options.echo and type(fields["max_tokens"]) is int and fields["max_tokens"] == 0
     if echo_only:
@@ -152,7 +153,7 @@ def _check_streaming(options: CallOptions, fields: Mapping[str, Any]) -> None:
 def _call(
     options: CallOptions,
     fields: dict[str, Any],
-    body: bytes,
+    body: Body,
     prompts: list[Prompt | None],
     **answer: bool,
 ) -> CompletionCall:
@@ -164,5 +165,5 @@ def _call(
         )
     include_usage = (options.stream_options or {}).get("include_usage", False)
     return options.call(
-        fields, len(body), prompts=prompts, n=options.n, include_usage=include_usage, **answer
+        fields, body.num_bytes, prompts=prompts, n=options.n, include_usage=include_usage, **answer
     )

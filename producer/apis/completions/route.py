@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -60,7 +59,15 @@ router = APIRouter(
 )
 
 
-@router.post("/v1/chat/completions", openapi_extra=operation(ChatOptions), response_class=Response)
+CHAT = operation(ChatOptions)
+COMPLETION = operation(
+    CompletionOptions,
+    hidden=TOOL_FIELDS,
+    descriptions={"max_tokens": f"default: {DEFAULT_MAX_TOKENS}"},
+)
+
+
+@router.post("/v1/chat/completions", openapi_extra=CHAT, response_class=Response)
 async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
@@ -68,32 +75,10 @@ async def create_chat_completion(
     return await _create(request, gateway, caller, "chats")
 
 
-@router.post(
-    "/v1/completions",
-    openapi_extra=operation(
-        CompletionOptions,
-        hidden=TOOL_FIELDS,
-        descriptions={"max_tokens": f"default: {DEFAULT_MAX_TOKENS}"},
-    ),
-    response_class=Response,
-)
+@router.post("/v1/completions", openapi_extra=COMPLETION, response_class=Response)
 async def create_completion(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Continue one prompt or several: as one object, or with `stream`, piece by piece."""
     return await _create(request, gateway, caller, "completions")
-
-
-@router.post("/v1/quote", openapi_extra=operation(ChatOptions))
-async def quote(request: Request, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
-    """Estimate when a chat or a completion would start and end if this call enqueued it.
-
-    A completion has `prompt` in place of `messages`, and the fields of `/v1/completions`. Of
-    several answers, this is the quote of the last. A time is null if it is unknown; `because` says
-    why.
-    """
-    async with read_call(request, gateway, caller, "quotes") as incoming:
-        served, _ = await incoming.queue()
-        found = await served.client.quote_composed(incoming.prepared.new)
-    return {"object": "quote", **asdict(found)}
 
 
 async def _create(

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from promptq.producer.calls.call import CompletionCall
 from promptq.producer.calls.call_body import (
+    Body,
     BodyOptions,
     check_size_of_call,
     prompts_of,
@@ -48,17 +49,17 @@ class EmbeddingOptions(BodyOptions):
     user: str | None = Field(None, description="accepted without effect")
 
 
-def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_embedding_call(body: Body, headers: Mapping[str, str]) -> CompletionCall:
     """Parses a call of /v1/embeddings. Raises InvalidRequestError."""
     options, fields = read_options(EmbeddingOptions, body, headers)
     prompts = prompts_of("input", options.input) if options.input else []
-    _check("input", fields, prompts, len(body))
+    _check("input", fields, prompts, body.num_bytes)
     fields["embed"] = without_none({"pooling": options.pooling, "dimensions": options.dimensions})
     if not options.normalize:
         fields["embed"]["normalize"] = False
     return options.call(
         fields,
-        len(body),
+        body.num_bytes,
         is_chat=False,
         prompts=prompts,
         encoding_format=options.encoding_format,
@@ -77,15 +78,15 @@ class RerankOptions(BodyOptions):
     user: str | None = Field(None, description="accepted without effect")
 
 
-def read_rerank_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_rerank_call(body: Body, headers: Mapping[str, str]) -> CompletionCall:
     """Parses a call of /v1/rerank. Raises InvalidRequestError."""
     options, fields = read_options(RerankOptions, body, headers)
     texts = [each.get("text") if isinstance(each, dict) else each for each in options.documents]
-    _check("documents", fields, texts, len(body) + len(texts) * len(options.query))
+    _check("documents", fields, texts, body.num_bytes + len(texts) * len(options.query))
     fields["embed"] = {"query": options.query}
     return options.call(
         fields,
-        len(body),
+        body.num_bytes,
         is_chat=False,
         prompts=texts,
         form="rerank",
@@ -103,14 +104,14 @@ class ScoreOptions(BodyOptions):
     user: str | None = Field(None, description="accepted without effect")
 
 
-def read_score_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_score_call(body: Body, headers: Mapping[str, str]) -> CompletionCall:
     """Parses a call of /v1/score. Raises InvalidRequestError."""
     options, fields = read_options(ScoreOptions, body, headers)
     texts = [options.text_2] if isinstance(options.text_2, str) else options.text_2
-    _check("text_2", fields, texts, len(body) + len(texts) * len(options.text_1))
+    _check("text_2", fields, texts, body.num_bytes + len(texts) * len(options.text_1))
     fields["embed"] = {"query": options.text_1}
     return options.call(
-        fields, len(body), is_chat=False, prompts=texts, form="score", names=_NAMES_OF_SCORE
+        fields, body.num_bytes, is_chat=False, prompts=texts, form="score", names=_NAMES_OF_SCORE
     )
 
 

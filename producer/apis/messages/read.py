@@ -9,6 +9,7 @@ from pydantic import Field
 
 from promptq.producer.calls.call import CompletionCall
 from promptq.producer.calls.call_body import (
+    Body,
     BodyOptions,
     GeneratingOptions,
     check_effort,
@@ -88,7 +89,7 @@ class MessageOptions(CountOptions, GeneratingOptions):
     temperature: float | None = Field(None, ge=0.0, le=1.0)
 
 
-def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_message_call(body: Body, headers: Mapping[str, str]) -> CompletionCall:
     """Parses a call of /v1/messages. Raises InvalidRequestError that names the wrong field."""
     options, fields = read_options(MessageOptions, body, headers)
     prefill = _set_chat(options, fields)
@@ -103,16 +104,16 @@ def read_message_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall
             "output_prefix": {"text": prefill} if prefill else None,
         }
     )
-    return options.call(fields, len(body), form="message", names=names)
+    return options.call(fields, body.num_bytes, form="message", names=names)
 
 
-def read_count_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_count_call(body: Body, headers: Mapping[str, str]) -> CompletionCall:
     """Parses a call that counts a conversation's tokens. Raises InvalidRequestError."""
     options, fields = read_options(CountOptions, body, headers)
     _format_of(options.output_config or {})
     if prefill := _set_chat(options, fields):
         fields["messages"].append({"role": "assistant", "content": prefill})
-    return options.call({**fields, "tokenize": True}, len(body), form="count", names=NAMES)
+    return options.call({**fields, "tokenize": True}, body.num_bytes, form="count", names=NAMES)
 
 
 def _set_chat(options: CountOptions, fields: dict[str, Any]) -> str:

@@ -34,9 +34,10 @@ router = APIRouter(
 )
 
 
-@router.post(
-    "/v1/messages", openapi_extra=operation(MessageOptions, hidden=_HIDDEN), response_class=Response
-)
+MESSAGE = operation(MessageOptions, hidden=_HIDDEN)
+
+
+@router.post("/v1/messages", openapi_extra=MESSAGE, response_class=Response)
 async def create_message(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """Answer a conversation: as one object, or with `stream`, piece by piece."""
     async with read_call(request, gateway, caller, "messages") as incoming:

@@ -13,6 +13,7 @@ from promptq.producer.apis.responses.response_call import NewResponse, ResponseC
 from promptq.producer.calls.call import CompletionCall
 from promptq.producer.calls.call_body import (
     IGNORED,
+    Body,
     BodyOptions,
     CachedOptions,
     GeneratingOptions,
@@ -108,7 +109,7 @@ class ResponseOptions(InputOptions, GeneratingOptions, CachedOptions):
 
 
 def read_response(
-    body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
+    body: Body, headers: Mapping[str, str], response_id: str, history: bytes | None
 ) -> CompletionCall:
     """Parses a call of /v1/responses as a chat. The chat's `extra` is a NewResponse.
 
@@ -139,18 +140,18 @@ def read_response(
         previous_response_id=options.previous_response_id,
     )
     lines = b"\n".join(to_json(item) for item in own) if options.store else b""
-    num_bytes, extra = len(body) + len(history or b""), NewResponse(call, lines)
+    num_bytes, extra = body.num_bytes + len(history or b""), NewResponse(call, lines)
     return options.call(fields, num_bytes, detach=detach, form="response", names=NAMES, extra=extra)
 
 
 def read_input_count(
-    body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
+    body: Body, headers: Mapping[str, str], response_id: str, history: bytes | None
 ) -> CompletionCall:
     """Parses a call that counts a conversation's tokens. Raises the errors of `read_response`."""
     options, fields = read_options(InputOptions, body, headers)
     payload_format(options.text)
     _set_chat(options, fields, response_id, history)
-    num_bytes = len(body) + len(history or b"")
+    num_bytes = body.num_bytes + len(history or b"")
     return options.call({**fields, "tokenize": True}, num_bytes, form="input_count", names=NAMES)
 
 

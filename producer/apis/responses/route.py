@@ -46,10 +46,12 @@ def records_of(gateway: ThisGateway) -> ResponseRecords:
 
 TheseRecords = Annotated[ResponseRecords, Depends(records_of)]
 
+RESPONSE = operation(ResponseOptions, hidden=_HIDDEN)
+
 
 @router.post(
     "/v1/responses",
-    openapi_extra=operation(ResponseOptions, hidden=_HIDDEN),
+    openapi_extra=RESPONSE,
     response_class=Response,
     responses=described(408, 409, 413, 429, 500),
 )

@@ -84,9 +84,12 @@ def _operation(path: str, method: str, operation: dict[str, Any], document: dict
         for parameter in operation.get("parameters", ())
     ]
     for content in operation.get("requestBody", {}).get("content", {}).values():
+        properties: dict[str, Any] = {}
+        for schema in content["schema"].get("anyOf", [content["schema"]]):
+            properties |= _resolved(schema, document)["properties"]
         fields += [
             _row(name, "body", _kind(field), field.get("description", ""))
-            for name, field in _resolved(content["schema"], document)["properties"].items()
+            for name, field in properties.items()
         ]
     errors = [
         _row(status, answer["description"])
