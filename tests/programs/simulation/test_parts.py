@@ -59,6 +59,11 @@ LOST_MESSAGES: Fields = {
     "num_requests": 4,
     "faults": [fault("lose messages of channels", 0.1, 5.0)],
 }
+LOST_ENDS: Fields = {
+    **CALM,
+    "seconds": 1.0,
+    "faults": [fault("lose messages of channels", at, 0.3, 0.99) for at in (0.1, 0.4, 0.7)],
+}
 LOST_CANCELS: Fields = {
     **CALM,
     "faults": [fault("lose messages of channels", at, 0.5) for at in (0.05, 0.3)],
@@ -71,6 +76,11 @@ FULL_DISK: Fields = {
         fault("drain a worker", 0.52, 0.0),
     ],
 }
+REFUSED_SCRIPTS: Fields = {
+    **CALM,
+    "seconds": 1.0,
+    "faults": [fault("fill the disk of the server", at, 0.3) for at in (0.2, 0.6)],
+}
 REFUSED_CLAIMS: Fields = {
     **CALM,
     "num_requests": 120,
@@ -79,6 +89,22 @@ REFUSED_CLAIMS: Fields = {
         fault("fill the disk of the server", 0.4, 0.3),
         fault("drain a worker", 0.5, 0.0),
     ],
+}
+CUT_CLIENT: Fields = {
+    **CALM,
+    "num_requests": 60,
+    "faults": [fault("cut all connections of a process", 0.5, 0.0, 0.99)],
+}
+DRAINS: Fields = {
+    **BACKLOG,
+    "num_requests": 80,
+    "num_workers": 2,
+    "faults": [fault("drain a worker", 0.15, 0.0), fault("drain a worker", 0.25, 0.0, 0.9)],
+}
+FROZEN_WORKERS: Fields = {
+    **CALM,
+    "num_workers": 2,
+    "faults": [fault("freeze a worker", 0.15, 1.6), fault("freeze a worker", 0.5, 1.6, 0.9)],
 }
 LONG_OUTAGE: Fields = {**CALM, "seconds": 13.0, "faults": [fault("kill the server", 0.2, 12.0)]}
 OUTAGE: Fields = {**CALM, "faults": [fault("kill the server", 0.3, 0.8)]}
@@ -99,6 +125,20 @@ WORLDS = {
     "a-lost-connection-is-final": (LONG_OUTAGE, "stream failed"),
     "stream-gives-up-early": (LONG_OUTAGE, "stream failed"),
     "stream-never-reconnects": (LONG_OUTAGE, "stream failed"),
+    "no-call-is-repeated": (LONG_OUTAGE, "bad exit"),
+    "keeper-ends-with-the-connection": (CUT_CLIENT, "late end"),
+    "keeper-forgets-to-subscribe-again": (CUT_CLIENT, "late end"),
+    "a-drain-goes-on-claiming": (DRAINS, "claim in a drain"),
+    "a-stop-gives-nothing-back": (DRAINS, "left behind"),
+    "a-lost-lease-goes-on": (FROZEN_WORKERS, "ignored answer"),
+    "a-stopped-sequence-goes-on": (CALM, "useless work"),
+    "coalescer-delays-too-long": (CALM, "late token"),
+    "stream-never-reads-in-silence": (LOST_ENDS, "no end"),
+    "cancels-are-ignored": ({**CALM, "lease_ms": 4000}, "late cancel"),
+    "a-failed-renewal-ends-the-worker": (REFUSED_SCRIPTS, "bad exit"),
+    "rows-are-sent-once": (REFUSED_SCRIPTS, "bad exit"),
+    "a-cancelled-claim-keeps-its-requests": (DRAINS, "left behind"),
+    "the-publisher-does-not-feed": (BACKLOG, "idle"),
     "messages-during-a-claim-are-lost": (CALM, "late claim"),
     "a-lost-claim-is-left-behind": (REFUSED_CLAIMS, "left behind"),
     "a-failed-cancel-ends-the-worker": (FALSE_CANCELS, "bad exit"),
