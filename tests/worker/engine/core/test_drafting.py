@@ -140,7 +140,7 @@ class Clock:
         """Returns the draft of each sequence. Its first `num_right` tokens are right; if it comes
         from a lookup, `lookup_right`."""
         plan = self.policy.plan(num_sequences)
-        draft = self.drafter.draft(text, 15, num_sequences, plan)
+        draft = [] if plan is None else self.drafter.draft(text, 15, num_sequences, plan)
         by_head = UNKNOWN in draft
         if lookup_right is not None and not by_head:
             num_right = lookup_right
@@ -150,7 +150,7 @@ class Clock:
         share.draft, share.drafts_by_head = tuple(draft), by_head
         settle(self.drafter, draft, num_accepted, num_sequences)
         seconds = 1 + self.cost * (1 + len(draft)) * bool(draft)
-        self.policy.note(Batch([share] * num_sequences).drafts, seconds)
+        self.policy.note(Batch([share] * num_sequences), seconds)
         self.seconds += seconds
         self.num_tokens += 1 + num_accepted
         return draft
