@@ -60,7 +60,8 @@ class _Held:
     """Hidden states of a step's rows that the head has not computed yet."""
 
     states: torch.Tensor
-    """[rows, hidden size]"""
+    """[num_rows, hidden size]"""
+    num_rows: int
     places: dict[int, tuple[int, int, int]]
     """By sequence: the positions of its first row and after its last row, and the index of its
     first row in `states`."""
@@ -124,8 +125,8 @@ class HeadDrafts:
                 end = item.start + item.num_rows
                 places[item.sequence.sequence_id] = end - count, end, row
                 row += count
-        self._held.append(_Held(states, places))
-        while sum(len(held.states) for held in self._held[1:]) >= MOST_HELD:
+        self._held.append(_Held(states, row, places))
+        while sum(held.num_rows for held in self._held[1:]) >= MOST_HELD:
             del self._held[0]
 
     def _forget(self, item: ScheduledSequence) -> None:

@@ -239,6 +239,22 @@ def test_lookups_are_as_rare_as_they_are_dear() -> None:
     assert num_drafts[0] > 3 * num_drafts[1] > 0
 
 
+def test_lookups_that_find_nothing_are_rarer_in_a_larger_batch() -> None:
+    """One that finds something is followed by another."""
+    without = Batch([ScheduledSequence(make_sequence(0), 9, 1, samples=True)])
+    with_draft = Batch([ScheduledSequence(make_sequence(0), 9, 1, samples=True, draft=(1,))])
+    for num_sequences, every in ((1, 1), (4, 2), (8, 4), (15, 7)):
+        policy, steps = DraftPolicy(), []
+        for number in range(28):
+            if policy.plan(num_sequences) is not None:
+                steps.append(number)
+            policy.note(without, 1.0)
+        assert steps == [*range(0, 28, every)]
+        assert policy.plan(num_sequences) is not None
+        policy.note(with_draft, 1.0)
+        assert policy.plan(num_sequences) is not None
+
+
 def test_one_failed_lookup_is_paid_by_all_sequences_that_waited() -> None:
     """Of 8 sequences, one drafts. If all draft in the same step, they share the cost."""
     text = [1, 2, 3] * 10
