@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-Drafts = list[tuple[int, bool]]
-"""The drafts of a step: for each, its length, and whether the model's head makes it."""
+if TYPE_CHECKING:
+    from promptq.worker.engine.core.sequence import Batch
 
 MAX_ROWS = 16
 """The most rows of a step with drafts, including the drafted rows."""
@@ -34,8 +34,6 @@ _MAX_CREDIT = 1.0
 """The most credit, in tokens. More would waste drafts after a text stops repeating itself."""
 _LARGEST_DEBT = 4.0
 _FIRST_LENGTH = 3
-_LONGEST = 4
-"""Prompt lookup compares the last 2 to 4 tokens. A match of one token means too little."""
 
 UNKNOWN = -1
 """Stands for a drafted token that the model's head has not chosen yet."""
@@ -77,12 +75,13 @@ weight. So lookups are tried again, in case the text now repeats itself."""
 
 
 class PromptLookup:
-    """Looks up where the last tokens of a text occurred before, and what followed. Takes constant
-    time."""
+    """Looks up where the last 2 to 4 tokens of a text occurred before, and what followed. Takes
+    constant time. A match of one token means too little."""
 
     def __init__(self) -> None:
         self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: place after its last occurrence
         self._num_indexed = 0
+        self._last = (UNKNOWN,) * 4  # the last indexed tokens
 
     def find(self, token_ids: list[int], count: int) -> list[int]:
         """Returns `count` tokens that may follow; an empty list if the end of the text is new.
@@ -90,15 +89,15 @@ class PromptLookup:
         `token_ids` may only grow between calls. The longest match wins. Of equally long matches,
         the latest wins. If fewer than `count` tokens follow the match, they are repeated.
         """
-        end, next_of = len(token_ids), self._next_of
-        for place in range(max(self._num_indexed, 2), end):
-            last = tuple(token_ids[max(0, place - _LONGEST) : place])
-            next_of[last] = next_of[last[-3:]] = next_of[last[-2:]] = place
-        self._num_indexed = end
-        last = tuple(token_ids[-_LONGEST:])
-        start = next_of.get(last) or next_of.get(last[-3:]) or next_of.get(last[-2:])
-        if start is None:
+        next_of, place, (a, b, c, d) = self._next_of, self._num_indexed, self._last
+        for token in token_ids[place:]:
+            next_of[c, d] = next_of[b, c, d] = next_of[a, b, c, d] = place
+            a, b, c, d = b, c, d, token
+            place += 1
+        self._last, self._num_indexed = (a, b, c, d), place
+        if (c, d) not in next_of:
             return []
+        start = next_of.get((a, b, c, d)) or next_of.get((b, c, d)) or next_of[c, d]
         draft = token_ids[start : start + count]
         while len(draft) < count:
             draft += draft[: count - len(draft)]
@@ -146,10 +145,8 @@ class DraftTimes:
         self._lookups = RecentMedian()
         """Cost of lookups, as a multiple of the first guess."""
         self._num_since_plain = 0
-        self._num_left = _TRIAL
-        """Steps with drafts until the end of the trial."""
-        self._pays = False
-        """Whether a trial has shown that drafts save time."""
+        self._num_drafted = 0
+        """Steps with drafts since the last rest; more than `_TRIAL` if drafts save time."""
         self._num_rested = 0
         self._rest = _FIRST_REST
 
@@ -165,9 +162,10 @@ class DraftTimes:
     def plan(self, best: BestDrafts) -> DraftPlan:
         factor = self._lookups.value if self._lookups.is_known else 1.0
         if best.speed < _HOPELESS and any(each.is_known for each in self._by_head.values()):
-            self._num_left = 0
-        rests = self._num_left == 0 and best.speed <= (1 if self._pays else _LEAST_GAIN)
-        self._pays = self._pays and not rests
+            self._num_drafted = max(self._num_drafted, _TRIAL)
+        least = 1 if self._num_drafted > _TRIAL else _LEAST_GAIN
+        rests = self._num_drafted >= _TRIAL and best.speed <= least
+        self._num_drafted = min(self._num_drafted, _TRIAL) if rests else self._num_drafted
         if rests and self._num_rested < self._rest - _FED:
             return DraftPlan(lookup_factor=factor)
         needs_plain = not self._plain.is_known or self._num_since_plain >= _PLAIN_EVERY
@@ -188,21 +186,19 @@ class DraftTimes:
     def note_head(self, seconds: float, length: int) -> None:
         self.best = None
         self._num_since_plain += 1
-        is_first = self._num_left == _TRIAL  # slow, because the head also computes earlier rows
-        if self._num_left > 0:
-            self._num_left -= 1
-        else:
-            self._pays, self._num_rested, self._rest = True, 0, _FIRST_REST
-        if self._plain.is_known and not is_first:
+        self._num_drafted += 1
+        if self._num_drafted > _TRIAL:
+            self._num_rested, self._rest = 0, _FIRST_REST
+        if self._plain.is_known and self._num_drafted > 1:  # at first, it computes earlier rows
             self._by_head.setdefault(length, RecentMedian()).add(seconds / self._plain.value)
 
     def note_plain(self, seconds: float) -> None:
         self._plain.add(seconds)
         self._num_since_plain = 0
-        if self._num_left == 0:
+        if self._num_drafted >= _TRIAL:
             self._num_rested += 1
             if self._num_rested >= self._rest:
-                self._num_rested, self._num_left = 0, _TRIAL
+                self._num_rested = self._num_drafted = 0
                 self._rest = min(2 * self._rest, _LONGEST_REST)
                 self._by_head.clear()  # the first steps of a worker are slow, and load changes
                 self.best = None
@@ -241,17 +237,22 @@ class DraftPolicy:
     _times: dict[tuple[int, int], DraftTimes] = field(default_factory=dict)
     _planned: DraftTimes | None = None
     """Of the last plan."""
+    _num_without: int = 0
+    """Number of steps since the last drafts."""
 
-    def plan(self, num_drafting: int, num_others: int = 0) -> DraftPlan:
+    def plan(self, num_drafting: int, num_others: int = 0) -> DraftPlan | None:
         """Returns the plan of a step with `num_drafting` sequences that may have drafts, and with
-        `num_others` other sequences."""
+        `num_others` other sequences. Returns None if the step should have no drafts."""
         kind = num_drafting, num_others
         if (times := self._times.get(kind)) is None:
             times = self._times[kind] = DraftTimes(self.head_work or 0.0)
         self._planned = times
         if times.best is None:
             times.best = self._best(times, *kind)
-        return times.plan(times.best)
+        plan = times.plan(times.best)
+        # Lookups cost time even if they find nothing. So they are rarer in larger batches.
+        is_skipped = self._num_without % max(1, num_drafting // 2) and plan.expected == 0.0
+        return None if is_skipped else plan
 
     def _best(self, times: DraftTimes, num_drafting: int, num_others: int) -> BestDrafts:
         num_rows = num_drafting + num_others
@@ -269,13 +270,14 @@ class DraftPolicy:
                 best = BestDrafts(length, expected, speed)
         return best
 
-    def note(self, drafts: Drafts | None, seconds: float) -> None:
-        """Record the time of the planned step, which had these drafts. Skips steps with prompts
-        (`drafts` is None) and steps with drafts of both kinds."""
+    def note(self, batch: Batch, seconds: float) -> None:
+        """Record the time of the planned step. Skips steps with prompts and steps with drafts of
+        both kinds."""
         times, self._planned = self._planned, None
-        if times is None or drafts is None:
+        if times is None or (drafts := batch.drafts) is None:
             return
         lookups = [length for length, is_by_head in drafts if not is_by_head]
+        self._num_without = 0 if drafts else self._num_without + 1
         if not drafts:
             times.note_plain(seconds)
         elif not lookups:
@@ -336,7 +338,7 @@ class Drafter:
 
     def rest(self) -> None:
         """Record a decode without a draft."""
-        self._add_credit(_ALLOWANCE)
+        self._credit = min(self._credit + _ALLOWANCE, _MAX_CREDIT)
         self._found += _FORGETTING * (_FIRST_FOUND - self._found)
 
     def settle_head(self, num_drafted: int, num_accepted: int) -> None:
@@ -350,9 +352,7 @@ class Drafter:
         """Record a decode with a lookup, in a step that had drafts for `num_drafting` of its
         `num_sequences` sequences."""
         cost = _DRAFT_COST / num_drafting + _ROW_COST * num_drafted
-        self._add_credit(_ALLOWANCE + num_accepted - cost * num_sequences * self._lookup_factor)
+        gain = _ALLOWANCE + num_accepted - cost * num_sequences * self._lookup_factor
+        self._credit = max(-_LARGEST_DEBT, min(self._credit + gain, _MAX_CREDIT))
         self._length = 2 * num_accepted + 1
         self._found += _WEIGHT_OF_LOOKUP * (num_accepted - self._found)
-
-    def _add_credit(self, credit: float) -> None:
-        self._credit = max(-_LARGEST_DEBT, min(self._credit + credit, _MAX_CREDIT))

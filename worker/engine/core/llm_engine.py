@@ -190,7 +190,7 @@ class LLMEngine:
         self._totals.busy_seconds += self._totals.step_seconds
         self._last_steps.append(self._totals.step_seconds)
         self._pacing.note(step.batch, self._totals.step_seconds)
-        self._draft_policy.note(step.batch.drafts, self._totals.step_seconds)
+        self._draft_policy.note(step.batch, self._totals.step_seconds)
         if self._totals.num_steps == self._full_steps_from:
             self._scheduler.max_num_batched_tokens = self.limits.max_num_batched_tokens
             self._scheduler.max_running = self.limits.max_num_seqs

@@ -263,8 +263,6 @@ class Scheduler:
     def _draft(self, plan: StepPlan) -> None:
         """Draft tokens for decodes, in rows and blocks of KV cache that no other sequence needs."""
         num_sequences = len(plan.shares)
-        num_tokens = sum(share.num_tokens for share in plan.shares.values())
-        num_rows = min(MAX_ROWS - num_tokens, plan.num_tokens_left)
         drafting = [
             (share, drafter)
             for share in plan.shares.values()
@@ -273,6 +271,10 @@ class Scheduler:
         if not drafting or num_sequences >= MAX_ROWS:
             return
         may_draft = drafting[0][1].policy.plan(len(drafting), num_sequences - len(drafting))
+        if may_draft is None:
+            return
+        num_tokens = sum(share.num_tokens for share in plan.shares.values())
+        num_rows = min(MAX_ROWS - num_tokens, plan.num_tokens_left)
         for share, drafter in drafting:
             share.feeds_head = may_draft.expected > 0
             sequence = share.sequence

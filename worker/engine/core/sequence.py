@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs, SequenceTiming
-from promptq.worker.engine.core.drafting import MAX_ROWS, Drafter, Drafts
+from promptq.worker.engine.core.drafting import MAX_ROWS, Drafter
 from promptq.worker.engine.core.pooling import Pool
 
 if TYPE_CHECKING:
@@ -188,8 +188,9 @@ class Batch:
         return sum(item.num_tokens for item in self.scheduled)
 
     @property
-    def drafts(self) -> Drafts | None:
-        """The drafts of the step; None if the step also computes prompts."""
+    def drafts(self) -> list[tuple[int, bool]] | None:
+        """For each draft: its length, and whether the model's head makes it. None if the step also
+        computes prompts."""
         for item in self.scheduled:
             if item.num_tokens > 1 and not item.sequence.is_decode(item.start, item.num_tokens):
                 return None

@@ -43,8 +43,8 @@ from promptq.worker.engine.sampling.sampler import Sampler
 
 MOST_HELD = 512
 """The most hidden states of a sequence that one step stores for the head: those of the last rows.
-In all, fewer than twice as many are stored for a sequence. So a long prompt costs little more with
-a head, but the head does not see the prompt's beginning."""
+The oldest step is dropped if as many states are stored after it. So a long prompt costs little more
+with a head, but the head does not see the prompt's beginning."""
 
 
 class DraftHead(Protocol):
@@ -55,39 +55,16 @@ class DraftHead(Protocol):
         sequence. Where a sequence's draft is shorter, ignore the tokens after its end."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Held:
-    """Hidden states of successive rows that the head has not computed yet."""
+    """Hidden states of a step's rows that the head has not computed yet."""
 
-    start: int
-    """The position of the first row."""
-    end: int
-    """The position after the last row."""
-    parts: list[torch.Tensor]
-
-    def cut(self, end: int) -> None:
-        """Drop the rows from position `end` on, which belong to rejected drafts."""
-        while self.end > end and self.parts:
-            last = self.parts.pop()
-            num_left = max(0, last.shape[0] - (self.end - end))
-            self.end -= last.shape[0] - num_left
-            if num_left:
-                self.parts.append(last[:num_left])
-
-    def add(self, part: torch.Tensor) -> None:
-        self.parts.append(part)
-        self.end += part.shape[0]
-        while len(self.parts) > 1:
-            start = self.start + self.parts[0].shape[0]
-            if self.end - start < MOST_HELD:
-                break
-            self.start = start
-            del self.parts[0]
-
-    def states(self, start: int) -> torch.Tensor:
-        """Returns the states from position `start` on, [rows, hidden size]."""
-        states = _joined(self.parts)
-        return states if start == self.start else states[start - self.start :]
+    states: torch.Tensor
+    """[num_rows, hidden size]"""
+    num_rows: int
+    places: dict[int, tuple[int, int, int]]
+    """By sequence: the positions of its first row and after its last row, and the index of its
+    first row in `states`."""
 
 
 class HeadDrafts:
@@ -103,7 +80,7 @@ class HeadDrafts:
         self._device = device
         self._num_filled: dict[int, int] = {}
         """By block: how many of its first rows the head has computed since the model wrote them."""
-        self._held: dict[int, _Held] = {}
+        self._held: list[_Held] = []
 
     def draft(self, batch: Batch) -> None:
         """Draft the UNKNOWN tokens of a batch. Drops drafts for which hidden states are missing."""
@@ -122,10 +99,7 @@ class HeadDrafts:
         for index, (each, count) in enumerate(zip(rows, step.counts, strict=True)):
             each.share.draft = tuple(drafted[depth][index] for depth in range(count))
             self._fill(each)
-
-    def needs_states(self, items: list[ScheduledSequence]) -> bool:
-        """Whether the head needs hidden states of a step with these items."""
-        return any(item.feeds_head for item in items)
+        self._held = [held for held in self._held if held.places]
 
     def rows_to_keep(self, items: list[ScheduledSequence], query_starts: list[int]) -> list[int]:
         """Returns the rows of a packed step whose hidden states the head needs."""
@@ -137,31 +111,23 @@ class HeadDrafts:
 
     def keep(self, items: list[ScheduledSequence], states: torch.Tensor | None) -> None:
         """Record that the model has computed these items. Stores `states`, the hidden states of the
-        rows that `rows_to_keep` returned; None if it returned no rows."""
-        if not self.needs_states(items):
+        rows that `rows_to_keep` returned; None if no item feeds the head."""
+        if states is None:
             # The head rests. Later, the head attends only to later rows.
             self._num_filled.clear()
             self._held.clear()
             return
+        places, row = {}, 0
         for item in items:
-            self._forget(item)
-        held, end = {}, 0
-        for item in items:
-            if (num_kept := _num_kept(item)) == 0:
-                continue
-            begin, end = end, end + num_kept
-            start = item.start + item.num_rows - num_kept
-            sequence_id = item.sequence.sequence_id
-            before = self._held.get(sequence_id)
-            if before is not None:
-                before.cut(start)
-            if before is None or before.end != start:
-                before = _Held(start, start, [])
-            assert states is not None, "there are such rows"
-            # A slice would keep all states of the step in memory.
-            before.add(states if num_kept == len(states) else states[begin:end].clone())
-            held[sequence_id] = before
-        self._held = held
+            if self._num_filled:
+                self._forget(item)
+            if count := _num_kept(item):
+                end = item.start + item.num_rows
+                places[item.sequence.sequence_id] = end - count, end, row
+                row += count
+        self._held.append(_Held(states, row, places))
+        while sum(held.num_rows for held in self._held[1:]) >= MOST_HELD:
+            del self._held[0]
 
     def _forget(self, item: ScheduledSequence) -> None:
         """Record that the model overwrites an item's rows, so the head must compute them again."""
@@ -174,21 +140,23 @@ class HeadDrafts:
 
     def _rows(self, share: ScheduledSequence) -> _Rows | None:
         """Returns the rows that the head must compute before a draft; None if states are lost."""
-        held = self._held.get(share.sequence.sequence_id)
-        if held is None:
-            return None
-        end = share.start + share.num_tokens - 1  # a row needs the next token
-        held.cut(end)
-        if held.end != end:
-            return None
-        table, size, start = share.sequence.block_table, self._block_size, held.start
+        start = end = share.start + share.num_tokens - 1  # a row needs the next token
+        parts = []
+        for held in reversed(self._held):
+            if (place := held.places.get(share.sequence.sequence_id)) is not None:
+                first, last, row = place
+                if not first < start <= last:
+                    break
+                parts.append(held.states[row : row + start - first])  # later rows were rejected
+                start = first
+        table, size, first = share.sequence.block_table, self._block_size, start
         block = start // size
         if self._num_filled.get(table[block], 0) < start - block * size:
             block += 1
             start = block * size
         if start >= end:
             return None
-        states = held.states(start)
+        states = _joined(parts[::-1])[start - first :]
         while block > 0 and self._num_filled.get(table[block - 1]) == size:
             block -= 1
         return _Rows(share, start, end, block, states)
@@ -236,7 +204,8 @@ class HeadDrafts:
         table, size, end = rows.share.sequence.block_table, self._block_size, rows.end
         for index in range(rows.start // size, num_blocks_for(end, size)):
             self._num_filled[table[index]] = min(size, end - index * size)
-        del self._held[rows.share.sequence.sequence_id]
+        for held in self._held:
+            held.places.pop(rows.share.sequence.sequence_id, None)
 
 
 @dataclass(frozen=True, slots=True)

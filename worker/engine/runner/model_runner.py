@@ -195,7 +195,7 @@ class ModelRunner:
         model, chosen, pooled, kept = self.model, None, None, None
         pools = any(item.num_pooled for item in batch.scheduled)
         reporting = batch.reporting
-        feeds_head = drafts is not None and drafts.needs_states(batch.scheduled)
+        feeds_head = drafts is not None and any(item.feeds_head for item in batch.scheduled)
         if (pools or reporting or feeds_head) and isinstance(model, GraphedModel):
             model = model.plain  # graphs return only the logits of sampled rows
         step = self.packer.pack(
@@ -211,13 +211,14 @@ class ModelRunner:
             rows = torch.cat([rows, step.reported[0]])
         if pools or feeds_head:
             kept_rows = pooled_rows = step.pooled_rows
-            if drafts is not None:
+            if drafts is not None and feeds_head:
                 kept_rows = pooled_rows + drafts.rows_to_keep(step.items, step.layout.query_starts)
             logits, states = model.logits_and_states(step, rows, to_device(kept_rows, self.device))
             if pools:
                 shares = [item for item in step.items if item.num_pooled]
                 pooled = PooledStates(shares, HostCopies([states[: len(pooled_rows)].float()]))
-            kept = states[len(pooled_rows) :] if pooled_rows else states
+            if feeds_head:  # a slice would keep the pooled states in memory
+                kept = states[len(pooled_rows) :].clone() if pooled_rows else states
         elif isinstance(model, GraphedModel):
             logits, chosen = model.run(step, rows)
         else:

@@ -140,7 +140,7 @@ class Clock:
         """Returns the draft of each sequence. Its first `num_right` tokens are right; if it comes
         from a lookup, `lookup_right`."""
         plan = self.policy.plan(num_sequences)
-        draft = self.drafter.draft(text, 15, num_sequences, plan)
+        draft = [] if plan is None else self.drafter.draft(text, 15, num_sequences, plan)
         by_head = UNKNOWN in draft
         if lookup_right is not None and not by_head:
             num_right = lookup_right
@@ -150,7 +150,7 @@ class Clock:
         share.draft, share.drafts_by_head = tuple(draft), by_head
         settle(self.drafter, draft, num_accepted, num_sequences)
         seconds = 1 + self.cost * (1 + len(draft)) * bool(draft)
-        self.policy.note(Batch([share] * num_sequences).drafts, seconds)
+        self.policy.note(Batch([share] * num_sequences), seconds)
         self.seconds += seconds
         self.num_tokens += 1 + num_accepted
         return draft
@@ -237,6 +237,22 @@ def test_lookups_are_as_rare_as_they_are_dear() -> None:
         num_drafts.append(sum(bool(clock.step(text, 0)) for _ in range(2000)))
         assert clock.seconds < 2030
     assert num_drafts[0] > 3 * num_drafts[1] > 0
+
+
+def test_lookups_that_find_nothing_are_rarer_in_a_larger_batch() -> None:
+    """One that finds something is followed by another."""
+    without = Batch([ScheduledSequence(make_sequence(0), 9, 1, samples=True)])
+    with_draft = Batch([ScheduledSequence(make_sequence(0), 9, 1, samples=True, draft=(1,))])
+    for num_sequences, every in ((1, 1), (4, 2), (8, 4), (15, 7)):
+        policy, steps = DraftPolicy(), []
+        for number in range(28):
+            if policy.plan(num_sequences) is not None:
+                steps.append(number)
+            policy.note(without, 1.0)
+        assert steps == [*range(0, 28, every)]
+        assert policy.plan(num_sequences) is not None
+        policy.note(with_draft, 1.0)
+        assert policy.plan(num_sequences) is not None
 
 
 def test_one_failed_lookup_is_paid_by_all_sequences_that_waited() -> None:
