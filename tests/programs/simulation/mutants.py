@@ -304,6 +304,7 @@ QUICK = (
     *("a-stop-leaves-its-tasks", "coalescer-delays-nothing", "coalescer-drops-waiting-logprobs"),
     *("coalescer-drops-waiting-tokens", "delayed-tokens-wait-for-a-step"),
     *("ended-sequences-count-as-running", "heartbeats-are-rare", "idle-worker-spins"),
+    "keeper-never-unsubscribes",
     *("mailbox-drops-what-a-busy-stream-missed", "messages-wake-nobody"),
     *("reaper-forgets-that-it-reached-the-server", "reaper-never-reaps", "renewals-come-too-late"),
     *("rows-forget-texts", "stream-drops-an-empty-last-event", "stream-gaps"),

@@ -106,6 +106,13 @@ FROZEN_WORKERS: Fields = {
     "num_workers": 2,
     "faults": [fault("freeze a worker", 0.15, 1.6), fault("freeze a worker", 0.5, 1.6, 0.9)],
 }
+LOST_REPLIES: Fields = {
+    **CALM,
+    "num_workers": 2,
+    "faults": [
+        fault("lose a reply", (2 + number) / 20, 0.0, number % 6 / 10) for number in range(12)
+    ],
+}
 LONG_OUTAGE: Fields = {**CALM, "seconds": 13.0, "faults": [fault("kill the server", 0.2, 12.0)]}
 OUTAGE: Fields = {**CALM, "faults": [fault("kill the server", 0.3, 0.8)]}
 DEAD_WORKERS: Fields = {**CALM, "faults": dying("worker", 0.1, 0.2, 0.3, 0.4)}
@@ -139,6 +146,9 @@ WORLDS = {
     "rows-are-sent-once": (REFUSED_SCRIPTS, "bad exit"),
     "a-cancelled-claim-keeps-its-requests": (DRAINS, "left behind"),
     "the-publisher-does-not-feed": (BACKLOG, "idle"),
+    "claims-name-no-answer": (LOST_REPLIES, "no end"),
+    "freed-room-is-not-reported": (BACKLOG, "idle"),
+    "room-counts-only-if-nothing-waits": (BACKLOG, "idle"),
     "messages-during-a-claim-are-lost": (CALM, "late claim"),
     "a-lost-claim-is-left-behind": (REFUSED_CLAIMS, "left behind"),
     "a-failed-cancel-ends-the-worker": (FALSE_CANCELS, "bad exit"),
