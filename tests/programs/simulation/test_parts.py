@@ -149,6 +149,7 @@ WORLDS = {
     "claims-name-no-answer": (LOST_REPLIES, "no end"),
     "freed-room-is-not-reported": (BACKLOG, "idle"),
     "room-counts-only-if-nothing-waits": (BACKLOG, "idle"),
+    "script: rows-anywhere": (LOST_REPLIES, "wrong end"),
     "messages-during-a-claim-are-lost": (CALM, "late claim"),
     "a-lost-claim-is-left-behind": (REFUSED_CLAIMS, "left behind"),
     "a-failed-cancel-ends-the-worker": (FALSE_CANCELS, "bad exit"),
