@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from promptq.worker.engine.core.sequence import Batch
+from typing import NamedTuple, Protocol
 
 MAX_ROWS = 16
 """The most rows of a step with drafts, including the drafted rows."""
@@ -72,6 +69,15 @@ _FED = 16
 _FORGETTING = 1 / 256
 """Each step without a lookup moves the estimate for lookups towards its first value, with this
 weight. So lookups are tried again, in case the text now repeats itself."""
+
+
+class Step(Protocol):
+    """A step that may have drafts."""
+
+    @property
+    def drafts(self) -> list[tuple[int, bool]] | None:
+        """For each draft: its length, and whether the model's head makes it. None if the step also
+        computes prompts."""
 
 
 class PromptLookup:
@@ -270,11 +276,11 @@ class DraftPolicy:
                 best = BestDrafts(length, expected, speed)
         return best
 
-    def note(self, batch: Batch, seconds: float) -> None:
+    def note(self, step: Step, seconds: float) -> None:
         """Record the time of the planned step. Skips steps with prompts and steps with drafts of
         both kinds."""
         times, self._planned = self._planned, None
-        if times is None or (drafts := batch.drafts) is None:
+        if times is None or (drafts := step.drafts) is None:
             return
         lookups = [length for length, is_by_head in drafts if not is_by_head]
         self._num_without = 0 if drafts else self._num_without + 1

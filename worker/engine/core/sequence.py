@@ -189,8 +189,6 @@ class Batch:
 
     @property
     def drafts(self) -> list[tuple[int, bool]] | None:
-        """For each draft: its length, and whether the model's head makes it. None if the step also
-        computes prompts."""
         for item in self.scheduled:
             if item.num_tokens > 1 and not item.sequence.is_decode(item.start, item.num_tokens):
                 return None

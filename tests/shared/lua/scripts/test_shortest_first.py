@@ -61,11 +61,13 @@ BY_ARRIVAL = ["unknown", "unlimited"]
 def test_short_requests_run_first_and_unknown_ones_by_arrival(
     client: Any, shortest_first: RequestQueue, tenant: str | None
 ) -> None:
-    for name, fields in KINDS.items():
-        put(shortest_first, name.replace(" ", "-"), tenant=tenant, **fields)
-    order = [name.replace("-", " ") for name in ids(shortest_first.take_batch(ROOM))]
+    names = {f"{nth}": name for nth, name in enumerate(KINDS)}  # the order in one millisecond
+    for request_id, name in names.items():
+        put(shortest_first, request_id, tenant=tenant, **KINDS[name])
+    shift_of_unknown = shift_of(client, shortest_first, f"{[*KINDS].index('unknown')}")
+    order = [names[request_id] for request_id in ids(shortest_first.take_batch(ROOM))]
     assert order == [*SHORTEST_FIRST, *BY_ARRIVAL, "long"]
-    assert shift_of(client, shortest_first, "unknown") == 0
+    assert shift_of_unknown == 0
 
 
 @pytest.mark.parametrize("setting", [None, "0", "-5", "x"])
