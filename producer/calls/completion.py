@@ -66,7 +66,7 @@ class Completion:
 
     @property
     def created(self) -> int:
-        """Creation time in Unix seconds, as in the id, so that all readings of a stream agree."""
+        """Creation time in Unix seconds, from the id, so it is equal whenever a stream is read."""
         return (_uuid_of(self.id).int >> 80) // 1000
 
     @property

@@ -12,8 +12,8 @@ from promptq.shared.errors import ConfigurationError
 def queues_of_models(
     models: Sequence[str], queues: Sequence[str], first_queue: str
 ) -> dict[str, str | None]:
-    """Returns a mapping from queues to models. If `queues` is empty, the first model's queue is
-    `first_queue`, and each other queue is named after its model.
+    """Returns the model of each queue (None without models). If `queues` is empty, the first
+    model's queue is `first_queue`, and each other queue is named after its model.
 
     Raises ConfigurationError if there are too few or too many queues, or if two queues or two
     models have the same name.

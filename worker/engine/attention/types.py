@@ -29,8 +29,8 @@ class RequestedLists:
         self._tile_sizes: defaultdict[int, set[int]] = defaultdict(set)
 
     def tile_sizes(self, longest_chunk: int) -> set[int]:
-        """Returns the set of tile sizes that were requested for steps whose longest chunk has this
-        length, rounded up to a power of two. The caller may add sizes to the set."""
+        """Returns the set of tile sizes that were requested for steps whose longest chunk rounds up
+        to the same power of two as `longest_chunk`. The caller may add sizes to the set."""
         return self._tile_sizes[(longest_chunk - 1).bit_length()]
 
 

@@ -291,7 +291,8 @@ def fits_beside_others(
     *,
     trust_remote_code: bool = False,
 ) -> bool:
-    """Whether the free memory surely suffices to load a model beside the loaded ones."""
+    """Whether the free memory surely suffices for a further model and `kv_cache_memory` bytes. If
+    that is None, always False on a device with separate memory."""
     if kv_cache_memory is None and counts_memory(device):
         return False  # without a limit, each model takes most of the free memory
     files = open_files(dir_or_file, trust_remote_code)

@@ -47,8 +47,9 @@ def picture_fields(request: EngineRequest, salt: dict[str, str]) -> dict[str, An
 
 
 async def takes_pictures(server: Server, call: dict[str, Any]) -> bool:
-    """Returns whether a server reads pictures: a picture must add tokens to a chat, and must make
-    `call` fail, because the call's prompt has no place for a picture. Raises SilentServerError."""
+    """Returns whether a server reads pictures. A picture must add tokens to a chat. The server must
+    refuse a picture in `call`, which generates from token ids without a place for one. Raises
+    SilentServerError."""
     part = {"type": "image_url", "image_url": {"url": _PICTURE}}
 
     async def num_tokens(*parts: dict[str, Any]) -> int:
