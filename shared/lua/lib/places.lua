@@ -23,8 +23,8 @@ local function has_other_tenants(tenant)
 end
 
 -- Sets how many requests end in a millisecond while requests wait, `done.ends_per_ms`, and the relative `done.variance`
--- of that rate, if it is a guess from the last answers and, as a prior, some answers of `most_tokens`: when none waited in
--- the last minute, because the workers may be faster than they were, and when none ended.
+-- of that rate. The rate is a guess if none ended in the last minute, or if none waited, so that workers may be faster
+-- than they were. The guess comes from the last answers and, as a prior, some answers of `most_tokens`.
 local function guess_ends(done, num_workers, most_tokens)
   local lately, num = work.tokens_of_answer(), #ending.read_outputs()
   most_tokens = math.max(lately, most_tokens)
@@ -39,8 +39,8 @@ local function guess_ends(done, num_workers, most_tokens)
 end
 
 -- The time (ms) until `num` requests have ended. `normal` is the quantile of the standard normal distribution. The time
--- has about a lognormal distribution. Its relative variance has four parts: of the requests to come, of the rate that was
--- measured, of the guess of their lengths, and if the time is long, of the rate until then.
+-- has about a lognormal distribution. Its relative variance has four parts: of the requests to come, of the measured
+-- rate, of the guess of their lengths, and if the time is long, of the rate until then.
 local function ms_until_ended(num, done, normal)
   if num <= 0 then return 0 end
   local median = num / done.ends_per_ms
