@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -84,6 +85,7 @@ def test_sessions_run_in_the_order_of_their_beginning(
     """First those that the worker holds, then those of lost workers, then new ones."""
     for session in "stu":
         put_of(queue, f"{session}0", session)
+        time.sleep(0.002)  # sessions that begin in one millisecond are equal
     assert ids(queue.take_batch(ONE)) == ["s0"]
     other.take_batch(ROOM)
     put_of(queue, "new0", "new")
