@@ -9,6 +9,7 @@ local HOLDER_MS = 120000    -- how long a claim is remembered
 local HELD_MS = 10000       -- how long the size of a claim is remembered: as long as a report
 local MAX_HOLDERS = 4       -- workers remembered for one beginning, the last first
 local MAX_PREFIXES = 4
+local SESSION = MAX_PREFIXES + 1 -- index of its key among a request's
 local MAX_LENGTH = 100      -- characters of all hashes of a request
 local MAX_LOOKED_UP = 64    -- workers whose reports one call reads
 
@@ -54,10 +55,7 @@ local function entry_of(id, tenant)
       entry.holders[entry.num_prefixes] = holder_key(tenant, hash)
     end
   end
-  if session and #session == 16 then
-    entry.session = holder_key(tenant, session)
-    entry.holders[MAX_PREFIXES + 1] = entry.session
-  end
+  if session and #session == 16 then entry.holders[SESSION] = holder_key(tenant, session) end
   entries[id] = entry
   return entry
 end
@@ -102,7 +100,7 @@ local NOBODY = {}
 local function look_at(entry)
   if not next(entry.holders) then return 0, false end
   local may_leave = not entry.is_fixed and (not entry.left_at or server.now - entry.left_at < wait_ms)
-  for worth = MAX_PREFIXES + 1, 1, -1 do
+  for worth = SESSION, 1, -1 do
     local holders = lists[entry.holders[worth]] or NOBODY
     for _, id in ipairs(holders) do
       if id == worker then return worth, false end
@@ -134,7 +132,7 @@ function affinity.choose(queue)
   local window, best, most, earliest, left = window_of(queue), nil, -1, math.huge, {}
   for nth, entry in ipairs(window) do
     local worth, is_left = look_at(entry)
-    local begin = begins[entry.session] or math.huge
+    local begin = begins[entry.holders[SESSION]] or math.huge
     if entry.is_fixed and nth > 1 then worth, begin = 0, math.huge end
     if is_left and entry.overtaken < scores.most_overtaking() then
       left[#left + 1] = entry
@@ -167,7 +165,7 @@ local claimed, changed = {}, {} -- keys of holders, and requests that others ove
 function affinity.note_claim(queue)
   local entry = entries[queue.id]
   entry.is_claimed = true
-  local session = entry.session
+  local session = entry.holders[SESSION]
   if session then begins[session] = math.max(0, math.min(begins[session] or server.now, entry.enqueued_at)) end
   for _, key in pairs(entry.holders) do
     local others = {worker}

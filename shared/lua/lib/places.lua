@@ -26,7 +26,7 @@ end
 -- of that rate. The rate is a guess if none ended in the last minute, or if none waited, so that workers may be faster
 -- than they were. The guess comes from the last answers and, as a prior, some answers of `most_tokens`.
 local function guess_ends(done, num_workers, most_tokens)
-  local lately, num = work.tokens_of_answer(), #ending.read_outputs()
+  local lately, num = work.tokens_of_answer()
   most_tokens = math.max(lately, most_tokens)
   local unended = done.num == 0 and done.tokens or 0
   local each = math.min(most_tokens, (num * lately + NUM_PRIOR * most_tokens + unended) / (num + NUM_PRIOR))

@@ -34,11 +34,11 @@ local function recent_samples()
   return recent
 end
 
--- The mean length of the last answers.
+-- The mean length of the last answers, and how many they are.
 function work.tokens_of_answer()
   local outputs, sum = ending.read_outputs(), 0
   for _, output in ipairs(outputs) do sum = sum + math.min(output[2], MAX_OUTPUT) end
-  return #outputs > 0 and math.max(1, sum / #outputs) or requests.DEFAULT_OUTPUT
+  return #outputs > 0 and math.max(1, sum / #outputs) or requests.DEFAULT_OUTPUT, #outputs
 end
 
 -- Output tokens per second of one worker while requests wait; 0 if not measured yet. The newest entries may lack
