@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from promptq.producer.clients.async_client import AsyncClient
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.settings.worker import WorkerSettings
 from tests.programs.simulation.fleet_costs import Equal, FleetWorld
 from tests.programs.simulation.loop import Process
@@ -171,11 +170,9 @@ class _AffinityWorld(FleetWorld):
 
     served: Served
 
-    def __init__(
-        self, plan: Plan, server: ServerProcess, load: str, affinity_ms: int, scale: float
-    ) -> None:
+    def __init__(self, plan: Plan, server: ServerProcess, load: str, scale: float) -> None:
         super().__init__(plan, server)
-        self._load, self._affinity_ms, self._scale = load, affinity_ms, scale
+        self._load, self._scale = load, scale
         self._fleet.queue_clients.clear()
         for place in self._fleet.workers:
             is_slow = load == "agents"
@@ -183,8 +180,6 @@ class _AffinityWorld(FleetWorld):
             place._make = partial(place._make, sizes=_AGENT_SIZES if is_slow else SIZES)
 
     async def _main(self) -> None:
-        setting = ("HSET", Keys(QUEUE).config, "affinity_ms", self._affinity_ms)
-        self._server_process.ask(setting)
         await self._start_workers()
         process = Process(self.loop, "client")
         self.served = await process.start(self._serve_load())
@@ -213,12 +208,13 @@ def measure(
     kind: str = "",
 ) -> Served:
     """Runs a fleet with a load. `scale` is 1 for the whole load."""
-    plan = Plan(seed, num_workers, 1, 1, 0.0, (), WorkerSettings().lease_ms)
+    lease_ms = WorkerSettings().lease_ms
+    plan = Plan(seed, num_workers, 1, 1, 0.0, (), lease_ms, affinity_ms=affinity_ms)
     with (
         TemporaryDirectory(prefix="fleet-") as folder,
         ServerProcess(Path(folder), library, kind) as server,
     ):
-        world = _AffinityWorld(plan, server, load, affinity_ms, scale)
+        world = _AffinityWorld(plan, server, load, scale)
         try:
             world.run()
             return world.served
