@@ -2,7 +2,8 @@
 engine imports no grammar library.
 
 A grammar is the state of one sequence. The engine passes each token to the grammar, and ends the
-sequence when no token may follow. During a forward pass, one call fills the masks of a whole step.
+sequence when no token may follow. During a forward pass, one call of `Masker.fill` computes the
+masks of all sequences in the step.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ class Grammar(Protocol):
         """The whole grammar as Lark text for llguidance; None if there is no such text.
 
         An engine may compute masks from this text and the tokenizer's end token. Then the engine
-        allows all tokens that `Masker.fill` allows, and perhaps more. With llguidance older than
-        1.9, white space may match `whitespace_pattern` several times in succession.
+        allows all tokens that `Masker.fill` allows, and perhaps more. For example, llguidance older
+        than 1.9 allows repeats of white space that `Masker.fill` allows once.
         """
 
     @property
     def masker(self) -> Masker:
-        """Computes the masks. All grammars of a model have the same masker."""
+        """The object that computes masks. All grammars of a model share one masker."""
 
     def allows(self, token_id: int) -> bool:
         """Whether `Masker.fill` would now set the bit of this token."""
 
     def accept(self, token_id: int) -> None:
-        """Add the next output token, which must not be an end token. Raises GrammarError."""
+        """Add the next output token, which must not be an end token. Raises GrammarError if the
+        token does not fit."""
 
 
 class Masker(Protocol):
@@ -59,6 +61,6 @@ class Masker(Protocol):
 
         Bit i % 32 of word i / 32 is set if token i may come next. The grammar decides which text
         tokens may come next. An end token of the request may come next if the output may end here.
-        Returns the errors of failed rows, by row number. Releases the interpreter lock during the
-        computation.
+        Returns the error messages of failed rows, by row number. Releases the interpreter lock
+        during the computation.
         """

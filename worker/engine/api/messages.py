@@ -91,7 +91,8 @@ class EngineRequest:
 
     @property
     def looks_back(self) -> bool:
-        """Whether earlier output tokens change the logits before the next token is chosen."""
+        """Whether penalties, bad words or a grammar make the choice of a token depend on earlier
+        output tokens."""
         return bool(self.params.has_penalties or self.bad_token_sequences or self.grammar)
 
     @property
@@ -327,7 +328,8 @@ class EngineAbilities:
         return sorted(self.unheeded | logprobs | grammars | pictures | scores)
 
     def may_preempt(self, params: SamplingParams, output: Sequence[int]) -> bool:
-        """Whether the engine may preempt a sequence with these parameters and `output`."""
+        """Whether the engine may preempt a sequence with these parameters and this output so
+        far."""
         return self.preemption and (self.preempts_inexact or self.resumes_exactly(params, output))
 
     def resumes_exactly(self, params: SamplingParams, output: Sequence[int] = ()) -> bool:
@@ -335,7 +337,7 @@ class EngineAbilities:
         return self.exact_resume and not self.inexact_fields(params, output)
 
     def inexact_fields(self, params: SamplingParams, output: Sequence[int] = ()) -> list[str]:
-        """Returns the fields because of which a request cannot continue `output` exactly."""
+        """Returns the fields that keep another attempt from continuing `output` exactly."""
         inexact = {*filter(params.is_set, self.inexact_with)}
         if 0.0 < params.temperature < self.lowest_temperature:
             inexact.add("temperature")  # a choice among draws, which another attempt cannot repeat

@@ -54,7 +54,7 @@ class Engine(Capacity, Protocol):
         False if the engine does not have the sequence."""
 
     def step(self) -> StepOutput:
-        """Schedule, compute and commit one step."""
+        """Schedule, compute and commit one step. Returns the outputs of its sequences."""
 
     def recover(self, error: Exception) -> StepOutput:
         """Repeat a step that raised `error`, in parts if necessary.
@@ -117,5 +117,5 @@ class EnginePort(Capacity, Protocol):
         """Number of aborted sequences that hold memory until a step ends."""
 
     def seconds_without_progress(self) -> float:
-        """Returns the seconds since the engine began its current piece of work; about 0 while the
-        engine waits for work or for a call of `fetch`."""
+        """Returns the seconds since the engine began its current piece of work. Returns about 0
+        while the engine waits for work or for a call of `fetch`."""

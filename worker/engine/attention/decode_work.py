@@ -140,8 +140,8 @@ class DecodeWork:
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Sets new context lengths. Rewrites in place each list that a layer requested with
-        `spans`, and copies from `lists`, by key, those that are there."""
+        """Sets new context lengths, and rewrites in place each list that a layer requested with
+        `spans`. A list whose key is in `lists` is copied from there, not computed."""
         self._contexts, self._copied = contexts, lists
         for key in self._lists:
             self._write(key)

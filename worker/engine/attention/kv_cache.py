@@ -15,8 +15,8 @@ _LEAST_MAPPED_BYTES = 2**20
 
 
 class KVCache:
-    """K and V of all layers, in blocks of `block_size` tokens. A layer that uses an earlier layer's
-    K and V shares that layer's tensors."""
+    """K and V of all layers, in blocks of `block_size` tokens. If a layer uses an earlier layer's K
+    and V, both layers share the tensors."""
 
     def __init__(
         self, specs: Sequence[LayerSpec], *, num_blocks: int, block_size: int, device: torch.device

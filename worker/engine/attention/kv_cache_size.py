@@ -33,8 +33,9 @@ def fitting_blocks(
     """Returns how many blocks fit into `memory_bytes` minus `state_bytes` (for recurrent layers).
 
     If `memory_bytes` is None, returns the number of blocks for `wanted_tokens`, but not more than
-    fit into `default_memory_bytes`. Raises ConfigurationError if fewer than two blocks fit, or if
-    `memory_bytes` are not free. A model without attention gets the blocks for `wanted_tokens`.
+    fit into `default_memory_bytes`. Raises ConfigurationError if fewer than two blocks fit, or if a
+    CPU has fewer than `memory_bytes` free. A model without attention gets the blocks for
+    `wanted_tokens`.
     """
     block_bytes = bytes_per_token(specs) * block_size
     is_limited = memory_bytes is None

@@ -30,7 +30,7 @@ arguments are the step's layout, with only the lengths, and the number of sample
 
 
 def no_padding(layout: StepLayout, num_sampled: int) -> None:
-    """A PaddedLists for models whose steps are never padded."""
+    """Returns None. This is the PaddedLists function for models whose steps are never padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,10 @@ class Packer:
     ) -> PackedStep:
         """Returns the inputs of a step on the device, copied there in one transfer.
 
-        `draws` [D, S] becomes `PackedStep.draws`. `sampled_at` has the ids of the sequences whose
-        last token is not known yet, and maps an id to the index of this token among the previous
-        step's tokens. `padded_lists` returns the work lists if the step will be padded.
+        `draws` [D, S] becomes `PackedStep.draws`. The keys of `sampled_at` are the ids of the
+        sequences whose last token is not known yet. The value is the index of this token among the
+        tokens that the previous step samples. `padded_lists` returns the work lists if the step
+        will be padded.
         """
         decodes = [item for item in batch.scheduled if item.num_rows == 1]
         decodes.sort(key=lambda item: item.start, reverse=True)

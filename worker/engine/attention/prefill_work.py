@@ -21,7 +21,8 @@ FIELDS = 4
 
 def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
     """Returns [num_tiles, FIELDS]: sequence, first row, number of rows, position of the first row.
-    Tiles with long contexts take longest and come first, so that programs end at about one time."""
+    Tiles with long contexts take longest and come first, so that all programs end at about the same
+    time."""
     tiles = []
     for sequence in range(layout.num_decodes, len(layout.context_lens)):
         first_row, end = layout.query_starts[sequence], layout.query_starts[sequence + 1]
@@ -45,8 +46,8 @@ class PrefillWork:
     For CUDA graphs, pass `room`, the size (rows, chunks) of the largest step. Then the lists are
     padded with empty tiles and keep their addresses, and `fill` writes the next step into them.
 
-    Lists of tile sizes that an earlier step requested are copied with the step's inputs. So they
-    are already on the device: see `layout.lists` and the argument of `fill`.
+    If an earlier step requested a tile size, the list for this size comes to the device together
+    with the step's inputs. Such lists are in `layout.lists` or in the argument `lists` of `fill`.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:
@@ -62,8 +63,8 @@ class PrefillWork:
         return [*self._lists]
 
     def fill(self, layout: StepLayout, lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
-        """Replace the step, and rewrite all requested lists in place. `lists` are lists of the new
-        step that are already on the device."""
+        """Replace the step by one with this `layout`, and rewrite all requested lists in place.
+        `lists` are lists of the new step that are already on the device."""
         self._layout, self._copied = layout, lists
         for queries_per_tile, tiles in self._lists.items():
             tiles.copy_(self._tiles(queries_per_tile))
@@ -76,7 +77,8 @@ class PrefillWork:
         return self._lists[queries_per_tile]
 
     def cut(self, layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
-        """Returns the list (see `cut`) for `layout`. Its length is fixed if there is a `room`."""
+        """Returns the list (see `cut`) for `layout`. If `room` was passed, the list has a fixed
+        length."""
         tiles = cut(layout, queries_per_tile)
         if self._room is not None:
             num_rows, num_chunks = self._room

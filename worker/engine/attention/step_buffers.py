@@ -19,7 +19,7 @@ class StepKind:
     """A kind of steps. One CUDA graph runs all steps of a kind, padded to `num_rows` rows.
 
     Mixed steps have chunks of prompts, with or without decodes. Other steps have only decodes, and
-    launch one kernel less in each layer.
+    launch one kernel fewer in each layer.
     """
 
     num_rows: int
@@ -63,11 +63,12 @@ class StepBuffers:
         }
 
     def max_sequences(self, kind: StepKind) -> int:
-        """Returns the most sequences, and the most sampled rows, of a step of this kind."""
+        """Returns how many sequences a step of this kind may have. The step may sample from as many
+        rows."""
         return min(kind.num_rows, self.max_num_seqs)
 
     def fits(self, layout: StepLayout, num_sampled: int, kind: StepKind) -> bool:
-        """Whether a step can be padded to this kind."""
+        """Whether a step with this layout and number of sampled rows can be padded to this kind."""
         is_mixed = layout.num_decodes < len(layout.context_lens)
         return (
             is_mixed == kind.is_mixed
@@ -99,8 +100,8 @@ class StepBuffers:
         kind: StepKind,
         entries: torch.Tensor | None = None,
     ) -> None:
-        """Copy a step's inputs and its `sampled` rows into the buffers, padded to `kind`. For
-        `entries` see PackedStep."""
+        """Copy a step's inputs and its `sampled` rows into the buffers, padded to `kind`. `entries`
+        becomes `PackedStep.entries`."""
         layout = step.layout
         for buffer, values, nothing in (
             (self._input_ids, step.input_ids[0], 0),
@@ -130,7 +131,8 @@ class StepBuffers:
             self._chunks[kind].fill(layout, lists)
 
     def step(self, kind: StepKind) -> PackedStep:
-        """Returns a step whose tensors are the buffers. Until `fill`, all its rows are padding."""
+        """Returns a step whose tensors are the buffers. Until `fill` is called, all rows are
+        padding."""
         self._decodes.fill([0] * kind.num_rows)
         layout = self._layout(kind)
         layout.plans[DECODE_WORK] = self._decodes

@@ -20,8 +20,9 @@ class SpanList:
 
 
 class RequestedLists:
-    """Keys of the work lists that layers requested so far. Later steps copy these lists with their
-    inputs. A list that is requested for the first time is copied separately."""
+    """Keys of the work lists that layers requested so far. In later steps, these lists are copied
+    to the device together with the step's inputs. A list that is requested for the first time is
+    copied separately."""
 
     def __init__(self) -> None:
         self.spans: set[SpanList] = set()
@@ -29,8 +30,9 @@ class RequestedLists:
         self._tile_sizes: defaultdict[int, set[int]] = defaultdict(set)
 
     def tile_sizes(self, longest_chunk: int) -> set[int]:
-        """Returns the set of tile sizes that were requested for steps whose longest chunk rounds up
-        to the same power of two as `longest_chunk`. The caller may add sizes to the set."""
+        """Returns the set of tile sizes that were requested for steps with a longest chunk of about
+        this length. Lengths that round up to the same power of two have one set. The caller may add
+        sizes to the set."""
         return self._tile_sizes[(longest_chunk - 1).bit_length()]
 
 
@@ -78,7 +80,8 @@ class LayerSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """The features beyond plain causal attention. A backend's `refuses` has these names."""
+        """Names of the features beyond plain causal attention, such as those in
+        `AttentionBackend.refuses`."""
         return self.scoring if self.pattern.kind == "full" else self.scoring | {self.pattern.kind}
 
     @property

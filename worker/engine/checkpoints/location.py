@@ -21,7 +21,8 @@ def is_gguf(name_or_dir: str) -> bool:
 
 
 def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
-    """Returns the arguments with which transformers' `from_pretrained` loads the tokenizer."""
+    """Returns the name and the keyword arguments with which transformers' `from_pretrained` loads
+    the tokenizer."""
     if not is_gguf(name_or_dir):
         return name_or_dir, {}
     file = Path(name_or_dir).expanduser()

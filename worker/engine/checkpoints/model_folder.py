@@ -95,14 +95,15 @@ class ModelFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the model was saved, or that it had before it was quantized."""
+        """The dtype in which the model was saved, or the dtype before it was quantized."""
         saved = getattr(self.config, "dtype", None)
         return saved if isinstance(saved, torch.dtype) else torch.float32
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The folder's generation config. None if the folder has no config. Also None if the
-        weights are not quantized: then transformers reads the config."""
+        """The folder's generation config, if the weights are quantized. None if the folder has no
+        such config, or if the weights are not quantized, because then transformers reads the
+        config."""
         if self._format is None or not (self._folder() / "generation_config.json").exists():
             return None
         config: GenerationConfig = GenerationConfig.from_pretrained(self.source)
@@ -175,7 +176,7 @@ class ModelFolder:
 
     def head_files(self) -> dict[str, Path]:
         """Returns the files of the head that predicts further tokens, by the names of its tensors.
-        Empty if the model has no head.
+        The result is empty if the model has no head.
 
         The head may be in the folder `mtp`, which programs without support for heads do not read.
         """

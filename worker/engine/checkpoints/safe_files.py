@@ -105,8 +105,8 @@ def check_config(source: str, config: Any) -> None:
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
     """Raise UnsupportedModelError if one matrix would have more elements than all files together.
-    `num_numbers` is the number of elements of all files. transformers would fill the memory with
-    this matrix."""
+    `num_numbers` is the number of elements of all files. For such a file, transformers would fill
+    the memory."""
     # `vars` reads plain values: an attribute that differs between layers raises an error.
     sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
     hidden_size = sizes["hidden_size"]
@@ -154,7 +154,8 @@ def check_experts(source: str, config: Any, *, has_weights: Callable[[], bool]) 
 
 
 def read_config(file: Path, source: str) -> dict[str, Any]:
-    """Returns the content of a `config.json`. Raises ModelNotFoundError."""
+    """Returns the content of a `config.json`. Raises ModelNotFoundError if the file cannot be read,
+    is not JSON, or has no `model_type`."""
     try:
         config = json.loads(file.read_bytes())
     except RecursionError as error:
@@ -169,8 +170,8 @@ def read_config(file: Path, source: str) -> dict[str, Any]:
 def shards_of(folder: Path, source: str) -> list[str] | None:
     """Returns the names of the files that the folder's index names; None if there is no index.
 
-    Raises UnsupportedModelError for a name that is not a safetensors file of the folder, because
-    transformers would unpickle a `.bin`.
+    Raises UnsupportedModelError if the index cannot be read. Also raises it for a name that is not
+    a safetensors file of the folder, because transformers would unpickle a `.bin`.
     """
     index = folder / _INDEX
     if not index.exists():

@@ -33,10 +33,10 @@ class BlockManager:
     count only the blocks that this tenant sent.
 
     The states of recurrent layers are not in the blocks. If the model has such layers, a sequence
-    can share a prefix only if `kept_states` has the state after this prefix. If the manager finds
-    the blocks of a longer prefix but no state after it, then a second sequence begins with this
-    prefix, and a third may follow. So the engine keeps the second sequence's state after the longer
-    prefix.
+    can share a prefix only if `kept_states` has the state after this prefix. Sometimes the manager
+    finds the blocks of a longer prefix, but no state after it. Then the sequence is at least the
+    second with this prefix, and a third may follow. So the engine keeps this sequence's state after
+    the longer prefix.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class BlockManager:
         return [block for block in sequence.block_table if self._references[block] > 1]
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the blocks that already have K and V of the sequence's first tokens. They never
-        cover the last token or tokens whose logits are needed, because a step must compute these
-        tokens."""
+        """Returns the blocks that already have K and V of the sequence's first tokens. These blocks
+        never cover the last token, or a token whose logits are needed, because a step must compute
+        these tokens."""
         prefix = self._findable_blocks(sequence)
         if self.kept_states is None:
             return prefix
@@ -192,10 +192,8 @@ class BlockManager:
             self.num_gained += last  # a waiting sequence may need fewer blocks now
 
     def free(self, sequence: Sequence) -> None:
-        """Take back a sequence's blocks. Blocks without another owner become free.
-
-        A free block that has a hash stays cached until its space is needed.
-        """
+        """Take back a sequence's blocks. A block without another owner becomes cached if it has a
+        hash, otherwise free."""
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:

@@ -1,12 +1,14 @@
 """Drafts the next tokens of a sequence (speculative decoding), from its text or by a model's head.
 
-A step with a few more rows costs little more, as long as it mostly waits for the weights. So a
-decode may carry drafted tokens. Prompt lookup (Saxena 2023) finds the last occurrence of the
-sequence's last tokens in the prompt or output, and drafts the tokens that followed there. A model
-may also have a head that predicts further tokens (multi-token prediction). Then the runner drafts.
+A step with a few more rows costs little more, as long as the step mostly waits for the memory that
+holds the weights. So a decode may carry drafted tokens. Prompt lookup (Saxena 2023) finds the last
+occurrence of the sequence's last tokens in the prompt or output, and drafts the tokens that
+followed there. A model may also have a head that predicts further tokens (multi-token prediction).
+Then the runner drafts.
 
 The step samples after each drafted token too. A drafted token is accepted if and only if it equals
-the token that the model would sample without it. So wrong drafts cost only time, which is limited.
+the token that the model would sample without it. So wrong drafts cost only time, and `Drafter` and
+`DraftPolicy` limit this time.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ class Step(Protocol):
 
 
 class PromptLookup:
-    """Looks up where the last 2 to 4 tokens of a text occurred before, and what followed. Takes
-    constant time. A match of one token means too little."""
+    """Looks up where the last 2 to 4 tokens of a text occurred before, and what followed. The time
+    of a call does not depend on the length of the text. A match of one token means too little."""
 
     def __init__(self) -> None:
         self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: place after its last occurrence
@@ -90,7 +92,8 @@ class PromptLookup:
         self._last = (UNKNOWN,) * 4  # the last indexed tokens
 
     def find(self, token_ids: list[int], count: int) -> list[int]:
-        """Returns `count` tokens that may follow; an empty list if the end of the text is new.
+        """Returns `count` tokens that may follow; an empty list if the last tokens did not occur
+        before.
 
         `token_ids` may only grow between calls. The longest match wins. Of equally long matches,
         the latest wins. If fewer than `count` tokens follow the match, they are repeated.
@@ -111,7 +114,7 @@ class PromptLookup:
 
 
 class DraftPlan(NamedTuple):
-    """The drafts of a step, the same for each sequence."""
+    """The drafts of a step. They are planned in common for all sequences of the step."""
 
     length: int = 0
     """Number of tokens from the head."""
@@ -126,7 +129,8 @@ NO_PLAN = DraftPlan()
 
 
 class BestDrafts(NamedTuple):
-    """The best drafts of the head, and the expected speed as a multiple of that without drafts."""
+    """The best drafts of the head, and the expected speed as a multiple of the speed without
+    drafts."""
 
     length: int = 0
     expected: float = 0.0
@@ -134,7 +138,8 @@ class BestDrafts(NamedTuple):
 
 
 class DraftTimes:
-    """Measures what drafts cost and save, in steps with certain numbers of sequences."""
+    """Measures what drafts cost and save, for one pair of numbers: sequences with drafts and
+    others."""
 
     def __init__(self, first_guess: float) -> None:
         self.rates = [_FIRST_RATE] * _MOST_BY_HEAD
@@ -183,7 +188,8 @@ class DraftTimes:
             self._lookups.add(extra / modelled_cost)
 
     def settle(self, num_drafted: int, num_accepted: int) -> None:
-        """Record a draft of the head."""
+        """Record that the head drafted `num_drafted` tokens, of which the model accepted
+        `num_accepted`."""
         self._num_settled += 1
         weight = max(_WEIGHT, 1 / (_FIRST_COUNT + self._num_settled))
         for place in range(min(num_accepted + 1, num_drafted)):
@@ -277,8 +283,8 @@ class DraftPolicy:
         return best
 
     def note(self, step: Step, seconds: float) -> None:
-        """Record the time of the planned step. Skips steps with prompts and steps with drafts of
-        both kinds."""
+        """Record the time of the planned step. Skips steps with prompts, and steps in which some
+        drafts come from lookups and others from the head."""
         times, self._planned = self._planned, None
         if times is None or (drafts := step.drafts) is None:
             return
@@ -292,7 +298,8 @@ class DraftPolicy:
             times.note_lookups(seconds, _DRAFT_COST + _ROW_COST * sum(lookups))
 
     def settle(self, num_drafted: int, num_accepted: int) -> None:
-        """Record a draft of the head in the planned step."""
+        """Record that, in the planned step, the head drafted `num_drafted` tokens for a sequence,
+        of which the model accepted `num_accepted`."""
         if self._planned is not None:
             self._planned.settle(num_drafted, num_accepted)
 
@@ -301,10 +308,11 @@ class DraftPolicy:
 class Drafter:
     """Drafts as many tokens for one sequence as are likely to save time.
 
-    A step with drafts takes longer and delays all of its sequences. So each prompt lookup is paid
-    from a credit, in tokens. Each accepted token adds to the credit, and each step adds a little.
-    So failing drafts cost at most the small addition, and right drafts become longer.
-    `DraftPolicy` decides about the head's drafts.
+    A step with drafts takes longer and delays all of its sequences. So the sequence has a credit,
+    counted in tokens. Each prompt lookup reduces the credit by the cost of the draft. Each accepted
+    token adds 1, and each step adds a little. A draft is made only if the credit covers the cost.
+    So wrong drafts cost at most the small additions, and right drafts become longer. `DraftPolicy`
+    decides about the head's drafts.
     """
 
     max_drafted: int
@@ -326,8 +334,8 @@ class Drafter:
         num_sequences: int,
         plan: DraftPlan = NO_PLAN,
     ) -> list[int]:
-        """Returns at most `num_rows` drafted tokens, for a step of `num_sequences` sequences. All
-        are UNKNOWN if the model's head will draft."""
+        """Returns at most `num_rows` drafted tokens, for a step of `num_sequences` sequences. If
+        the model's head will draft, all these tokens are UNKNOWN."""
         self._lookup_factor = factor = plan.lookup_factor
         affordable = (self._credit / factor - _DRAFT_COST) / (_ROW_COST * num_sequences)
         if affordable < 1 and plan.length == 0:
@@ -348,15 +356,16 @@ class Drafter:
         self._found += _FORGETTING * (_FIRST_FOUND - self._found)
 
     def settle_head(self, num_drafted: int, num_accepted: int) -> None:
-        """Record a decode with a draft of the head."""
+        """Record a decode with a draft of the head: `num_drafted` tokens, of which `num_accepted`
+        were accepted."""
         self.rest()
         self.policy.settle(num_drafted, num_accepted)
 
     def settle_lookup(
         self, num_drafted: int, num_accepted: int, num_sequences: int, num_drafting: int = 1
     ) -> None:
-        """Record a decode with a lookup, in a step that had drafts for `num_drafting` of its
-        `num_sequences` sequences."""
+        """Record a decode with a draft from a lookup: `num_drafted` tokens, of which `num_accepted`
+        were accepted. The step had drafts for `num_drafting` of its `num_sequences` sequences."""
         cost = _DRAFT_COST / num_drafting + _ROW_COST * num_drafted
         gain = _ALLOWANCE + num_accepted - cost * num_sequences * self._lookup_factor
         self._credit = max(-_LARGEST_DEBT, min(self._credit + gain, _MAX_CREDIT))

@@ -38,8 +38,8 @@ class Collected(NamedTuple):
 
 
 def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
-    """Returns the results of a launched batch. Raises RuntimeError if the runner did not return one
-    list for each sequence that samples, with one token for each row that samples."""
+    """Returns the results of a launched batch. Raises RuntimeError if the runner returned a wrong
+    number of tokens or of log-probabilities."""
     sampled = runner.collect(launched)
     counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
     if counts != wanted:
@@ -77,8 +77,8 @@ class StepRecovery:
     def compute(self, shares: list[ScheduledSequence]) -> list[SequenceOutput]:
         """Compute and commit shares, in smaller parts after a failure. Returns the outputs.
 
-        If a sequence fails alone, too, it ends with an error. If it fails alone for lack of memory,
-        it waits or returns to the queue instead, as memory may become free.
+        If a sequence fails alone, too, the sequence ends with an error. If a sequence fails alone
+        for lack of memory, it instead waits or returns to the queue, as memory may become free.
         Raises the runner's exception if the runner can no longer compute even a harmless batch.
         """
         batch = Batch(shares)

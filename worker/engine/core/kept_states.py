@@ -11,10 +11,11 @@ from promptq.worker.engine.core.sequence import Sequence
 class KeptStates:
     """Hands out places for states, and finds a state by the hash of the last block that it covers.
 
-    A place is an index into the runner's pool of states. A place is either free, or reserved for a
-    sequence that will write its state there, or has a state that can be found. A sequence that
-    begins with a state pins the state's place until the sequence's first step is done. If no place
-    is free, `reserve` takes the place of the least recently used state that is not pinned.
+    A place is an index into the runner's pool of states. A place has one of three conditions. It is
+    free, or reserved for a sequence that will write its state there, or it has a state that can be
+    found. A sequence that begins with a state pins the state's place until the sequence's first
+    step is done. If no place is free, `reserve` takes the place of the least recently used state
+    that is not pinned.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -24,7 +25,8 @@ class KeptStates:
         self._pins: Counter[int] = Counter()
 
     def longest(self, block_hashes: list[bytes], most: int) -> int:
-        """Returns the largest n, up to `most`, with a state kept after n blocks, or 0."""
+        """Returns the largest number of blocks, up to `most`, after which a state is kept; 0 if
+        there is none."""
         counts = (
             count for count in range(most, 0, -1) if block_hashes[count - 1] in self._findable
         )
@@ -41,7 +43,8 @@ class KeptStates:
         self._pins[place] -= 1
 
     def reserve(self) -> int | None:
-        """Reserves a place for a state, and returns it; None if all places are in use."""
+        """Reserves a place for a state, and returns it; None if every place is reserved or
+        pinned."""
         if self._free:
             return self._free.pop()
         for block_hash, place in self._findable.items():

@@ -65,7 +65,7 @@ class LLMEngine:
     Results for sequences that ended after the launch are dropped. With `share_prefix_cache`,
     tenants share cached prefixes.
 
-    Raises ConfigurationError, which names the option that cannot work.
+    The constructor raises ConfigurationError, which names the option that cannot work.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class LLMEngine:
         return True
 
     def step(self) -> StepOutput:
-        """Schedule, compute and commit one step.
+        """Schedule, compute and commit one step. Returns the outputs of its sequences.
 
         If the runner raises an exception, nothing is committed: no sequence gains a token, and the
         next step schedules the same work. `recover` finds the sequence that caused the failure.

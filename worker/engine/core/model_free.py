@@ -39,7 +39,8 @@ class ModelFreeStep:
 
 
 class ModelFreeRunner:
-    """A runner that computes nothing. Of sampling parameters, uses only `logprobs` and the seed."""
+    """A runner that computes nothing. The only parameters of a request that it uses are `logprobs`
+    and the seed."""
 
     abilities = EngineAbilities(grammars=False, unheeded=frozenset({"embed", "prompt_logprobs"}))
     vocab_size = END_TOKEN_ID + 1

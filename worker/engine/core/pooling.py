@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Computes the mean of rows. Its bits do not depend on how steps divide the rows."""
+    """Computes the mean of rows. The bits of the mean do not depend on how steps divide the
+    rows."""
 
     def __init__(self) -> None:
         self._sum: npt.NDArray[np.float64] | None = None

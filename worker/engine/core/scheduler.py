@@ -36,7 +36,8 @@ _Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
 
 
 class Scheduler:
-    """Chooses the sequences that run in each step, and the tokens that each computes.
+    """Chooses the sequences that run in each step, and the tokens of each sequence that the step
+    computes.
 
     In each step at least one sequence makes progress, for three reasons. The most urgent running
     sequence is never preempted. If no sequence runs, the first waiting one is admitted. And the
@@ -84,8 +85,8 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def set_back(self, sequence: Sequence) -> None:
-        """Preempt a running sequence: return it to its position among the waiting sequences. Its
-        computed blocks stay cached until they are evicted, so resuming it is cheap."""
+        """Preempt a running sequence: return it to its position among the waiting sequences. The
+        computed blocks stay cached until they are evicted, so the sequence can resume cheaply."""
         self._withdraw(sequence)
         sequence.num_computed_tokens = 0
         sequence.timing.preemptions += 1
@@ -96,7 +97,8 @@ class Scheduler:
     def schedule(
         self, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
     ) -> Batch:
-        """Plan a step, decodes first. A plan that was not computed can simply be made again.
+        """Plan a step, decodes first. If the step is not computed, the next call plans the same
+        work again.
 
         In a step with decodes, a long prompt gets at most `long_prompt_chunk` tokens, and all
         prompts together get at most `prompt_tokens`.
@@ -118,8 +120,8 @@ class Scheduler:
     def follow(
         self, batch: Batch, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
     ) -> Batch | None:
-        """Plan the step after `batch` before the tokens of `batch` are known: the next chunks of
-        prompts, and one more decode of each sequence that samples and may go on.
+        """Plan the step after `batch` before the tokens of `batch` are known. The plan has the next
+        chunks of prompts, and one more decode of each sequence that samples and may continue.
 
         Returns None if a waiting sequence may be admitted, or if the plan depends on the tokens.
         """

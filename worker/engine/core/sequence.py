@@ -104,8 +104,9 @@ class Sequence:
     @property
     def num_cacheable_tokens(self) -> int:
         """Number of first tokens that need not be computed if their KV is cached. Hidden states and
-        logits are not cached. So the last token and the rows to report are always computed. If the
-        mean of all hidden states is wanted, all tokens are computed."""
+        logits are not cached. So the last token is always computed, and so are prompt tokens whose
+        log-probabilities are still to be reported. If the mean of all hidden states is wanted, all
+        tokens are computed."""
         if self.request.pooling == "mean":
             return 0
         all_reported = self.num_reported_rows >= self.num_rows_to_report
@@ -142,7 +143,8 @@ class ScheduledSequence:
 
     @property
     def num_ahead(self) -> int:
-        """Number of tokens in the share after the last known token, without drafted ones."""
+        """Number of tokens in the share that are not known yet: 1 if the previous step is still
+        sampling the token of this share, otherwise at most 0."""
         return self.start + self.num_tokens - self.sequence.num_tokens
 
     @property

@@ -22,8 +22,9 @@ class TenantCounts(dict[str, int]):
             del self[tenant]
 
     def in_turn(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Returns the sequences in the order in which their prompts are computed: by priority, and
-        within a priority, the first sequence of each tenant before the second of any tenant."""
+        """Returns the sequences in the order in which their prompts are computed. They are sorted
+        by priority. Within a priority, the first sequence of each tenant comes before the second of
+        any."""
         if len(self) < 2:
             return sequences
         numbers: Counter[tuple[int, str]] = Counter()
@@ -37,8 +38,9 @@ class TenantCounts(dict[str, int]):
 
 
 class TenantShares:
-    """Each tenant's share: its fraction of the slots or of the KV blocks, whichever is larger,
-    divided by the tenant's weight (dominant resource fairness, Ghodsi et al., NSDI 2011).
+    """Computes each tenant's share. The share is the tenant's fraction of the slots or of the KV
+    blocks, whichever is larger, divided by the tenant's weight (dominant resource fairness, Ghodsi
+    et al., NSDI 2011).
 
     `running` yields the running requests, each with its number of blocks.
     """
@@ -61,10 +63,10 @@ class TenantShares:
         self, victim: EngineRequest, blocks: int, newcomer: EngineRequest, needed: int
     ) -> bool:
         """Whether `victim`, which has `blocks` blocks, may be preempted for `newcomer`, which needs
-        `needed` blocks. After the exchange, the share of the newcomer's tenant must not be
-        larger than the share of the victim's tenant.
+        `needed` blocks. After the preemption, the share of the newcomer's tenant must not be larger
+        than the share of the victim's tenant.
 
-        So each tenant keeps its fair share, and a tenant that made room cannot take the room back.
+        So each tenant keeps its fair share, and two tenants cannot preempt each other in turn.
         """
         return self._share(victim, -1, -blocks) >= self._share(newcomer, 1, needed)
 
@@ -91,7 +93,8 @@ def beyond_their_share(
     running: list[Sequence], shares: TenantShares, newcomer: EngineRequest, num_needed: int
 ) -> Iterator[Sequence]:
     """Yields the running sequences to preempt for `newcomer`, which needs `num_needed` blocks. Each
-    is the last one of the tenant with the largest remaining share. Tenants keep a fair share."""
+    time, chooses the last sequence of the tenant with the largest remaining share. No tenant falls
+    below its fair share."""
     by_tenant: dict[str, list[Sequence]] = {}
     for sequence in running:
         if sequence.request.priority >= newcomer.priority:

@@ -58,9 +58,9 @@ def queries_of(
     VALUE_SIZE: tl.constexpr,
     IS_LATENT: tl.constexpr,
 ) -> tl.tuple:
-    """Loads queries from the pointers `rows` [rows, 1]. Returns the columns that multiply K, and in
-    latent attention those that multiply V. If the cache has more than 8 bits, the columns get its
-    dtype."""
+    """Loads queries from the pointers `rows` [rows, 1]. Returns the columns that multiply K. In
+    latent attention, also returns the columns that multiply V. If the cache has more than 8 bits,
+    the columns get its dtype."""
     mask = is_row[:, None] & (key_column < KEY_SIZE)[None, :]
     FIRST: tl.constexpr = VALUE_SIZE if IS_LATENT else 0
     queries = tl.load(rows + FIRST + key_column[None, :], mask=mask, other=0.0)
@@ -171,8 +171,8 @@ def padded(size: int) -> int:
 def head_groups(num_heads: int, query_size: int, cache: LayerCache) -> tuple[int, bool]:
     """Returns how many query heads a program computes together, and whether the cache has latents.
 
-    A latent is K and V of one token in compressed form. All query heads read it as one KV head, and
-    a query then has more numbers than a key (`query_size` > `key_size`).
+    A latent is K and V of one token in compressed form. All query heads read the latents as one KV
+    head, and a query then has more numbers than a key (`query_size` > `key_size`).
     """
     _, num_kv_heads, _, key_size = cache.key.shape
     is_latent = query_size > key_size

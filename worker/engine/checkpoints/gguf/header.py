@@ -16,7 +16,8 @@ _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GGUFHeader:
-    """The header of a GGUF file. The file is mapped into memory, and read where it is used."""
+    """The header of a GGUF file. The file is mapped into memory, so only the parts that are used
+    are read."""
 
     def __init__(self, source: str) -> None:
         """Read the header. Raises ModelNotFoundError if the file cannot be read."""
@@ -55,7 +56,8 @@ class GGUFHeader:
         return None if field is None else field.contents()
 
     def own_field(self, name: str) -> Any:
-        """Returns the field `{architecture}.{name}`, such as `llama.block_count`."""
+        """Returns the value of the field `{architecture}.{name}`, such as `llama.block_count`; None
+        if the file lacks the field."""
         return self.field(f"{self.architecture}.{name}")
 
     def _vocab_size(self) -> int:

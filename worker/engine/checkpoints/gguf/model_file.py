@@ -45,7 +45,8 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFFile:
-    """A model in a GGUF file. The file is mapped into memory, and read where it is used."""
+    """A model in a GGUF file. The file is mapped into memory, so only the parts that are used are
+    read."""
 
     generation_config: GenerationConfig | None = None
 
