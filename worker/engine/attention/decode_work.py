@@ -35,11 +35,14 @@ def cut(contexts: Sequence[int], spans: SpanList) -> npt.NDArray[np.int32]:
     """Returns [1 + num_spans, FIELDS]: the work list of decodes with these context lengths.
 
     The first row begins with the number of spans. Each further row is a span, with these fields:
-    sequence; first token; end token (exclusive); index of the span's first part in PartResults;
-    index of the sequence's first part; number of the sequence's parts; tokens of a part (the last
-    part may have fewer). The parts of a sequence have successive indices. The longest spans come
-    first in the list. A context of 0, which pads a batch, has one span without tokens. A context of
-    -1, which stands for a row of a chunk, has no span.
+
+        sequence, first token, end token (exclusive)
+        index of the span's first part in PartResults, index of the sequence's first part
+        number of the sequence's parts, tokens of a part (the last part may have fewer)
+
+    The parts of a sequence have successive indices. The longest spans come first in the list. A
+    context of 0, which pads a batch, has one span without tokens. A context of -1 stands for a row
+    of a chunk, and has no span.
     """
     last = np.array(contexts, dtype=np.int64)
     starts = [spans.pattern.first_visible(max(0, context - 1)) for context in contexts]

@@ -56,13 +56,14 @@ class Attention:
 
     @property
     def cache_shape(self) -> tuple[int, int]:
-        """The number of KV heads, and the size of a row of K."""
+        """The number of KV heads, and the number of elements in a row of K."""
         return self.num_kv_heads, self.head_size
 
     @classmethod
     def of(cls, attention: Any, rotary: nn.Module | None, found: Found) -> Attention:
-        """Returns the parts of an attention module. `rotary` computes the model's rotations. Raises
-        NotOfThisKindError if the module has an unknown part."""
+        """Returns the parts of an attention module. `rotary` computes the model's rotations, and
+        `found` is a cache of formulas. Raises NotOfThisKindError if the module has an unknown
+        part."""
         parts = parts_of(attention)
         names = next((each for each in _PROJECTIONS if parts.keys() >= {*each}), ())
         is_known = names and "o_proj" in parts and parts.keys() <= _PARTS

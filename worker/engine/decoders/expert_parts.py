@@ -1,7 +1,7 @@
 """Splits a layer's mixture of experts into its parts.
 
-A router's formula is not visible in its modules. So promptq tries each formula that it supports on
-random inputs, and chooses one whose results equal the router's. No family needs special code.
+A router's formula is not visible in its modules. So promptq tries all supported formulas on random
+inputs, and chooses one with the same results as the router. No family needs special code.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Expert(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
-    """The parts of a mixture of experts. A row's result is the sum of `share * result` over its
-    experts, plus the result of the shared experts."""
+    """The parts of a mixture of experts. A row's result is the sum of `share * result` over the
+    chosen experts, plus the result of the shared experts."""
 
     routing: Routing
     router: torch.Tensor
@@ -137,7 +137,8 @@ class ExpertParts:
 
     @classmethod
     def of(cls, mlp: Any, found: Found | None = None) -> ExpertParts:
-        """Returns the parts of a layer's MLP. Raises NotOfThisKindError for an unknown part."""
+        """Returns the parts of a layer's MLP. `found` is a cache of formulas. Raises
+        NotOfThisKindError for an unknown part."""
         children = mlp.named_children()
         names = {name for name, each in children if type(each) is not nn.Identity}
         require(names <= _PARTS, f"an MLP of {sorted(names)}")
@@ -161,7 +162,9 @@ class ExpertParts:
 
     @classmethod
     def routed(cls, fused: Any, routing: Routing, router: torch.Tensor) -> ExpertParts:
-        """Returns the parts of `fused`. Raises NotOfThisKindError for an unknown type of module."""
+        """Returns the parts of a mixture of experts. `fused` is the module with the weights of all
+        experts, `router` [outputs, hidden size] the router's weight. Raises NotOfThisKindError for
+        an unknown type of module."""
         plain = fused.plain if isinstance(fused, QuantizedExperts) else fused
         require(plain is not fused or has_experts(fused), f"experts of type {type(fused).__name__}")
         activation, limits = _activation(plain)

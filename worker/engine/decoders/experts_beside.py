@@ -31,7 +31,8 @@ class ExpertsBeside:
 
     @classmethod
     def of(cls, parts: dict[str, Any], found: Found) -> ExpertsBeside:
-        """Returns the experts among `parts`. Raises NotOfThisKindError if a part is unknown."""
+        """Returns the experts among `parts`, a layer's parts by name. `found` is a cache of
+        formulas. Raises NotOfThisKindError if a part is unknown."""
         router = parts["router"]
         of_router = parts_of(router)
         is_known = of_router.keys() == {"norm", "proj", "scale", "per_expert_scale"}

@@ -29,7 +29,7 @@ from promptq.worker.engine.sampling.sampler import Sampler
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
-    """The parts of a drafting head. It uses the model's embedding and output layer."""
+    """The parts of a drafting head. The head uses the model's embedding and output layer."""
 
     of_embedding: Norm
     of_state: Norm
@@ -66,7 +66,7 @@ class DraftStep:
     """The input of a drafting head: T rows of S sequences, the sequences with most drafts first.
 
     The last row of a sequence drafts the first token. Each further drafted token takes one more
-    row, in addition to T. The block table has room for K and V of these rows.
+    row, in addition to T. The block tables have blocks for K and V of these rows.
     """
 
     input_ids: torch.Tensor  # [1, T]

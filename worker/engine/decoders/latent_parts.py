@@ -61,8 +61,8 @@ class LatentAttention:
 
     @classmethod
     def of(cls, attention: Any, rotary: nn.Module | None, found: Found) -> LatentAttention:
-        """Returns the parts of a module for which `knows` is true. Raises NotOfThisKindError if a
-        part is unknown."""
+        """Returns the parts of a module for which `knows` is true. `found` is a cache of formulas.
+        Raises NotOfThisKindError if a part is unknown."""
         parts = parts_of(attention)
         has_norm = "q_a_proj" in parts
         inputs = linears_of(parts, ("q_a_proj" if has_norm else "q_proj", _DOWN))

@@ -41,7 +41,8 @@ class LayerInputs:
 
     @classmethod
     def of(cls, body: Any, parts: dict[str, Any], dtype: torch.dtype, found: Found) -> LayerInputs:
-        """Builds the inputs from a model's `body` and `parts`. Raises NotOfThisKindError."""
+        """Builds the inputs from a model's `body` and its `parts` by name. `found` is a cache of
+        formulas. Raises NotOfThisKindError if a part is unknown."""
         table, projection = parts[_TABLE], linears_of(parts, (_PROJECTION,))[0]
         scale = scale_of_embedding(table, dtype)
         require(projection.bias is None, "a projection for inputs of layers with a bias")
@@ -69,7 +70,8 @@ class LayerInput:
 
     @classmethod
     def of(cls, parts: dict[str, Any], found: Found) -> LayerInput:
-        """Builds this part from the layer's `parts`. Raises NotOfThisKindError."""
+        """Builds this part from the layer's `parts` by name. `found` is a cache of formulas. Raises
+        NotOfThisKindError if a part is unknown."""
         gate, output = linears_of(parts, (_GATE, _OUTPUT))
         has_bias = gate.bias is not None or output.bias is not None
         require(not has_bias, "a layer that reads its inputs with a bias")

@@ -3,7 +3,7 @@
 The names, shapes and types of modules show which parts a layer has. To find the formula of a norm,
 an activation or a rotation, promptq runs the module on a few numbers. A family may have known names
 but an unknown formula. So the check at load compares a decoder's results with the results of the
-transformers model. If they differ, transformers' modules serve the model.
+transformers model. If the results differ, transformers' modules serve the model.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same with the MLP. A
-    layer may lack norms, the mixer or the MLP. At the end, `hidden *= output_scale`."""
+    """One layer: `hidden += scale * after(mixer(before(hidden)))`, then the same formula with the
+    MLP. A layer may lack norms, the mixer or the MLP. At the end, `hidden *= output_scale`."""
 
     mixer: Attending | Recurrent | None = None
     """The part that mixes positions; None if the layer has none."""
@@ -200,7 +200,8 @@ def specs_of_latents(
     spec_of: Callable[[LatentAttention, LayerSpec], LayerSpec],
 ) -> list[LayerSpec]:
     """Returns the specs of a KV cache for attention layers recorded as `specs`. `spec_of` returns
-    the spec of latent attention. Raises NotOfThisKindError."""
+    the spec of a layer with latent attention. Raises NotOfThisKindError if the model has an unknown
+    part."""
     if not any(map(LatentAttention.knows, model.modules())):
         return specs  # finding all parts takes longer
     mixers = [layer.mixer for layer in ModelParts.of(model, len(specs)).layers]
@@ -212,7 +213,8 @@ def specs_of_latents(
 
 
 def layer_of(layer: Any, rotary: nn.Module | None, found: Found) -> Layer:
-    """Returns the parts of a decoder layer. Raises NotOfThisKindError if a part is unknown."""
+    """Returns the parts of a decoder layer. `rotary` computes the model's rotations, and `found` is
+    a cache of formulas. Raises NotOfThisKindError if a part is unknown."""
     parts = parts_of(layer)
     if parts.keys() == _LONE:
         return _lone_part(parts["mixer"], Norm.of(parts["norm"], found), rotary, found)

@@ -36,7 +36,7 @@ class XIELU(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> XIELU:
-        """Returns the parameters of transformers' module, rounded to its dtype."""
+        """Returns the parameters of transformers' module, rounded to the module's dtype."""
         if module.alpha_p.is_meta:  # the weights have no values yet
             return cls(0.0, 0.0, 0.0, 0.0)
         learned = module.alpha_p.detach(), module.alpha_n.detach()

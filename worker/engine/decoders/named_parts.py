@@ -41,7 +41,8 @@ _SYNONYMS = {
 
 
 def parts_of(module: nn.Module) -> dict[str, Any]:
-    """Returns child modules and parameters by their usual names, without dropouts."""
+    """Returns child modules and parameters by name, without dropouts. A family's unusual name is
+    replaced by the usual name."""
     parts: dict[str, Any] = {
         **{name: each for name, each in module.named_children() if type(each) is not nn.Dropout},
         **dict(module.named_parameters(recurse=False)),
@@ -50,7 +51,8 @@ def parts_of(module: nn.Module) -> dict[str, Any]:
 
 
 def linears_of(parts: dict[str, Any], names: tuple[str, ...]) -> tuple[nn.Linear, ...]:
-    """Returns the linear layers of these names. Raises NotOfThisKindError for other modules."""
+    """Returns the linear layers of these names. Raises NotOfThisKindError if one of them is not a
+    linear layer that promptq's code supports."""
     linears = tuple(parts[name] for name in names)
     require_linears(linears)
     return linears
@@ -67,8 +69,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def scale_of_embedding(embedding: nn.Module, dtype: torch.dtype) -> float | None:
-    """Returns the factor, rounded to `dtype`, by which an embedding multiplies its rows; None if it
-    has no factor. Raises NotOfThisKindError for an embedding of an unknown type."""
+    """Returns the factor, rounded to `dtype`, by which an embedding multiplies its rows; None if
+    the embedding has no factor. Raises NotOfThisKindError for an embedding of an unknown type."""
     scale = embedding_scale(embedding)
     is_known = type(embedding) in (nn.Embedding, QuantizedEmbedding) or scale is not None
     require(is_known, f"an embedding of type {type(embedding).__name__}")

@@ -121,7 +121,7 @@ class NativeDecoder(NativeWeights, Decoder):
         return logits, states
 
     def add_head(self, head: HeadParts, cache: LayerCache) -> None:
-        """Add a head that drafts, with its K and V in `cache`."""
+        """Add the model's drafting head, which keeps its K and V in `cache`."""
         layer = self._layer(head.layer, iter([(cache, FULL)]), iter(()))
         weights = library.HeadWeights(
             of_embedding=self._norm(head.of_embedding),
@@ -180,8 +180,8 @@ class NativeDecoder(NativeWeights, Decoder):
 
 
 class UnpackedDecoder(NativeDecoder):
-    """Computes in fp32, slowly, and reads the weights in place, without a copy. Weights may be in
-    fp32, in bf16, or quantized. Norms and biases are in fp32."""
+    """A slow decoder that computes in fp32 and reads the weights in place, without a copy. Weights
+    may be in fp32, in bf16, or quantized. Norms and biases are in fp32."""
 
     _is_packed = False
     _dtypes = frozenset({torch.bfloat16})

@@ -17,7 +17,8 @@ from promptq.worker.engine.recurrent.parts import RowsOfLinear
 
 
 class NativeTensors:
-    """Describes tensors to the native code, and keeps the tensors that this code reads alive."""
+    """Describes tensors to the native code, and keeps these tensors alive while the code may read
+    them."""
 
     _is_packed = True
     """Whether native code makes packed copies of weights, ordered for its products."""

@@ -73,8 +73,8 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, found: Found | None = None, size: int | None = None) -> Norm:
-        """Returns the norm that a module computes. A norm without a weight needs `size`. Raises
-        NotOfThisKindError if the module does not compute a norm."""
+        """Returns the norm that a module computes. `found` is a cache of formulas. A norm without a
+        weight needs `size`. Raises NotOfThisKindError if the module does not compute a norm."""
         found = {} if found is None else found
         name = type(module).__name__
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)

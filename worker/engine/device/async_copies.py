@@ -59,11 +59,11 @@ class HostCopies:
             self._copied.record()
 
     def arrays(self) -> list[npt.NDArray[Any]]:
-        """Wait for the copies, but not for later work, and return them as arrays."""
+        """Wait for the copies, but not for later work, and return the copies as arrays."""
         if self._copied is not None:
             self._copied.synchronize()
         return [each.numpy() for each in self._tensors]
 
     def lists(self) -> list[list[Any]]:
-        """Wait for the copies, and return them as lists."""
+        """Wait for the copies, and return the copies as lists."""
         return [each.tolist() for each in self.arrays()]

@@ -38,7 +38,8 @@ def input_weights(module: Any) -> torch.Tensor:
 
 
 def take_any_sizes(model: Any) -> None:
-    """Make transformers multiply experts one by one if grouped products refuse their sizes."""
+    """Make transformers multiply experts one by one if its grouped products do not support the
+    sizes of the model's experts."""
     experts = [module for module in model.modules() if has_experts(module)]
     rows = [
         weight.shape[1 if module.is_transposed else 2] * weight.itemsize
@@ -50,7 +51,7 @@ def take_any_sizes(model: Any) -> None:
 
 
 def expert_weights(module: Any, index: int) -> ExpertWeights:
-    """Returns views of the weights of one expert, which need not be contiguous."""
+    """Returns views of the weights of one expert. The views need not be contiguous."""
     inputs, down = input_weights(module)[index], module.down_proj[index]
     if module.is_transposed:
         inputs, down = inputs.T, down.T
@@ -59,7 +60,7 @@ def expert_weights(module: Any, index: int) -> ExpertWeights:
 
 
 def split_gates(module: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits the rows of a joined weight into the rows of the gate and those of the up weight."""
+    """Splits the rows of a joined weight. Returns the gate weight and the up weight."""
     if module.is_concatenated:
         gate, up = gate_up.chunk(2)
         return gate, up
@@ -67,14 +68,15 @@ def split_gates(module: Any, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def join_gates(module: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Joins `gate` and `up` [..., inner size] to [..., 2 * inner size], in the module's order."""
+    """Joins `gate` and `up` [..., inner size] to a tensor [..., 2 * inner size], in the module's
+    order."""
     if module.is_concatenated:
         return torch.cat([gate, up], -1)
     return torch.stack([gate, up], -1).flatten(-2)
 
 
 def misread_experts(model: nn.Module) -> set[type[nn.Module]]:
-    """Returns the classes of experts that compute other results than `sum_of_experts`."""
+    """Returns the classes of experts whose results differ from the results of `sum_of_experts`."""
     of_class = {type(module): module for module in model.modules() if has_experts(module)}
     return {kind for kind, module in of_class.items() if not _is_read(module)}
 

@@ -18,7 +18,7 @@ def counts_memory(device: torch.device) -> bool:
 
 
 def give_back(device: torch.device) -> None:
-    """Return torch's unused memory to the device, and measure peaks from now on."""
+    """Return torch's unused memory to the device, and reset torch's statistics of peak memory."""
     if counts_memory(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -28,7 +28,7 @@ def give_back(device: torch.device) -> None:
 
 
 class MemoryPeak:
-    """Measures the peak of torch's memory on a CUDA device since this object was made."""
+    """Measures the peak of torch's memory on a CUDA device since the creation of this object."""
 
     def __init__(self, device: torch.device) -> None:
         give_back(device)

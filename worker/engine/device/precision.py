@@ -35,7 +35,8 @@ def has_fast_bf16_products() -> bool:
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[bool]:
-    """Switch off TF32, in which CUDA multiplies with 11 bits, and restore the setting on exit.
+    """Switch off TF32, in which CUDA multiplies numbers with 11 significant bits, and restore the
+    setting on exit.
 
     Yields whether products are exact now. They are not exact if the environment forces TF32, as
     NVIDIA_TF32_OVERRIDE=1 does. torch's flag does not show this, so a product is tested.
@@ -127,8 +128,8 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def embedding_scale(module: nn.Module) -> float | None:
-    """Returns the factor by which a module such as Gemma's multiplies embeddings; None if the
-    module has no factor. The module rounds the factor to the model's dtype."""
+    """Returns the factor by which an embedding module such as Gemma's multiplies its rows; None if
+    the module has no factor. The module rounds the factor to the model's dtype."""
     return getattr(module, "scalar_embed_scale", None)
 
 

@@ -8,8 +8,9 @@ import torch
 class Scratch:
     """Buffers that are reused from step to step.
 
-    On a CPU, allocating a tensor for a batch of logits costs more than most operations on it,
-    because the operating system maps its pages one by one. CUDA tensors come from a pool anyway.
+    On a CPU, allocating a tensor for a batch of logits costs more time than most operations on the
+    tensor, because the operating system maps the pages one by one. On CUDA, torch allocates all
+    tensors from a pool anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -17,7 +18,8 @@ class Scratch:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """Returns an uninitialised fp32 [rows, columns], valid until a call with this `name`."""
+        """Returns an uninitialised fp32 tensor [rows, columns], valid until the next call with this
+        `name`."""
         if self._device.type != "cpu":
             return torch.empty(rows, columns, dtype=torch.float32, device=self._device)
         buffer = self._buffers.get(name)

@@ -28,13 +28,14 @@ def solved(system: tl.tensor, wanted: tl.tensor, num_rows: tl.tensor) -> tl.tens
 
 @triton.jit
 def decayed_products(q: tl.tensor, k: tl.tensor, decay: tl.tensor) -> tl.tuple:
-    """Returns products of keys with keys, and of queries with keys, if each number of a key decays
-    from row to row. `decay` [rows, keys] has the logarithms of the decays.
+    """Returns products of keys with keys and of queries with keys, and decays. Here each number of
+    a key has a separate decay. `decay` [rows, keys] has the logarithms of the decays from row to
+    row.
 
-    The key of row j decays until row i. There are four results. The first has at [j, i] the product
-    of the keys of rows j and i. The second has at [i, j] the product of row i's query and row j's
-    key. Products are 0 unless j <= i. The third [rows, keys] has the decays up to each row, and the
-    fourth has the decays after each row.
+    In the products, the key of row j has decayed until row i. There are four results. The first has
+    at [j, i] the product of the keys of rows j and i. The second has at [i, j] the product of row
+    i's query and row j's key. Products are 0 unless j <= i. The third [rows, keys] has the decays
+    up to each row, and the fourth has the decays after each row.
     """
     SIZE: tl.constexpr = q.shape[0]
     row = tl.arange(0, SIZE)
@@ -90,8 +91,9 @@ def chunked_scan_kernel(
 ) -> None:
     """Each Triton program computes one chunk, for one value head and one tile of state columns.
 
-    A piece is some successive rows. Their state changes are the solution of a triangular system.
-    Drafted rows are in separate pieces at the end, and do not change the stored state.
+    A piece is some successive rows. The state changes of these rows are the solution of a
+    triangular system. Drafted rows are in separate pieces at the end, and do not change the stored
+    state.
     """
     NUM_TILES: tl.constexpr = (VALUE_SIZE + VALUE_TILE - 1) // VALUE_TILE
     index = num_sequences - 1 - tl.program_id(0)  # the last chunks are the longest

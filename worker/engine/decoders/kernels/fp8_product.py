@@ -15,7 +15,7 @@ _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 class FP8Product:
     """A linear layer, [T, inputs] to [T, outputs], with weights and inputs in FP8 and a scale for
-    each input row. Inputs in fp32 stay in fp32; then products are slow."""
+    each input row. Inputs in fp32 are not rounded to FP8, and their products are slow."""
 
     def __init__(self, weight: FP8Weight, bias: torch.Tensor | None = None) -> None:
         self._weight = weight

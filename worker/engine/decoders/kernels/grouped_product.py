@@ -24,8 +24,8 @@ _STAGES = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """All pairs of a row and one of its `top_k` experts, sorted by expert. Pair `row * top_k +
-    slot` stands for the expert number `slot` of the row."""
+    """All pairs of a row and one of its `top_k` experts, sorted by expert. The pair with the index
+    `row * top_k + slot` is the row with its expert number `slot`."""
 
     order: torch.Tensor
     """int32 [pairs]: the pairs' indices, sorted by expert."""
@@ -34,8 +34,8 @@ class Groups:
 
     @classmethod
     def of(cls, experts: torch.Tensor, num_experts: int) -> Groups:
-        """Sorts the pairs of a row and an expert by expert. Pairs of one expert keep their order.
-        `experts` [T, top_k], int32, has the experts of each row."""
+        """Sorts all (row, expert) pairs by their expert. Pairs of the same expert stay in the order
+        of rows. `experts` [T, top_k], int32, has the experts of each row."""
         num_pairs = experts.numel()
         order = torch.empty_like(experts).flatten()
         starts = experts.new_empty(num_experts + 1)

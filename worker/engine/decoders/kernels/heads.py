@@ -93,8 +93,8 @@ def place_heads(
 
 @triton.jit
 def partner_of(column: tl.tensor, PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr) -> tl.tuple:
-    """Returns the place of a rotated column: (whether it is the first of its pair, pair, the other
-    column of the pair)."""
+    """Returns three values for a rotated column: whether it is the first column of its pair, the
+    index of the pair, and the other column of the pair."""
     if IS_INTERLEAVED:
         is_first, pair = column % 2 == 0, column // 2
         partner = tl.where(is_first, column + 1, column - 1)
@@ -115,9 +115,9 @@ def turned(
     turns: tl.tensor,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the columns `own`, rotated where `turns` is true, rounded to DTYPE and as fp32.
-    `other` has the partner of each column, and `is_first` says which is the first of its pair.
-    `cosines` and `sines` are pointers."""
+    """Returns the columns `own`, rotated where `turns` is true. The results are rounded to DTYPE,
+    and returned in fp32. `other` has the partner of each column. `is_first` is true for the first
+    column of a pair. `cosines` and `sines` are pointers."""
     cosine = tl.load(cosines, mask=turns, other=1.0).to(tl.float32)
     sine = tl.load(sines, mask=turns, other=0.0).to(tl.float32)
     straight = (own * cosine).to(DTYPE).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Joins several linear layers to one, without keeping a second copy of their weights."""
+"""Joins several linear layers into one, without keeping a second copy of their weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def fused(*linears: nn.Linear) -> Product:
     """Returns one linear layer with the outputs of all `linears`, one after the other.
 
     Either all `linears` must have a bias, or none. The weights become views of one joined weight.
-    Weights of several kinds cannot be joined: then each takes a kernel launch.
+    Weights of several kinds cannot be joined. Then the result computes each weight in a separate
+    kernel launch.
     """
     quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
     kinds = {linear.quantized.kind for linear in quantized}

@@ -40,7 +40,7 @@ _WIDENED_OUTPUTS, _WIDENED_INPUTS = 16, 256
 
 def programs_per_processor(architecture: int) -> int:
     """Returns the number of programs that a multiprocessor runs in parallel. On GPUs with an
-    architecture below 90, registers would spill with a third program."""
+    architecture below 90, a third program would have too few registers."""
     return 3 if architecture >= 90 else 2
 
 
@@ -62,7 +62,7 @@ class QuantizedProduct:
 
     @staticmethod
     def takes(weight: QuantizedWeight) -> bool:
-        """Whether the kernels support the weight's group size, and are fast."""
+        """Whether the kernels support the weight's group size, and are fast with this size."""
         return weight.group >= weight.inputs or weight.group % 16 == 0
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

@@ -71,8 +71,8 @@ def key_decays(
     KEY_SIZE: tl.constexpr,
 ) -> tl.tensor:
     """Returns [rows, keys]: the logarithm of the decay of each number of a head's keys. Results
-    outside of `mask` are 0. `rates` [rows, 1] points to each row's update rates. The time steps
-    follow them."""
+    outside of `mask` are 0. `rates` [rows, 1] points to each row's update rates, and the row's time
+    steps follow."""
     column = head * KEY_SIZE + tl.where(key < KEY_SIZE, key, 0)[None, :]
     times = times_of(rates + NUM_HEADS + column, biases + column, mask, least_time, most_time)
     return times * tl.load(decays + head)
@@ -80,7 +80,7 @@ def key_decays(
 
 @triton.jit
 def softplus(x: tl.tensor) -> tl.tensor:
-    """Returns `log(1 + exp(x))`. Small results are exact, too (Kahan's log1p)."""
+    """Returns `log(1 + exp(x))`. Small results are as precise as large ones (Kahan's log1p)."""
     small = tl.exp(-tl.abs(x))
     rounded = 1.0 + small
     step = tl.where(rounded == 1.0, 1.0, rounded - 1.0)

@@ -15,7 +15,8 @@ _STAGES = tl.constexpr(4)
 
 
 def part_of(weight: QuantizedWeight) -> int:
-    """Returns how many successive inputs, at most STEP, always share a group (and so its scale)."""
+    """Returns the size of a part: a number of successive inputs, at most STEP, that always have the
+    same group and scale."""
     is_whole = weight.group >= weight.inputs
     return STEP if is_whole else min(STEP, weight.group & -weight.group)
 
@@ -38,8 +39,9 @@ def multiplied(
 ) -> tl.tensor:
     """Returns the product [outputs, rows] in fp32, summed over iterations `start` to `end - 1`.
 
-    `read` [outputs] are indices of outputs, and `inputs_of` [1, rows] points to the rows' inputs.
-    An iteration has STEP inputs. PART successive inputs always share a group.
+    `read` [outputs] has the indices of the outputs to compute, and `inputs_of` [1, rows] points to
+    the rows' inputs. An iteration has STEP inputs. PART successive inputs always have the same
+    group (see `part_of`).
     """
     EACH: tl.constexpr = 8 // BITS  # inputs of a byte
     ROW_BYTES: tl.constexpr = (NUM_INPUTS + EACH - 1) // EACH
@@ -90,7 +92,8 @@ def groups_of(
     NUM_GROUPS: tl.constexpr,
 ) -> tl.tensor:
     """Returns [outputs, COUNT]: indices of the scales of COUNT parts. A part has PART inputs, and
-    the first begins at input `first`. Parts after the last input get the last group's index."""
+    the first part begins at input `first`. Parts after the last input get the last group's
+    index."""
     part = first + PART * tl.arange(0, COUNT)
     return output[:, None] * NUM_GROUPS + tl.minimum(part // GROUP, NUM_GROUPS - 1)[None, :]
 
