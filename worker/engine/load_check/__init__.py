@@ -3,6 +3,6 @@
 Packed steps have no mask. A layer that bypasses promptq's attention would silently mix the requests
 of a step. So each model is checked before it serves: packed steps of two requests must have the
 logits that transformers computes for each single request with eager attention and masks. The check
-makes attention windows so small that its few tokens exceed them. It computes in fp32 if there is
-enough memory, so that rounding does not hide a fault.
+makes attention windows so small that the few tokens of a request exceed them. The check computes in
+fp32 if there is enough memory, so that rounding does not hide a fault.
 """

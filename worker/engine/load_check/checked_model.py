@@ -28,7 +28,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """A model that has passed the check, with all that is needed to serve it."""
+    """The choices with which a model has passed the check: attention backend, decoder, and layers'
+    specs."""
 
     modules: list[nn.Module]
     """The attention modules in order of call; empty for a model that an earlier load checked."""
@@ -55,7 +56,7 @@ class CheckedModel:
     @property
     def verdict(self) -> Verdict | None:
         """The verdict for later loads of the model. None if transformers' modules serve the model,
-        because each load must record the attention modules anew."""
+        because then each load must record the attention modules again."""
         if self.decoder is None:
             return None
         return Verdict(self.specs, self.backend.name, self.decoder.__name__)
@@ -73,7 +74,8 @@ class CheckedModel:
         """Returns the model, ready to serve `num_slots` sequences of up to `max_length` tokens with
         the KV cache `cache`.
 
-        With `releases`, the decoder frees the weights that it packs. Nothing else may need them.
+        `max_position` is the number of positions, by default `max_length`. With `releases`, the
+        decoder frees the weights that it packs, so these must not be needed elsewhere.
         """
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
         if self.decoder is not None:

@@ -58,8 +58,8 @@ class Probe:
 
 
 def probes_of(loaded: LoadedModel, max_length: int | None) -> list[Probe]:
-    """Returns two requests. The second request ends at the last of `max_length` positions (None:
-    1024), and so shows whether the model uses the positions in its input."""
+    """Returns two requests. The second request ends at the last of `max_length` positions (None: of
+    1024). So the check shows whether the model uses the positions in its input."""
     vocab_size = loaded.text_config.vocab_size
     last = max_length or 1024
     probes = []
@@ -144,7 +144,7 @@ def run_steps(
 
 
 def is_finite_alone(loaded: LoadedModel, checked: CheckedModel, probe: Probe) -> bool:
-    """Returns whether transformers' logits of a single request are finite in the model's dtype."""
+    """Whether transformers' logits of a single request are finite in the model's dtype."""
     set_attention(loaded.model, "eager")
     return bool(torch.isfinite(_alone(loaded, probe, checked.counts_rows)).all())
 
@@ -152,7 +152,8 @@ def is_finite_alone(loaded: LoadedModel, checked: CheckedModel, probe: Probe) ->
 def compare(
     loaded: LoadedModel, checked: CheckedModel, probes: list[Probe], tolerance: float
 ) -> Difference:
-    """Returns the difference between logits of packed steps and logits of each single request."""
+    """Returns the difference between logits of packed steps and logits of each single request.
+    Raises NotCompiledError if the kernels of the attention backend do not compile."""
     set_attention(loaded.model, "eager")
     try:
         alone = torch.cat([_alone(loaded, probe, checked.counts_rows) for probe in probes]).float()
@@ -171,8 +172,8 @@ def compare(
 
 
 def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Returns [rows]: the root mean square difference of each row from the expected
-    row, divided by the standard deviation of the expected row."""
+    """Returns [rows]: the root mean square difference between each row and the expected row,
+    divided by the standard deviation of the expected row."""
     spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
     off: torch.Tensor = (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
     return off

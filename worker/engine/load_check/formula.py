@@ -50,10 +50,10 @@ def check_model(
 
     Chooses the first backend that supports all specs and whose kernels compile. Tests positions up
     to `max_length`. The first of `decoders` that passes the same comparison serves the model in
-    place of transformers' modules. If `decoders` is empty, `why_no_own_code` is the reason. `known`
-    is a verdict of an earlier load, and is not checked again. Raises UnsupportedModelError, with
-    family and reason, if promptq would serve the model wrongly. Raises ConfigurationError if no
-    backend's kernels compile.
+    place of transformers' modules. If `decoders` is empty, `why_no_own_code` says why. `known` is a
+    verdict of an earlier load, and is not checked again. Raises UnsupportedModelError, with family
+    and reason, if promptq would serve the model wrongly. Raises ConfigurationError if no backend's
+    kernels compile.
     """
     left = [*backends]
     if known is not None:

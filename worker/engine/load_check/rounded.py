@@ -35,7 +35,8 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) ->
 
     transformers' model computes with the dequantized weights. Call this after `check_model` has
     shown that the decoder is right without rounding. `options` names the options that cause
-    rounding; it is empty if the files are quantized. Raises UnsupportedModelError.
+    rounding; it is empty if the files are quantized. Raises UnsupportedModelError if the logits
+    differ more than rounding explains.
     """
     probes = decoder_probes(loaded, model_length(loaded, None))
     with torch.inference_mode():
@@ -77,7 +78,8 @@ def check_packed(
     loaded: LoadedModel, decoder: Decoder, cache: KVCache, expected: Expectation, options: str
 ) -> None:
     """Check the logits of a decoder that has packed its weights. `cache` must be unused. `options`
-    names the options that cause rounding. Raises UnsupportedModelError."""
+    names the options that cause rounding. Raises UnsupportedModelError if the logits differ from
+    `expected` more than rounding explains."""
     is_exact = loaded.model.dtype == torch.float32 and not (options or loaded.format)
     tolerance = TOLERANCE if is_exact else ROUNDING_TOLERANCE
     # Recurrent layers may have states for a single sequence.

@@ -30,7 +30,7 @@ class SeamContext:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class SeamLayer:
-    """One layer's data that its attention module needs, besides the arguments of a call."""
+    """The data that a layer's attention module needs in addition to the arguments of a call."""
 
     context: SeamContext
     cache: LayerCache
@@ -46,7 +46,8 @@ class SeamLayer:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Compute attention within each sequence of the step, and write K and V into the layer's
-        cache. The shapes are those of `paged_attention`."""
+        cache. The shapes are those of `paged_attention`. Raises UnsupportedModelError outside of a
+        forward pass of a PackedModel."""
         context = self.context
         if context.layout is None:
             raise UnsupportedModelError("a layer of this model was not seen by the check at load")

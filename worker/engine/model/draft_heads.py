@@ -1,8 +1,8 @@
 """Loads, from checkpoints, heads that predict further tokens (multi-token prediction).
 
 transformers has the modules of heads (`MtpModel`), but reads heads' weights only for `generate`. A
-head affects only the speed, never the output. So a model is served without a head that cannot be
-used, and no check at load tests a head's results.
+head affects only the speed, never the output. So promptq serves a model without its head if the
+head cannot be used, and no check at load tests a head's results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class LoadedHead:
 
 
 def load_head(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> LoadedHead:
-    """Returns the head of a model. `weights` has the head's tensors by name. Raises NoHeadError."""
+    """Returns the head of a model. `weights` has the head's tensors by name. Raises NoHeadError if
+    the head cannot be loaded."""
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:
@@ -90,7 +91,8 @@ def head_spec(specs: list[LayerSpec]) -> LayerSpec:
 
 
 def rotary_of(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the module that computes the model's rotary embedding; None without such a module."""
+    """Returns the module that computes the model's rotary embedding; None if there is no such
+    module."""
     whole: Any = model  # its class is only partly typed
     return getattr(whole.get_decoder(), "rotary_emb", None)
 

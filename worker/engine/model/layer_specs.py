@@ -69,8 +69,8 @@ AttentionMaskInterface.register(RECORD, eager_mask)
 
 @contextmanager
 def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
-    """Context manager that shrinks a model's attention windows to a few tokens. Yields {small
-    pattern: the model's pattern}."""
+    """Context manager that shrinks a model's attention windows to a few tokens. Yields a dict from
+    each small pattern to the model's pattern that it replaces."""
     config = model.config.get_text_config(decoder=True)
     true_patterns = {FULL: FULL}
     originals: list[tuple[Any, str, int]] = []
@@ -98,10 +98,9 @@ def record_layers(
     true_patterns: dict[Pattern, Pattern],
     mixers: list[Mixer],
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
-    """Returns the attention modules in order of call, and the spec of each. Call this in a
-    `with` block of `shrunk_windows`, which yields `true_patterns`. The specs have the small windows
-    that hold in this block.
-    `mixers` are the model's recurrent modules of known kinds.
+    """Returns the attention modules in order of call, and the spec of each. Call this in a `with`
+    block of `shrunk_windows`, which yields `true_patterns`. The specs have the small windows of
+    this block. `mixers` are the model's recurrent modules of known kinds.
 
     Raises UnsupportedModelError if a layer needs an unknown argument, makes several attention
     calls, or makes no attention call and is not one of `mixers`.

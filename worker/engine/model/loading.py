@@ -131,8 +131,9 @@ def load_model(
     """Load a causal LM. A directory or a file needs no network.
 
     Quantized weights that `decoder` can use keep their saved format, if the model has only known
-    parts. Other weights are dequantized. Raises ModelNotFoundError if there is no model, and
-    UnsupportedModelError if the model does not load correctly.
+    parts. Other weights are dequantized. Raises ModelNotFoundError if there is no model,
+    UnsupportedModelError if the model does not load correctly, and ConfigurationError if an option
+    is wrong or memory is short.
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigurationError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
@@ -291,8 +292,9 @@ def fits_beside_others(
     *,
     trust_remote_code: bool = False,
 ) -> bool:
-    """Whether the free memory surely suffices for a further model and `kv_cache_memory` bytes. If
-    that is None, always False on a device with separate memory."""
+    """Whether enough memory is surely free for one more model and for `kv_cache_memory` bytes. If
+    `kv_cache_memory` is None, returns False for CUDA, where each model then takes most of the
+    memory."""
     if kv_cache_memory is None and counts_memory(device):
         return False  # without a limit, each model takes most of the free memory
     files = open_files(dir_or_file, trust_remote_code)
@@ -317,7 +319,8 @@ def _check_memory(
 def require_memory(
     source: str, needed: int, device: torch.device, *, is_widened: bool = False
 ) -> None:
-    """Raise ConfigurationError if fewer than `needed` bytes are free for `source`."""
+    """Raise ConfigurationError if fewer than `needed` bytes are free for the weights of `source`.
+    With `is_widened`, the message says that weights are dequantized while they are loaded."""
     if needed <= (free := free_bytes(device)):
         return
     widened = ", which are widened while they are loaded," if is_widened else ""

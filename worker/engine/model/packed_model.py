@@ -36,7 +36,7 @@ class RowStarts:
 
     These families compute a row's position as its index plus the length of the cache. So the
     "length" here is a tensor [T] that makes each sum the row's true position. K and V pass through
-    unchanged. The family makes the same masks as without a cache.
+    unchanged. The masks are the same as without a cache.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -61,8 +61,8 @@ class RowStarts:
 class PackedModel:
     """A transformers model whose attention modules, in order of call, use `caches`.
 
-    Its recurrent modules are replaced by `mixers`, with states for `num_slots` sequences. With
-    `counts_rows` the family also gets the positions through RowStarts.
+    `mixers` compute its recurrent modules, with states for `num_slots` sequences. With
+    `counts_rows`, the family gets the positions through RowStarts, too.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class PackedModel:
         return mixer.mix(hidden_states[0], self._rows, tensors).unsqueeze(0)
 
     def decoder_layers(self) -> list[nn.Module]:
-        """Returns the entries of the outermost ModuleLists that contain attention."""
+        """Returns the decoder layers: the modules with attention in the outermost ModuleLists."""
         attending = set(self._modules)
 
         def within(module: nn.Module) -> Iterator[nn.Module]:
@@ -229,7 +229,8 @@ def paged_attention(
     """Compute attention within each sequence of the packed step.
 
     `query` is [1, num_heads, T, key_size], `key` and `value` are [1, num_kv_heads, T, ...]. Returns
-    [1, T, num_heads, value_size]. Models that pass other arguments with an effect were refused.
+    [1, T, num_heads, value_size]. If a model passes other arguments that have an effect, the check
+    at load has refused the model.
     """
     layer: SeamLayer | None = getattr(module, _ATTRIBUTE, None)
     if layer is None:

@@ -66,8 +66,8 @@ class NativeCodeError(Exception):
 
 
 def library_path() -> Path:
-    """Returns the library for this machine. Compiles it if the wheel has none for the processor.
-    Raises NativeCodeError if there can be no library."""
+    """Returns the path of the library for this machine. Compiles it if the wheel has none for the
+    processor. Raises NativeCodeError if the library cannot be compiled."""
     if platform.system() != "Linux":
         raise NativeCodeError(f"it is for Linux, and this is {platform.system()}")
     features = processor_features()
@@ -107,7 +107,8 @@ def _compiled_here() -> Path:
 
 
 def build_for(kinds: Iterable[str], folder: Path) -> list[Path]:
-    """Compile a library for each of these kinds, and return the paths. Raises NativeCodeError."""
+    """Compile a library for each of these kinds, and return the paths. Raises NativeCodeError if
+    that fails."""
     compiler = shutil.which(_compiler())
     if compiler is None:
         raise NativeCodeError(f"there is no compiler {_compiler()}")

@@ -314,8 +314,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 def load_native() -> Any:
     """Returns the library of native code, and compiles it first if there is none for this machine.
 
-    Its functions release Python's interpreter lock, and raise NativeError if they fail. Raises
-    NativeCodeError if the library cannot be compiled.
+    The library's functions release Python's interpreter lock, and raise NativeError if they fail.
+    Raises NativeCodeError if the library cannot be compiled or loaded.
     """
     path = library_path()
     try:

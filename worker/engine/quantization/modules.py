@@ -1,7 +1,8 @@
 """Modules with quantized weights, which replace modules of a transformers model.
 
 Modules with quantized weights compute with the dequantized weights, in fp32 and without rounding
-inputs. So promptq's decoders can be compared with them. They are too slow for serving.
+inputs. So promptq's decoders can be compared with these modules. The modules are too slow for
+serving.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ SavedWeight = FewBits | ExpertsWeight
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with quantized weights, in a model of `dtype`. Its `weight` is empty."""
+    """A linear layer with quantized weights, in a model of `dtype`. The tensor `weight` is
+    empty."""
 
     def __init__(self, weight: FewBits, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         outputs, inputs = weight.shape
@@ -51,7 +53,8 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """An embedding with quantized weights. Its `weight` is empty, in the output's dtype."""
+    """An embedding with quantized weights. The tensor `weight` is empty, but has the dtype of
+    outputs."""
 
     def __init__(self, weight: FewBits, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__(*weight.shape, device="meta")
@@ -133,8 +136,9 @@ def quantize_model(
 ) -> None:
     """Replace linear layers and experts by quantized ones, and free their weights.
 
-    `saved` maps module names to quantized weights. If `bits` is not None, all other linear layers
-    and experts are rounded to `bits`. With `embeddings`, embeddings and the output layer are
+    `saved` maps module names to quantized weights. If `bits` is not None, the weights of all other
+    linear layers and experts are rounded to `bits`. `group` is the number of inputs that share a
+    scale; None: one scale for each output. With `embeddings`, embeddings and the output layer are
     rounded too, to 8 bits. Raises NativeError if a weight cannot be rounded.
     """
     saved = saved or {}

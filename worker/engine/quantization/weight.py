@@ -14,7 +14,8 @@ from promptq.worker.engine.quantization.int4_packing import pack_int4, unpack_in
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs]: `scale * n + offset`. `group` inputs share scale and offset."""
+    """A weight [outputs, inputs]: `scale * n + offset`. `group` successive inputs share a scale and
+    an offset."""
 
     numbers: torch.Tensor
     """uint8 [outputs, inputs], or with 4 bits [outputs, ceil(inputs / 2)] (see int4_packing.py)."""
@@ -87,7 +88,7 @@ class QuantizedWeight:
 
     @property
     def has_native_products(self) -> bool:
-        """Whether native code supports the size of the groups (linear/quantized_weights.h)."""
+        """Whether native code has products for this size of groups (linear/quantized_weights.h)."""
         if self.group >= self.inputs:
             return True
         if self.bits == 4:

@@ -1,8 +1,8 @@
 """Gated DeltaNet (Yang et al. 2025): Qwen3-Next, Qwen3.5, OLMo Hybrid.
 
 The state of a head is a matrix `S` [key size, value size]. A token with the key `k`, the value `v`,
-the decay `exp(g)` and the rate `beta` changes it to `S' = exp(g) S + k (beta (v - exp(g) S^T k))^T`
-and reads `S'^T q`.
+the decay `exp(g)` and the rate `beta` changes `S` to `S' = exp(g) S + k (beta (v - exp(g) S^T
+k))^T` and reads `S'^T q`.
 """
 
 from __future__ import annotations

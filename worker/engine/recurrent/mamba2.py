@@ -1,7 +1,7 @@
 """Mamba 2 (Dao and Gu 2024): Bamba, Granite 4, Falcon-H1, Nemotron-H.
 
 The state of a head is a matrix `S` [head size, state size]. A token with the input `x`, the vectors
-`B` and `C` of its group and the time step `dt` changes it to `S' = exp(dt A) S + dt x B^T` and
+`B` and `C` of its group and the time step `dt` changes `S` to `S' = exp(dt A) S + dt x B^T` and
 reads `S' C + D x`.
 """
 

@@ -29,7 +29,7 @@ class StateSpec:
 
 class Mixer(ABC):
     """Computes one recurrent transformers module for the rows of packed steps. The module's weights
-    are read in each step, because they may be converted or replaced."""
+    are read in each step, because other code may convert or replace the weights between steps."""
 
     name: ClassVar[str]
 
@@ -44,7 +44,7 @@ class Mixer(ABC):
     @property
     @abstractmethod
     def state(self) -> tuple[StateSpec, ...]:
-        """The tensors of one sequence's state. They are zeros before the first token."""
+        """The tensors of one sequence's state. The tensors are zeros before the first token."""
 
     @abstractmethod
     def mix(
@@ -69,7 +69,7 @@ def parts_of(module: nn.Module) -> set[str]:
 
 
 def is_depthwise(convolution: Any) -> bool:
-    """Whether a module convolves each channel by itself, over neighbouring positions."""
+    """Whether a module convolves each channel separately, over neighbouring positions."""
     return (
         type(convolution) is nn.Conv1d
         and convolution.groups == convolution.in_channels == convolution.out_channels

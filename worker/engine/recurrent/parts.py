@@ -31,7 +31,8 @@ class RowsOfLinear:
         linears: Sequence[nn.Linear],
         arrange: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]],
     ) -> tuple[RowsOfLinear, ...]:
-        """Returns all outputs of `linears`, in the order in which `arrange` puts the outputs."""
+        """Returns all outputs of `linears` in a new order. `arrange` gets a tensor for each layer,
+        with a number for each output, and returns tensors with these numbers in the new order."""
         sizes = [linear.out_features for linear in linears]
         firsts = [*accumulate((size + 1 for size in sizes[:-1]), initial=0)]
         numbers = [

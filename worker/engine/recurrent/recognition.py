@@ -31,7 +31,7 @@ def mixers_of(model: nn.Module) -> list[Mixer]:
 
 def unknown_memory(model: nn.Module, known: Collection[nn.Module]) -> str:
     """Returns the name and type of a module that remembers tokens but is not in `known`; empty if
-    there is none. Among nested modules, the innermost is returned.
+    there is none. If such modules are nested, returns the innermost one.
 
     Whole layers are ignored, because even layers with only an MLP accept transformers' cache.
     """

@@ -60,7 +60,8 @@ class RecurrentRows:
         """Returns all rows' outputs. Writes the new states to `pool` [num_entries, *shape], fp32.
 
         `tokens` is a named tuple of tensors [T, ...]. `decode` and `compute_chunks` get the rows of
-        some sequences and copies of the sequences' states, and update the copies in place.
+        some sequences and copies of the sequences' states. Both functions return the rows' outputs,
+        and update the copies in place. `longest_piece` is the most rows of a piece.
         """
         columns, num_decodes = pool[0].numel(), self.num_decodes
         copies = self.scratch.take(f"states of {columns}", len(self.read), columns)

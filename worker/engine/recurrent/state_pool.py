@@ -23,7 +23,8 @@ _NONE = -1
 
 
 def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
-    """Returns the bytes of a pool with this number of slots, including the kept states."""
+    """Returns the bytes of a pool with this number of slots, including the kept states, but without
+    the entry of zeros."""
     of_sequence = sum(spec.num_bytes for mixer in mixers for spec in mixer.state)
     return of_sequence * _num_entries(num_slots)
 
@@ -92,8 +93,8 @@ class StatePool:
         return RecurrentRows(num_decodes, starts, to_device(table, self._device), self._scratch)
 
     def finish(self, items: Sequence[ScheduledSequence]) -> None:
-        """Record that a step with these items has written states, which include no drafted tokens.
-        Copies the states that are kept for shared prefixes."""
+        """Record that a step with these items has written states. The states include no drafted
+        tokens. Copies the states that are kept for shared prefixes."""
         for item in items:
             slot, end = slot_of(item.sequence), item.start + item.num_tokens
             held = self._num_tokens[slot]

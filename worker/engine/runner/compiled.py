@@ -1,8 +1,9 @@
 """Runs the decoder layers through torch.compile, which fuses their small operations.
 
 Each layer is compiled separately, as one graph with the attention as an operator in it. Layers of
-the same kind share their code. So a model of any depth needs two graphs for each kind: one for any
-number of rows, and one for a single row, which the compiler always treats separately.
+the same kind share their code. So a model of any depth needs two graphs for each kind of layer. One
+graph is for any number of rows. The other is for a single row, because the compiler always treats
+this number separately.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledModel:
-    """A model whose decoder layers run compiled. They run uncompiled if compiling fails."""
+    """A model whose decoder layers run compiled. The layers run uncompiled if compiling fails."""
 
     def __init__(
         self, model: PackedModel, cache: KVCache, max_model_len: int, *, backend: str = "inductor"

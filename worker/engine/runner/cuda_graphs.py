@@ -4,8 +4,8 @@ A graph has fixed addresses and a fixed number of rows. So the inputs of a step 
 permanent buffers, and padded to the next size for which a graph was captured. Padding rows write
 and read no K and V (see AttentionBackend.takes_padding), and their results are dropped.
 
-Some graphs are for decodes only. Others are for steps with chunks of prompts (mixed steps), and
-have one more kernel per layer. Work lists on the device describe the decodes and the chunks.
+Some graphs are for decodes only. Other graphs are for steps with chunks of prompts (mixed steps),
+and have one more kernel per layer. Work lists on the device describe the decodes and the chunks.
 
 A graph ends with the choice of tokens, and reads the random numbers and parameters from the device.
 """
@@ -48,7 +48,8 @@ class Model(Protocol):
 
 
 def graph_kinds(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepKind]:
-    """Returns the kinds of steps to capture. For decodes: small sizes, then multiples of eight."""
+    """Returns the kinds of steps to capture. Sizes of decodes are 1, 2, 4 and then multiples of
+    eight, sizes of mixed steps are MIXED_SIZES."""
     largest = min(max_num_seqs, MAX_GRAPH_SIZE)
     small = [size for size in (1, 2, 4) if size < largest]
     decodes = [*small, *range(8, largest, 8), largest]
@@ -143,7 +144,8 @@ class GraphedModel:
         return logits[: len(rows)], chosen
 
     def lists(self, layout: StepLayout, num_sampled: int) -> Lists | None:
-        """A PaddedLists. Returns a step's work lists; None if the step will not be padded."""
+        """Returns the work lists of a step, as a function of the type PaddedLists; None if the step
+        will not be padded."""
         kind = self._kind(layout, num_sampled)
         return None if kind is None else self._buffers.lists(layout, kind)
 

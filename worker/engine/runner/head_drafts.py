@@ -1,8 +1,9 @@
 """Drafts with a model's own head (multi-token prediction).
 
-The head is one more layer on the paged cache. Its K and V are in the same blocks as the model's, at
-the positions of the hidden states that they are computed from. A row of the head also needs the
-next token. So the head computes the rows of one step before the next step, and only if it drafts.
+The head is one more layer on the paged cache. The head's K and V are in the same blocks as the
+model's K and V. The position of a row is the position of the hidden state from which the row is
+computed. A row of the head also needs the next token. So the head computes the rows of one step
+before the next step, and only if it drafts.
 
 The head decides only which tokens are drafted, so some of its rows may be missing. This happens
 after steps without drafts, or in a cached prefix that was computed without the head. For each
@@ -48,7 +49,7 @@ with a head, but the head does not see the prompt's beginning."""
 
 
 class DraftHead(Protocol):
-    """A decoder that computes a model's draft head: one of ours, or transformers' modules."""
+    """Code that computes a model's drafting head: native code, or transformers' modules."""
 
     def draft(self, step: DraftStep) -> torch.Tensor:
         """Returns [length of the longest draft, S]: the tokens that the head drafts for each
@@ -111,7 +112,7 @@ class HeadDrafts:
 
     def keep(self, items: list[ScheduledSequence], states: torch.Tensor | None) -> None:
         """Record that the model has computed these items. Stores `states`, the hidden states of the
-        rows that `rows_to_keep` returned; None if no item feeds the head."""
+        rows that `rows_to_keep` returned; None if the head needs no row of these items."""
         if states is None:
             # The head rests. Later, the head attends only to later rows.
             self._num_filled.clear()
@@ -234,7 +235,7 @@ def attention_of_head(
 ) -> tuple[LoadedModel, list[LayerSpec]]:
     """If the head will draft (see LoadOptions), returns `loaded` and the specs of the head's layer.
     Otherwise returns `loaded` without the head, and an empty list. If the head cannot draft,
-    `why_no_head` has the reason."""
+    `why_no_head` of the returned model has the reason."""
     if loaded.head is None:
         return loaded, []
     if drafts is None and checked.decoder is None:
@@ -257,7 +258,7 @@ def code_of_head(
     loaded: LoadedModel, checked: CheckedModel, served: PackedModel | Decoder, cache: KVCache
 ) -> DraftHead:
     """Returns the code for the head of `loaded`: native code if `served` is native, otherwise
-    transformers' modules. Call this only if `attention_of_head` has kept the head."""
+    transformers' modules. Call this only with a model that has a head after `attention_of_head`."""
     assert loaded.head is not None, "it was not dropped"
     if isinstance(served, NativeDecoder):
         parts = _parts_of(loaded.model, loaded.head, head_spec(checked.specs))

@@ -61,7 +61,7 @@ class PooledStates:
     """One tensor [sum of `num_pooled`, hidden size], fp32, with rows in the order of `shares`."""
 
     def hand_out(self) -> None:
-        """Wait for the copies, and set the `states` of each of `shares` to its rows."""
+        """Wait for the copies, and set the `states` of each share to the share's rows."""
         (states,) = self.copies.arrays()
         end = 0
         for share in self.shares:
@@ -86,7 +86,8 @@ class ModelStep:
 
     @property
     def sampled_at(self) -> dict[int, int]:
-        """Maps each sequence id to the index of the sequence's last token in this step's tokens."""
+        """Maps each sequence id to the index of the sequence's last token among the tokens that
+        this step samples."""
         return {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
 
     def fill_in(self, step: PackedStep) -> None:
@@ -278,14 +279,14 @@ class ModelRunner:
 
     @property
     def abilities(self) -> EngineAbilities:
-        """See `Runner.abilities`. Known only after the model has run."""
+        """See `Runner.abilities`. The value is right only after `warm_up`."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
         return EngineAbilities(exact_resume=is_exact, unheeded=unheeded, head_work=self._head_work)
 
     @property
     def own_code(self) -> str:
-        """Name of promptq's code for this device, whether or not that code serves the model."""
+        """Name of promptq's code for this device, even if transformers' modules serve the model."""
         return "fused kernels" if self.device.type == "cuda" else "native code"
 
     @property
@@ -300,7 +301,8 @@ class ModelRunner:
         return is_torch_on_cpu and self.dtype == torch.bfloat16 and not has_fast_bf16_products()
 
     def peak_memory_bytes(self) -> int:
-        """Returns the peak memory in bytes: of a CUDA device, or of this process."""
+        """Returns the peak of allocated memory in bytes: torch's on a CUDA device, or this
+        process's on a CPU."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

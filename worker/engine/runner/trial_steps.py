@@ -79,7 +79,7 @@ def trial_batch(
 
 def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
     """Returns the step with the most rows and samples: `num_seqs` sequences, with `num_tokens` rows
-    in all, and contexts of up to `max_context` tokens."""
+    in total, and contexts of up to `max_context` tokens."""
     num_seqs = min(num_seqs, num_tokens)
     left = min(num_tokens, num_seqs * max_context)
     shares = []

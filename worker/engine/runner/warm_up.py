@@ -29,8 +29,8 @@ PROMPT_TOKENS = 64
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner) -> None:
-    """Prefill and decode once, because libraries set up some parts in a first step. Sets the
-    runner's `is_row_invariant` and `embedding_size`."""
+    """Run a few dummy steps, because libraries set up some parts in a first step. Sets the runner's
+    `is_row_invariant` and `embedding_size`."""
     num_tokens = min(_kv_tokens(runner), runner.max_model_len, PROMPT_TOKENS)
     last_rows = []
     for count in (num_tokens, min(num_tokens, 2), 1):
@@ -52,7 +52,7 @@ def warm_up(runner: ModelRunner) -> None:
 
 def warm_up_kinds(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int) -> None:
     """Run each kind of step and of sampling once, because a kernel is compiled at its first launch.
-    The largest step comes last, to test that its memory is free beside the KV cache.
+    The largest step comes last, to test that enough memory is free beside the KV cache.
 
     Steps run without CUDA graphs, because the kernels of graphs were compiled during the capture.
     """

@@ -28,7 +28,7 @@ def report(
     logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int, scratch: Scratch
 ) -> ChosenLogprobs:
     """Returns log-probabilities for the `rows` of `logits` [R, vocab_size]. `chosen` [R] are the
-    tokens of all rows."""
+    tokens of all rows. `num_top` is the number N of likeliest tokens."""
     index = to_device(rows, logits.device)
     chosen = chosen.index_select(0, index).unsqueeze(1)
     if len(rows) < len(logits):
@@ -50,7 +50,8 @@ def report(
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """The rows that report log-probabilities, and how many likeliest tokens each row reports."""
+    """The rows that report log-probabilities, and for each row the number of likeliest tokens to
+    report."""
 
     rows: list[int]
     num_top: list[int]

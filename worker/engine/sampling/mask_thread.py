@@ -30,7 +30,7 @@ class PendingMasks:
 
     def apply(self, logits: torch.Tensor) -> dict[int, str]:
         """Wait for the masks, and ban disallowed tokens in `logits` [R, vocab_size] in place.
-        Returns the error of each row whose mask could not be computed."""
+        Returns the error message of each row whose mask could not be computed."""
         masks, errors = self.words.result()
         if masks.dtype == torch.int32:
             masks = _unpack(to_device(masks.numpy(), logits.device))
@@ -43,10 +43,12 @@ class PendingMasks:
 
 
 class Masks:
-    """Computes grammars' token masks in a thread, one step at a time, as all steps share buffers.
+    """Computes the token masks of grammars in a thread. All steps share the buffers, so the caller
+    must apply the masks of a step before it starts the next step.
 
     On a CPU the thread also turns bits into numbers that are added to the logits. For a CUDA
-    device, only the bits are copied, which take a 32nd of the memory.
+    device, the thread leaves the bits as they are, because the numbers would take 32 times the
+    memory.
     """
 
     def __init__(self, device: torch.device) -> None:

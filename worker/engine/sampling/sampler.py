@@ -36,7 +36,7 @@ _NO_CHOICE = (
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """The chosen tokens of a step, on the device and on their way to the host."""
+    """The chosen tokens of a step, which are on the device and are being copied to the host."""
 
     token_ids: torch.Tensor  # [R]
     copies: HostCopies

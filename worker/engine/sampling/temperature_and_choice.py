@@ -53,12 +53,12 @@ class Distributions:
 
     @cached_property
     def is_sampled(self) -> torch.Tensor:
-        """[R], bool: False if the likeliest token is chosen."""
+        """Bool [R]: false for a row whose likeliest token is chosen."""
         return to_device(self.draws[1] > 0.0, self._device)
 
     @cached_property
     def temperature(self) -> torch.Tensor:
-        """[R, 1]: the temperature; 1 if the likeliest token is chosen."""
+        """Temperatures [R, 1]; 1 for a row whose likeliest token is chosen."""
         values = np.where(self.draws[1] > 0.0, self.draws[1], 1.0).astype(np.float32)
         return to_device(values, self._device).unsqueeze(1)
 
@@ -72,7 +72,8 @@ Chosen = tuple[torch.Tensor, torch.Tensor]
 
 
 class TorchKernels:
-    """Computes in torch, on any device. No method changes the logits."""
+    """Chooses tokens and computes log-probabilities in torch, on any device. No method changes the
+    logits."""
 
     def __init__(self, device: torch.device) -> None:
         self._scratch = Scratch(device)
@@ -97,7 +98,8 @@ class TorchKernels:
     def report(
         self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
     ) -> ChosenLogprobs:
-        """Returns the log-probabilities of `rows`. `chosen` [R] are the tokens of all rows."""
+        """Returns the log-probabilities of `rows`. `chosen` [R] are the tokens of all rows, and
+        `num_top` is the number of likeliest tokens."""
         return report(logits, rows, chosen, num_top, self._scratch)
 
 
@@ -139,7 +141,8 @@ class NativeKernels:
 
 
 class TritonKernels(TorchKernels):
-    """Chooses tokens in Triton, without waiting for the device. All else is computed in torch."""
+    """Chooses tokens in Triton, without waiting for the device. Computes log-probabilities in
+    torch."""
 
     def choose(self, logits: torch.Tensor, wanted: Distributions, draws: torch.Tensor) -> Chosen:
         if not wanted.any_is_sampled:
@@ -151,7 +154,8 @@ class TritonKernels(TorchKernels):
 
 
 def kernels_on(device: torch.device, *, native: bool) -> TorchKernels | NativeKernels:
-    """Returns the fastest kernels. `native`: the device is a CPU with loaded native code."""
+    """Returns the fastest kernels. `native` means that the device is a CPU and native code is
+    loaded."""
     if native:
         return NativeKernels()
     # Triton is not installed everywhere.
