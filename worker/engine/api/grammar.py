@@ -1,9 +1,9 @@
 """The interface of grammars, which determine the tokens that may come next in a sequence. The
 engine imports no grammar library.
 
-A grammar is the state of one sequence. The engine passes each token to the grammar, and ends the
-sequence when no token may follow. During a forward pass, one call of `Masker.fill` computes the
-masks of all sequences in the step.
+A `Grammar` has the state after one sequence's output. The engine passes each token to the grammar,
+and ends the sequence when no token may follow. During a forward pass, one call of `Masker.fill`
+computes the masks of all sequences in the step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Grammar(Protocol):
         """The object that computes masks. All grammars of a model share one masker."""
 
     def allows(self, token_id: int) -> bool:
-        """Whether `Masker.fill` would now set the bit of this token."""
+        """Whether this token may come next, so that `Masker.fill` would set the token's bit."""
 
     def accept(self, token_id: int) -> None:
         """Add the next output token, which must not be an end token. Raises GrammarError if the

@@ -98,7 +98,7 @@ class EngineRequest:
     @property
     def needs_last_token(self) -> bool:
         """Whether the engine's thread must know the last token before the next one is chosen.
-        Penalties do not need it, because they are counted on the device."""
+        Penalties do not need this token, because the device counts the tokens for them."""
         return self.grammar is not None or any(len(bad) > 1 for bad in self.bad_token_sequences)
 
     @property
@@ -125,8 +125,9 @@ class PromptLogprobs:
 class SequenceOutput:
     """The output of one step for one sequence.
 
-    The last output of a sequence has a `finish_reason`; if this is FinishReason.ERROR, it also has
-    an `error`. The engine frees the slot and the blocks before returning the last output.
+    The last output of a sequence has a `finish_reason`. If the reason is FinishReason.ERROR, the
+    output also has an `error`. The engine frees the slot and the blocks before returning the last
+    output.
     """
 
     sequence_id: int

@@ -47,11 +47,12 @@ class Engine(Capacity, Protocol):
     def stats(self) -> EngineStats: ...
 
     def add(self, request: EngineRequest) -> None:
-        """Add a sequence, which waits for a slot and blocks. Raises ValueError if it never fits."""
+        """Add a sequence, which waits for a slot and blocks. Raises ValueError if the sequence can
+        never fit, or is already in the engine."""
 
     def abort(self, sequence_id: int) -> bool:
-        """End a sequence without a further output. Its slot and blocks are free on return. Returns
-        False if the engine does not have the sequence."""
+        """End a sequence without a further output. The sequence's slot and blocks are free on
+        return. Returns False if the engine does not have the sequence."""
 
     def step(self) -> StepOutput:
         """Schedule, compute and commit one step. Returns the outputs of its sequences."""
@@ -59,9 +60,10 @@ class Engine(Capacity, Protocol):
     def recover(self, error: Exception) -> StepOutput:
         """Repeat a step that raised `error`, in parts if necessary.
 
-        If a sequence fails alone, too, the engine ends it with an error. If memory was short, the
-        engine instead frees the sequence's blocks, tries a few more times, and then gives the
-        sequence back. Raises an exception if the engine is broken, or if no step has failed.
+        If a sequence also fails alone, the engine ends the sequence with an error. If memory was
+        short, the engine instead frees the sequence's blocks, tries a few more times, and then
+        gives the sequence back. Raises an exception if the engine is broken, or if no step has
+        failed.
         """
 
     def snapshot(self) -> EngineSnapshot:
@@ -81,8 +83,8 @@ class EnginePort(Capacity, Protocol):
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the engine can run new sequences. While it cannot, the worker claims nothing, and
-        the engine gives back every sequence that is added."""
+        """Whether the engine can run new sequences. If false, the worker claims nothing, and the
+        engine gives back each new sequence to the queue."""
 
     def start(self) -> None:
         """Start the engine. Call this in the event loop that calls `fetch`."""
@@ -92,7 +94,8 @@ class EnginePort(Capacity, Protocol):
         seconds from the beginning of the step. Steps that were not fetched are dropped."""
 
     def add(self, request: EngineRequest) -> None:
-        """Add a sequence. If it can never run, its output is an error that names the reason."""
+        """Add a sequence. If the sequence can never run, its output is an error that names the
+        reason."""
 
     def abort(self, sequence_id: int) -> None:
         """End a sequence without a further output, as soon as the engine has handled the abort. Has

@@ -117,9 +117,9 @@ class PartResults:
 class DecodeWork:
     """Work lists (see `cut`) of a step's decodes, one for each SpanList that layers request.
 
-    `contexts` are the context lengths of the sequences. `fill` may replace them by equal or smaller
-    lengths. All tensors keep their addresses, as replayed CUDA graphs need. `lists` are work lists
-    that are already on the device.
+    `contexts` are the context lengths of the sequences. `fill` may replace these lengths by equal
+    or smaller ones. All tensors keep their addresses, because replayed CUDA graphs read the same
+    addresses. `lists` are work lists that are already on the device.
     """
 
     def __init__(

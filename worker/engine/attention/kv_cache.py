@@ -38,8 +38,9 @@ class KVCache:
 def zeros_in_pages(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Returns a tensor of zeros. On a CPU, the system zeroes each page when it is first used:
-    writing all zeros here would take a second per 2 GiB. Large pages avoid most TLB misses."""
+    """Returns a tensor of zeros. On a CPU, the system zeroes each page at the first use of the
+    page. Writing all zeros here would take a second per 2 GiB. Large pages avoid most TLB
+    misses."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LEAST_MAPPED_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -35,8 +35,9 @@ def no_padding(layout: StepLayout, num_sampled: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A packed batch of T rows: decodes, longest context first, then chunks of several rows,
-    shortest chunk first. A decode with drafted tokens counts as a chunk."""
+    """A packed batch of T rows. First come the decodes, the longest context first. Then come the
+    chunks of several rows, the shortest chunk first. A decode with drafted tokens counts as a
+    chunk."""
 
     items: list[ScheduledSequence]
     input_ids: torch.Tensor  # [1, T]

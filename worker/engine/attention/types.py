@@ -38,8 +38,9 @@ class RequestedLists:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The positions that a query sees, up to and including the query's position. `full`: all;
-    `sliding`: the last `size`; `chunked`: from the last multiple of `size` on."""
+    """The positions that a query sees, among the positions up to the query's position (inclusive).
+    `full` means all of them, `sliding` the last `size` positions, and `chunked` the positions from
+    the last multiple of `size` on."""
 
     kind: Literal["full", "sliding", "chunked"]
     size: int = 0
@@ -80,8 +81,8 @@ class LayerSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """Names of the features beyond plain causal attention, such as those in
-        `AttentionBackend.refuses`."""
+        """Names of the layer's features beyond plain causal attention, such as `sliding` or
+        `softcap`. `AttentionBackend.refuses` has such names."""
         return self.scoring if self.pattern.kind == "full" else self.scoring | {self.pattern.kind}
 
     @property

@@ -19,7 +19,7 @@ _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 class AWQ:
-    """Checkpoints of the method `awq`."""
+    """Reads the layers of checkpoints of the method `awq`."""
 
     marker = "qweight"
     bits = 4

@@ -27,7 +27,7 @@ _FORMATS = {
 
 
 class CompressedTensors:
-    """Checkpoints of the method `compressed-tensors`."""
+    """Reads the layers of checkpoints of the method `compressed-tensors`."""
 
     marker = "weight_scale"
 

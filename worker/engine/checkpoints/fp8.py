@@ -11,7 +11,7 @@ from promptq.worker.engine.quantization.fp8_weight import FP8Weight
 
 
 class FP8:
-    """Checkpoints of the method `fp8`."""
+    """Reads the layers of checkpoints of the method `fp8`."""
 
     marker = "weight_scale_inv"
     bits = 8

@@ -27,7 +27,7 @@ def _add(words: torch.Tensor, number: int, bits: int) -> torch.Tensor:
 
 
 class GPTQ:
-    """Checkpoints of the method `gptq`."""
+    """Reads the layers of checkpoints of the method `gptq`."""
 
     marker = "qweight"
 

@@ -68,9 +68,9 @@ def _check_directory(directory: Path, name: str) -> None:
 
 
 def check_weights(source: str) -> None:
-    """Check that a directory has weights. For a hub name, transformers does so. Raises
-    ModelNotFoundError if a file with weights is missing, and UnsupportedModelError if the index
-    names a file that is not a safetensors file of the directory."""
+    """Check that a directory has weights. For a hub name, checks nothing, because transformers does
+    that. Raises ModelNotFoundError if a file with weights is missing, and UnsupportedModelError if
+    the index names a file that is not a safetensors file of the directory."""
     folder = Path(source)
     if not folder.is_dir():
         return

@@ -48,7 +48,8 @@ class Format(Protocol):
     """Bits of one element of a weight. A 32-bit word in a file has several elements."""
 
     def weight(self, parts: Mapping[str, torch.Tensor]) -> FewBits | torch.Tensor:
-        """Returns a linear layer's weight from its tensors. Raises KeyError if one is missing."""
+        """Returns a linear layer's weight from its tensors. Raises KeyError if a tensor is
+        missing."""
 
 
 _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
@@ -65,7 +66,7 @@ _LARGEST_HEADER = 100_000_000
 
 
 class ModelFolder:
-    """A model in a directory or on a hub. Another tool may have quantized its weights."""
+    """A model in a directory or on a hub. Another tool may have quantized the model's weights."""
 
     def __init__(self, source: str, trust_remote_code: bool) -> None:
         """Read the configuration. Raises ModelNotFoundError if there is no causal language model,
@@ -115,14 +116,15 @@ class ModelFolder:
 
     @property
     def num_saved_bytes(self) -> int:
-        """Bytes of all weight files; 0 for a hub name, because its files may not be here yet."""
+        """Bytes of all weight files; 0 for a hub name, because the files may not be downloaded
+        yet."""
         if not Path(self.source).is_dir():
             return 0
         return sum(file.stat().st_size for file in self._files())
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
         """Returns the bytes of all parameters in `dtype` (None: the dtype that transformers loads).
-        Returns 0 for a hub name, because its files may not be here yet."""
+        Returns 0 for a hub name, because the files may not be downloaded yet."""
         if not Path(self.source).is_dir():
             return 0
         if self._format is None and dtype is None:
@@ -165,7 +167,7 @@ class ModelFolder:
         return saved
 
     def damaged_file(self) -> str:
-        """Returns the name of the first damaged file with weights; empty if all are whole."""
+        """Returns the name of the first damaged file with weights; empty if no file is damaged."""
         for file in self._files_in(self._folder(is_loaded=True)):
             try:
                 with safe_open(file, "pt"):

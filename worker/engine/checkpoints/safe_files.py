@@ -88,7 +88,8 @@ def _is_inside(target: Path, folder: Path) -> bool:
 
 
 def check_config(source: str, config: Any) -> None:
-    """Raise UnsupportedModelError for counts in a `config.json` that hang transformers."""
+    """Raise UnsupportedModelError for counts in a `config.json` that would make transformers
+    hang."""
     left = [config]
     while left:
         item = left.pop()
@@ -105,8 +106,8 @@ def check_config(source: str, config: Any) -> None:
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
     """Raise UnsupportedModelError if one matrix would have more elements than all files together.
-    `num_numbers` is the number of elements of all files. For such a file, transformers would fill
-    the memory."""
+    `num_numbers` is the number of elements of all files. transformers would allocate the matrix and
+    fill the memory."""
     # `vars` reads plain values: an attribute that differs between layers raises an error.
     sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
     hidden_size = sizes["hidden_size"]
@@ -123,7 +124,7 @@ def check_sizes(source: str, config: Any, num_numbers: int) -> None:
 
 def check_experts(source: str, config: Any, *, has_weights: Callable[[], bool]) -> None:
     """Raise UnsupportedModelError if a token would use no expert, or more experts than there are.
-    The same check holds for groups of experts.
+    Checks groups of experts in the same way.
 
     In some families, a model with 0 experts is dense. `has_weights` returns whether the files
     nevertheless contain experts.
@@ -170,8 +171,8 @@ def read_config(file: Path, source: str) -> dict[str, Any]:
 def shards_of(folder: Path, source: str) -> list[str] | None:
     """Returns the names of the files that the folder's index names; None if there is no index.
 
-    Raises UnsupportedModelError if the index cannot be read. Also raises it for a name that is not
-    a safetensors file of the folder, because transformers would unpickle a `.bin`.
+    Raises UnsupportedModelError if the index cannot be read. Also raises this error for a name that
+    is not a safetensors file of the folder, because transformers would unpickle a `.bin`.
     """
     index = folder / _INDEX
     if not index.exists():

@@ -1,6 +1,6 @@
 """Unpacks the integers of AWQ, GPTQ and compressed-tensors checkpoints.
 
-`QuantizedWeight.pack` then packs them in the order that promptq's matrix products read.
+`QuantizedWeight.pack` then packs the integers in the order that promptq's matrix products read.
 """
 
 from __future__ import annotations

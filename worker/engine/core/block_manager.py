@@ -101,8 +101,8 @@ class BlockManager:
         return prefix
 
     def num_known_to(self, tenant: str, prefix: list[int]) -> int:
-        """Returns how many blocks of a prefix the tenant sent before. From now on, the tenant
-        counts as having sent all of them."""
+        """Returns how many blocks of a prefix the tenant sent before. Records that the tenant has
+        now sent all of them."""
         if self._senders is None:
             return len(prefix)
         num_known = 0

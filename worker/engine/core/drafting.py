@@ -4,11 +4,11 @@ A step with a few more rows costs little more, as long as the step mostly waits 
 holds the weights. So a decode may carry drafted tokens. Prompt lookup (Saxena 2023) finds the last
 occurrence of the sequence's last tokens in the prompt or output, and drafts the tokens that
 followed there. A model may also have a head that predicts further tokens (multi-token prediction).
-Then the runner drafts.
+If so, the runner makes drafts with this head.
 
 The step samples after each drafted token too. A drafted token is accepted if and only if it equals
-the token that the model would sample without it. So wrong drafts cost only time, and `Drafter` and
-`DraftPolicy` limit this time.
+the token that the model would sample without the draft. So wrong drafts cost only time, and
+`Drafter` and `DraftPolicy` limit this time.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PromptLookup:
         before.
 
         `token_ids` may only grow between calls. The longest match wins. Of equally long matches,
-        the latest wins. If fewer than `count` tokens follow the match, they are repeated.
+        the latest wins. If fewer than `count` tokens follow the match, these tokens are repeated.
         """
         next_of, place, (a, b, c, d) = self._next_of, self._num_indexed, self._last
         for token in token_ids[place:]:
@@ -114,7 +114,7 @@ class PromptLookup:
 
 
 class DraftPlan(NamedTuple):
-    """The drafts of a step. They are planned in common for all sequences of the step."""
+    """The plan for the drafts of a step, which is the same for all sequences of the step."""
 
     length: int = 0
     """Number of tokens from the head."""
@@ -138,8 +138,8 @@ class BestDrafts(NamedTuple):
 
 
 class DraftTimes:
-    """Measures what drafts cost and save, for one pair of numbers: sequences with drafts and
-    others."""
+    """Measures what drafts cost and save. An instance is for steps with certain numbers of
+    sequences that may have drafts, and of other sequences."""
 
     def __init__(self, first_guess: float) -> None:
         self.rates = [_FIRST_RATE] * _MOST_BY_HEAD
@@ -162,8 +162,9 @@ class DraftTimes:
         self._rest = _FIRST_REST
 
     def cost(self, length: int) -> float:
-        """Returns the time of a step with the head's drafts of this length, as a multiple of a step
-        without drafts. An untried length costs in proportion to `1 + length`."""
+        """Returns the time of a step with the head's drafts of this length, as a multiple of the
+        time of a step without drafts. If this length was not tried, the additional time is
+        estimated in proportion to `1 + length`."""
         known = [each for each, ratios in self._by_head.items() if ratios.is_known]
         if not known:
             return 1 + self._first_guess * (1 + length)
@@ -217,7 +218,7 @@ class DraftTimes:
 
 
 class RecentMedian:
-    """The median of recent values. A single delayed step says little."""
+    """The median of recent values, so that a single delayed step has little effect."""
 
     def __init__(self, most: int = _RECENT) -> None:
         self._recent = deque[float](maxlen=most)

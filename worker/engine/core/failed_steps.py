@@ -30,8 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Collected(NamedTuple):
-    """The results of a batch: `sampled` has a list for each share in `batch.sampling`,
-    `prompt_logprobs` an entry for each share in `batch.reporting`."""
+    """The results of a batch: `sampled` has a list for each share in `batch.sampling`, and
+    `prompt_logprobs` has an entry for each share in `batch.reporting`."""
 
     sampled: list[list[SampledToken]]
     prompt_logprobs: list[PromptLogprobs]
@@ -59,7 +59,7 @@ class StepRecovery:
     `commit` stores the results of a batch and returns outputs. `leave` removes a sequence and
     returns the sequence's last output. The second argument of `leave` is the error message, or None
     to give the sequence back. If memory was short even for a single sequence, `set_back` makes this
-    sequence wait, and returns whether it will be tried again.
+    sequence wait, and returns whether the sequence will be tried again.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class StepRecovery:
     def compute(self, shares: list[ScheduledSequence]) -> list[SequenceOutput]:
         """Compute and commit shares, in smaller parts after a failure. Returns the outputs.
 
-        If a sequence fails alone, too, the sequence ends with an error. If a sequence fails alone
-        for lack of memory, it instead waits or returns to the queue, as memory may become free.
-        Raises the runner's exception if the runner can no longer compute even a harmless batch.
+        If a sequence also fails alone, the sequence ends with an error. If a sequence fails alone
+        for lack of memory, the sequence instead waits or returns to the queue, as memory may become
+        free. Raises the runner's exception if the runner can no longer compute even a harmless
+        batch.
         """
         batch = Batch(shares)
         try:

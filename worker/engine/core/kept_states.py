@@ -9,7 +9,8 @@ from promptq.worker.engine.core.sequence import Sequence
 
 
 class KeptStates:
-    """Hands out places for states, and finds a state by the hash of the last block that it covers.
+    """Hands out places for states, and finds a state by the hash of the last block that the state
+    covers.
 
     A place is an index into the runner's pool of states. A place has one of three conditions. It is
     free, or reserved for a sequence that will write its state there, or it has a state that can be
@@ -54,7 +55,8 @@ class KeptStates:
         return None
 
     def publish(self, block_hash: bytes, place: int) -> None:
-        """Make the state in a reserved place findable by the hash of the last block it covers."""
+        """Make the state in a reserved place findable by the hash of the last block that the state
+        covers."""
         if block_hash in self._findable:
             self.release(place)
         else:

@@ -39,8 +39,8 @@ class ModelFreeStep:
 
 
 class ModelFreeRunner:
-    """A runner that computes nothing. The only parameters of a request that it uses are `logprobs`
-    and the seed."""
+    """A runner that computes nothing. Uses only the seed and `logprobs` of a request's
+    parameters."""
 
     abilities = EngineAbilities(grammars=False, unheeded=frozenset({"embed", "prompt_logprobs"}))
     vocab_size = END_TOKEN_ID + 1

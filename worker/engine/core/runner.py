@@ -37,7 +37,8 @@ class KVLayout:
 
 
 class Runner(Protocol):
-    """Computes batches. `launch` may return before the work is done; `collect` waits for it."""
+    """Computes batches. `launch` may return before the work is done; `collect` waits for the
+    results."""
 
     @property
     def kv_layout(self) -> KVLayout: ...
@@ -68,7 +69,7 @@ class Runner(Protocol):
         token, and one after each drafted token. Sets `states` in shares that are pooled."""
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:
-        """Returns log-probabilities for each share of `batch.reporting`: for each position in its
-        `reported_rows`, those of the next prompt token."""
+        """Returns log-probabilities for each share of `batch.reporting`: for each position in the
+        share's `reported_rows`, the log-probability of the next prompt token."""
 
     def peak_memory_bytes(self) -> int: ...

@@ -36,7 +36,7 @@ _Preemptible = Callable[[Sequence, int], Iterable[Sequence]]
 
 
 class Scheduler:
-    """Chooses the sequences that run in each step, and the tokens of each sequence that the step
+    """Chooses the sequences that run in each step, and how many tokens of each sequence the step
     computes.
 
     In each step at least one sequence makes progress, for three reasons. The most urgent running
@@ -80,7 +80,7 @@ class Scheduler:
         self._tenants_waiting.add(sequence.request.tenant)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence for good. Its slot and blocks are free on return."""
+        """Remove a sequence for good. The sequence's slot and blocks are free on return."""
         self._withdraw(sequence)
         sequence.status = SequenceStatus.FINISHED
 

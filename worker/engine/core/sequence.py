@@ -26,8 +26,9 @@ class Sequence:
     """One attempt at a request inside the engine.
 
     The KV cache has the first `num_computed_tokens` of `token_ids`. A sequence has no phases: the
-    scheduler gives it work while it has known tokens that are not computed. A step that computes
-    the last known token samples the next one, or ends a sequence whose request is for a vector.
+    scheduler gives a sequence work while some of its known tokens are not computed. A step that
+    computes the last known token samples the next token, or ends a sequence whose request is for a
+    vector.
     """
 
     request: EngineRequest
@@ -92,7 +93,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether only the last token is left to compute; see `is_decode`."""
+        """Whether the tokens that are left to compute are a decode (see `is_decode`)."""
         return self.is_decode(self.num_computed_tokens, self.num_uncomputed_tokens)
 
     def is_decode(self, start: int, num_tokens: int) -> bool:
@@ -120,7 +121,8 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """A sequence's share (part) of one step: `num_tokens` tokens from `start` on, then `draft`."""
+    """A sequence's share (part) of one step: `num_tokens` tokens from `start` on, then those of
+    `draft`."""
 
     sequence: Sequence
     start: int
@@ -186,7 +188,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, without drafted ones."""
+        """Number of tokens in all shares, without drafted tokens."""
         return sum(item.num_tokens for item in self.scheduled)
 
     @property

@@ -13,7 +13,7 @@ _MAX_LOGITS = 2**25
 
 
 def most_reported_rows(vocab_size: int) -> int:
-    """Returns the most prompt rows for which a step reports log-probabilities."""
+    """Returns the maximum number of prompt rows for which a step reports log-probabilities."""
     return max(1, _MAX_LOGITS // vocab_size)
 
 
@@ -79,7 +79,7 @@ class StepPlan:
         """Whether another sequence in this plan will compute the next block after this prefix.
 
         `sequence` should then wait for a step and share the block. Only sequences that make
-        progress in this step count, so that no sequence waits for a stalled one.
+        progress in this step count, so that no sequence waits for a stalled sequence.
         """
         index = len(prefix)
         if (index + 1) * self.block_size > sequence.num_cacheable_tokens:

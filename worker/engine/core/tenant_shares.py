@@ -23,8 +23,8 @@ class TenantCounts(dict[str, int]):
 
     def in_turn(self, sequences: list[Sequence]) -> list[Sequence]:
         """Returns the sequences in the order in which their prompts are computed. They are sorted
-        by priority. Within a priority, the first sequence of each tenant comes before the second of
-        any."""
+        by priority. Within a priority, the first sequence of each tenant comes before the second
+        sequence of any tenant."""
         if len(self) < 2:
             return sequences
         numbers: Counter[tuple[int, str]] = Counter()

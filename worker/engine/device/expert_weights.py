@@ -107,8 +107,9 @@ def sum_of_experts(
     weights_of: Callable[[int], ExpertWeights],
 ) -> torch.Tensor:
     """Returns the output of the experts' module, computed in fp32. For each row of `hidden`,
-    `chosen` has the experts, and `shares` the factors of their outputs. `weights_of` returns the
-    weights of one expert, because the fp32 weights of all experts may need too much memory."""
+    `chosen` has the experts, and `shares` has the factors of the experts' outputs. `weights_of`
+    returns the weights of one expert, because the fp32 weights of all experts may need too much
+    memory."""
     experts: Any = module
     hidden = hidden.float()
     total = torch.zeros_like(hidden)

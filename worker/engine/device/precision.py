@@ -38,8 +38,8 @@ def exact_products(device: torch.device) -> Iterator[bool]:
     """Switch off TF32, in which CUDA multiplies numbers with 11 significant bits, and restore the
     setting on exit.
 
-    Yields whether products are exact now. They are not exact if the environment forces TF32, as
-    NVIDIA_TF32_OVERRIDE=1 does. torch's flag does not show this, so a product is tested.
+    Yields whether products are exact now. Products are not exact if the environment forces TF32, as
+    NVIDIA_TF32_OVERRIDE=1 does. torch's flag does not show this, so this function tests a product.
     """
     with _without_tf32():
         # 1 + 2^-12 is exact in fp32, and 1 in TF32.

@@ -75,7 +75,7 @@ class CheckedModel:
         the KV cache `cache`.
 
         `max_position` is the number of positions, by default `max_length`. With `releases`, the
-        decoder frees the weights that it packs, so these must not be needed elsewhere.
+        decoder frees the weights that it packs, so no other code may need these weights.
         """
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
         if self.decoder is not None:

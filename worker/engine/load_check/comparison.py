@@ -1,4 +1,4 @@
-"""Compares the logits of packed steps with the logits of each request without other requests."""
+"""Compares the logits of packed steps with the logits of each request alone."""
 
 from __future__ import annotations
 

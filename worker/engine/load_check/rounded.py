@@ -35,8 +35,8 @@ def check_quantized(loaded: LoadedModel, checked: CheckedModel, options: str) ->
 
     transformers' model computes with the dequantized weights. Call this after `check_model` has
     shown that the decoder is right without rounding. `options` names the options that cause
-    rounding; it is empty if the files are quantized. Raises UnsupportedModelError if the logits
-    differ more than rounding explains.
+    rounding; `options` is empty if the files are quantized. Raises UnsupportedModelError if the
+    logits differ more than rounding explains.
     """
     probes = decoder_probes(loaded, model_length(loaded, None))
     with torch.inference_mode():

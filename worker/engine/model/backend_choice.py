@@ -32,7 +32,8 @@ def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
     """Returns the backends that run on the device, the fastest first. If `name` is not `auto`,
     returns only the backend of this name.
 
-    Raises ConfigurationError if no such backend exists, or if it does not run on the device.
+    Raises ConfigurationError if no such backend exists, or if the backend does not run on the
+    device.
     """
     if name != "auto" and name not in (names := [each.name for each in BACKENDS]):
         raise ConfigurationError(f"--attention: {name!r} is not one of auto, {', '.join(names)}")

@@ -9,7 +9,8 @@ from promptq.worker.engine.model.loading import LoadedModel
 
 
 def model_length(loaded: LoadedModel, wanted: int | None) -> int | None:
-    """Returns how many tokens a sequence may have: `wanted`, or the model's limit if that is None.
+    """Returns how many tokens a sequence may have: `wanted`, or the model's limit if `wanted` is
+    None.
 
     Returns None if there is no limit. Raises ConfigurationError if the model has fewer positions
     than `wanted`. Raises UnsupportedModelError if, at that length, the rotary embedding would make

@@ -32,7 +32,7 @@ _NUMBER = "promptq_number"
 
 
 class RowStarts:
-    """Stands in for transformers' cache in families that count positions from the cache.
+    """Takes the place of transformers' cache in families that count positions from the cache.
 
     These families compute a row's position as its index plus the length of the cache. So the
     "length" here is a tensor [T] that makes each sum the row's true position. K and V pass through
@@ -61,7 +61,7 @@ class RowStarts:
 class PackedModel:
     """A transformers model whose attention modules, in order of call, use `caches`.
 
-    `mixers` compute its recurrent modules, with states for `num_slots` sequences. With
+    `mixers` compute the model's recurrent modules, with states for `num_slots` sequences. With
     `counts_rows`, the family gets the positions through RowStarts, too.
     """
 

@@ -48,8 +48,8 @@ class Model(Protocol):
 
 
 def graph_kinds(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepKind]:
-    """Returns the kinds of steps to capture. Sizes of decodes are 1, 2, 4 and then multiples of
-    eight, sizes of mixed steps are MIXED_SIZES."""
+    """Returns the kinds of steps to capture. Steps of decodes have the sizes 1, 2 and 4, then
+    multiples of eight. Mixed steps have the sizes MIXED_SIZES."""
     largest = min(max_num_seqs, MAX_GRAPH_SIZE)
     small = [size for size in (1, 2, 4) if size < largest]
     decodes = [*small, *range(8, largest, 8), largest]
@@ -144,8 +144,8 @@ class GraphedModel:
         return logits[: len(rows)], chosen
 
     def lists(self, layout: StepLayout, num_sampled: int) -> Lists | None:
-        """Returns the work lists of a step, as a function of the type PaddedLists; None if the step
-        will not be padded."""
+        """Returns the work lists of a step; None if the step will not be padded. Has the type
+        PaddedLists."""
         kind = self._kind(layout, num_sampled)
         return None if kind is None else self._buffers.lists(layout, kind)
 

@@ -3,12 +3,12 @@
 The head is one more layer on the paged cache. The head's K and V are in the same blocks as the
 model's K and V. The position of a row is the position of the hidden state from which the row is
 computed. A row of the head also needs the next token. So the head computes the rows of one step
-before the next step, and only if it drafts.
+before the next step, and only if the head drafts.
 
-The head decides only which tokens are drafted, so some of its rows may be missing. This happens
-after steps without drafts, or in a cached prefix that was computed without the head. For each
-block, this module counts the first rows that the head has computed. The head attends only to rows
-after the last missing row.
+The head decides only which tokens are drafted, so some of the head's rows may be missing. This
+happens after steps without drafts, or in a cached prefix that was computed without the head. For
+each block, this module counts the first rows that the head has computed. The head attends only to
+rows after the last missing row.
 """
 
 from __future__ import annotations

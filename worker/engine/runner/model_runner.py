@@ -179,7 +179,8 @@ class ModelRunner:
         )
 
     def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
-        """See `Runner.launch`. On CUDA, the work is only queued. On a CPU, it is done on return."""
+        """See `Runner.launch`. On CUDA, the work is only queued. On a CPU, the work is done on
+        return."""
         with on_device(self.device), torch.inference_mode():
             return self._launch(batch, after)
 
@@ -279,7 +280,7 @@ class ModelRunner:
 
     @property
     def abilities(self) -> EngineAbilities:
-        """See `Runner.abilities`. The value is right only after `warm_up`."""
+        """The abilities of an engine with this runner. The value is right only after `warm_up`."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
         return EngineAbilities(exact_resume=is_exact, unheeded=unheeded, head_work=self._head_work)

@@ -1,7 +1,7 @@
 """Dummy batches for warm-up and memory measurement at startup.
 
-Shares describe a step: for each sequence, its context length after the step, and its number of rows
-in the step.
+A list of shares describes a step. A share has a sequence's context length after the step, and the
+sequence's number of rows in the step.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def trial_batch(
 
 
 def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
-    """Returns the step with the most rows and samples: `num_seqs` sequences, with `num_tokens` rows
-    in total, and contexts of up to `max_context` tokens."""
+    """Returns the shares of the step with the most rows and samples: `num_seqs` sequences, with
+    `num_tokens` rows in total, and contexts of up to `max_context` tokens."""
     num_seqs = min(num_seqs, num_tokens)
     left = min(num_tokens, num_seqs * max_context)
     shares = []
@@ -91,7 +91,8 @@ def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
 
 
 def most_padded_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
-    """Returns the step in which recurrent layers add the most padding to the pieces of chunks."""
+    """Returns the shares of the step in which recurrent layers add the most padding to the pieces
+    of chunks."""
     length = min(LONGEST_PIECE + 1, max_context, num_tokens)
     count = min(num_seqs, num_tokens // length)
     left = min(num_tokens - count * length, max_context - length)
@@ -100,7 +101,7 @@ def most_padded_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares
 
 
 def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator[Shares]:
-    """Yields steps that together launch every kernel variant that serving can launch.
+    """Yields the shares of steps that together launch every kernel variant that serving can launch.
 
     Kernels have variants for the longest chunk and for the number of rows or of samples, rounded up
     to a power of two. One of the steps is a single decode, because a tensor with one row may have

@@ -58,7 +58,7 @@ class RawLogprobs:
 
     def by_row(self, token_ids: list[int], columns: Sequence[list[Any]]) -> dict[int, TokenLogprob]:
         """Maps rows to the log-probabilities of their chosen and likeliest tokens. `columns` are
-        the fields of ChosenLogprobs. LEAST replaces -inf and NaN, which JSON lacks."""
+        the fields of ChosenLogprobs. LEAST replaces -inf and NaN, which JSON cannot represent."""
         result = {}
         for row, num_top, logprob, rank, ids, logprobs in zip(
             self.rows, self.num_top, *columns, strict=True

@@ -49,7 +49,8 @@ class GGUFHeader:
         }
 
     def field(self, name: str) -> Any:
-        """Returns a field's value; None if the file lacks it. Raises ValueError for an array."""
+        """Returns a field's value; None if the file lacks the field. Raises ValueError if the value
+        is an array."""
         field = self._reader.get_field(name)
         if field is not None and field.types[0] == GGUFValueType.ARRAY:
             raise ValueError(f"its {name} is an array")

@@ -86,7 +86,8 @@ class GGUFFile:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the file's matrices; bf16 if they are quantized or in several dtypes."""
+        """The dtype of the file's matrices; bf16 if the matrices are quantized or have several
+        dtypes."""
         kinds = self._kinds
         return _DTYPES[kinds.pop()] if len(kinds) == 1 and kinds <= set(_DTYPES) else torch.bfloat16
 
@@ -167,7 +168,8 @@ class GGUFFile:
         config.dtype = self.dtype
 
     def quantized_weights(self, dtype: torch.dtype) -> SavedWeights:
-        """Returns the weights for computation in `dtype`. Raises UnsupportedModelError."""
+        """Returns the weights for computation in `dtype`. Raises UnsupportedModelError if the
+        file's tensors are not those of the model."""
         blocks = sorted(self._kinds - _DTYPES.keys())
         saved = SavedWeights(f"GGUF {'/'.join(blocks)}" if blocks else "", dtype)
         places = self._places()

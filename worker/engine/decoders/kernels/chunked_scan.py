@@ -28,9 +28,9 @@ def solved(system: tl.tensor, wanted: tl.tensor, num_rows: tl.tensor) -> tl.tens
 
 @triton.jit
 def decayed_products(q: tl.tensor, k: tl.tensor, decay: tl.tensor) -> tl.tuple:
-    """Returns products of keys with keys and of queries with keys, and decays. Here each number of
-    a key has a separate decay. `decay` [rows, keys] has the logarithms of the decays from row to
-    row.
+    """Returns the products of keys with keys, the products of queries with keys, and two tables of
+    decays. Each number of a key decays separately. `decay` [rows, keys] has the logarithms of the
+    decays from row to row.
 
     In the products, the key of row j has decayed until row i. There are four results. The first has
     at [j, i] the product of the keys of rows j and i. The second has at [i, j] the product of row

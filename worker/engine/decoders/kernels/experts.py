@@ -22,7 +22,8 @@ _SOFTMAX, _SIGMOID, _SPARSEMIXER = map(tl.constexpr, range(len(SCORES)))
 
 
 class Experts:
-    """A mixture-of-experts layer: [T, hidden size] in and out. Never waits for the device."""
+    """A mixture-of-experts layer, from rows [T, hidden size] to rows of the same shape. Never waits
+    for the device."""
 
     def __init__(self, parts: ExpertParts, shared: Product | None) -> None:
         """`shared` computes the shared experts; None if the layer has no shared experts."""

@@ -24,8 +24,8 @@ _STAGES = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """All pairs of a row and one of its `top_k` experts, sorted by expert. The pair with the index
-    `row * top_k + slot` is the row with its expert number `slot`."""
+    """All pairs of a row and one of its `top_k` experts, sorted by expert. Pair number `row * top_k
+    + slot` consists of this row and the row's expert number `slot`."""
 
     order: torch.Tensor
     """int32 [pairs]: the pairs' indices, sorted by expert."""

@@ -110,8 +110,8 @@ def normed(
     NORM: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the norm of `rows` in fp32, but rounded to numbers of the dtype DTYPE. `weights` and
-    `biases` are pointers to each number's weight and bias."""
+    """Returns the norm of `rows`: fp32 numbers that are rounded to DTYPE. `weights` and `biases`
+    are pointers to each number's weight and bias."""
     rows = (rows - mean) * rate
     if _ROUNDS_TWICE & NORM:
         rows = rows.to(DTYPE).to(tl.float32)

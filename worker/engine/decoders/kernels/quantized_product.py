@@ -1,9 +1,9 @@
 """Products with weights of 8 or 4 bits.
 
 For few rows, kernels dequantize weights in registers. For many rows, a kernel dequantizes some
-outputs at a time, and torch multiplies. Both round weights to the dtype of the rows, with one
-exception. If there are few rows, and each output has one scale and no offset, kernels multiply the
-exact integers, and scale the sum.
+outputs at a time, and torch multiplies. In both cases, the weights are rounded to the dtype of the
+rows, with one exception. For few rows, if each output has one scale and no offset, kernels multiply
+the exact integers, and scale the sum.
 """
 
 from __future__ import annotations

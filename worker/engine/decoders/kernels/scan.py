@@ -30,7 +30,8 @@ _PIECE = 16
 
 
 class Scan:
-    """Computes a recurrence for the rows of a step, and updates the states of their sequences."""
+    """Computes a recurrence for the rows of a step, and updates the states of the step's
+    sequences."""
 
     def __init__(self, parts: RecurrenceParts) -> None:
         self._parts = parts

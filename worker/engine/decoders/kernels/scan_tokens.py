@@ -52,7 +52,9 @@ def times_of(
     least_time: tl.tensor,
     most_time: tl.tensor,
 ) -> tl.tensor:
-    """Returns the time steps, and 0 outside of `mask`. `numbers` and `biases` are pointers."""
+    """Returns the time steps: the softplus of `numbers + biases`, limited to the range from
+    `least_time` to `most_time`. Returns 0 outside of `mask`. `numbers` and `biases` are
+    pointers."""
     time = softplus(tl.load(numbers, mask=mask, other=0.0).to(tl.float32) + tl.load(biases))
     return tl.where(mask, tl.minimum(tl.maximum(time, least_time), most_time), 0.0)
 

@@ -106,7 +106,7 @@ def scaled(
     HAS_OFFSETS: tl.constexpr,
     PART: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the fp32 weights that the integers `numbers` [outputs, inputs] stand for. PART
+    """Returns the fp32 weights that the integers `numbers` [outputs, inputs] represent. PART
     successive inputs of an output share a scale and an offset."""
     weights = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // PART, PART))
     weights *= scale.to(tl.float32)[:, :, None]
