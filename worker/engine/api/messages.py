@@ -49,7 +49,7 @@ class EngineRequest:
     """Tokens that earlier attempts emitted. This attempt continues after them."""
 
     priority: int = 0
-    """Lower is more urgent. A sequence never preempts one that is more urgent."""
+    """Lower is more urgent. A sequence never preempts a more urgent sequence."""
 
     order: tuple[float, str] = (0.0, "")
     """Queue score and request id, by which waiting sequences are sorted."""
@@ -262,7 +262,8 @@ class EngineLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    """The most tokens of a sequence, prompt and output together. The KV cache has room for them."""
+    """The most tokens of a sequence, prompt and output together. The KV cache can hold all of
+    them."""
     kv_tokens: int
     """Number of tokens that the whole KV cache can hold."""
     block_size: int
@@ -308,7 +309,8 @@ class EngineAbilities:
     most_biases: int | None = None
     """The most tokens whose logits the engine can bias. In a later attempt, biases take the place
     of the presence and frequency penalties of earlier output. A `repetition_penalty` would scale
-    the biases, so the attempt is then not exact. None: the engine needs no biases for that."""
+    the biases, so the attempt is then not exact. None: the engine continues penalties without
+    biases."""
 
     head_work: float | None = None
     """The work of the model's drafting head for a token, as a fraction of the model's. None: the

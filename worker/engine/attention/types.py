@@ -73,7 +73,8 @@ class LayerSpec:
     value_dtype: torch.dtype
     pattern: Pattern = FULL
     shares_kv_of: int | None = None
-    """The index of an earlier layer whose K and V this layer uses; None if it has its own."""
+    """The index of an earlier layer whose K and V this layer uses; None if the layer computes K and
+    V."""
     scoring: frozenset[str] = frozenset()
     """Further features of the scores: `softcap`, `sinks`."""
     recorded: LayerSpec | None = None

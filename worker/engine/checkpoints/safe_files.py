@@ -105,9 +105,9 @@ def check_config(source: str, config: Any) -> None:
 
 
 def check_sizes(source: str, config: Any, num_numbers: int) -> None:
-    """Raise UnsupportedModelError if one matrix would have more elements than all files together.
-    `num_numbers` is the number of elements of all files. transformers would allocate the matrix and
-    fill the memory."""
+    """Raise UnsupportedModelError if one matrix would have more elements than all files together,
+    because transformers would fill the memory with this matrix. `num_numbers` is the number of
+    elements of all files."""
     # `vars` reads plain values: an attribute that differs between layers raises an error.
     sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in _SIZES}
     hidden_size = sizes["hidden_size"]

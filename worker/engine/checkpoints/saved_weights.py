@@ -19,7 +19,7 @@ class SavedWeights:
     dtype: torch.dtype
     """The dtype in which the model computes."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """All parameters by name, in `dtype`. A quantized one takes no memory until `widen`."""
+    """All parameters by name, in `dtype`. A quantized parameter takes no memory until `widen`."""
     quantized: dict[str, SavedWeight] = field(default_factory=dict)
     """The quantized weights, by the names of modules."""
 

@@ -59,15 +59,17 @@ _LEAST_EXTRA = 0.01
 _LEAST_COUNT = 3
 """The least number of steps whose median time counts."""
 _PLAIN_EVERY = 32
-"""After this many steps with drafts, one step without drafts measures that time again."""
+"""After this many steps with drafts, one step without drafts measures the time without drafts
+again."""
 _TRIAL = 8
 _HOPELESS = 0.75
-"""Number of steps with drafts that decide whether drafts save time. Fewer decide if the speed is
-below this multiple of the speed without drafts."""
+"""_TRIAL steps with drafts decide whether drafts save time. Fewer steps decide if the speed is
+below _HOPELESS times the speed without drafts."""
 _FIRST_REST, _LONGEST_REST = 64, 1024
 """Steps without drafts before another trial. Each trial that saves no time doubles the number."""
 _FED = 16
-"""Before a trial, the head gets the hidden states of this many steps, so that it knows the text."""
+"""Before a trial, the head gets the hidden states of this many steps, so that it has seen the last
+tokens of the text."""
 _FORGETTING = 1 / 256
 """Each step without a lookup moves the estimate for lookups towards its first value, with this
 weight. So lookups are tried again, in case the text now repeats itself."""
@@ -249,7 +251,7 @@ class DraftPolicy:
     """Whether the next step computes accepted tokens again (see `KVLayout.states_skip_drafts`)."""
     _times: dict[tuple[int, int], DraftTimes] = field(default_factory=dict)
     _planned: DraftTimes | None = None
-    """Of the last plan."""
+    """The measured times that belong to the last plan."""
     _num_without: int = 0
     """Number of steps since the last drafts."""
 

@@ -128,14 +128,15 @@ class ScheduledSequence:
     start: int
     num_tokens: int
     samples: bool
-    """Whether the step computes the last known token and samples the next one."""
+    """Whether the step computes the last known token and samples the next token."""
     draft: tuple[int, ...] = ()
     """Drafted tokens after the known ones. The step also samples after each of them. At launch, the
     model's head chooses the tokens that are UNKNOWN."""
     drafts_by_head: bool = False
     """Whether the tokens of `draft` come from the model's head."""
     feeds_head: bool = False
-    """Whether the head needs this step's hidden states, because it may draft in the next steps."""
+    """Whether the head needs this step's hidden states, because the head may draft in the next
+    steps."""
     states: npt.NDArray[np.float32] | None = None
     """Hidden states [num_pooled, hidden size]. The runner sets this when it collects the step."""
 

@@ -34,7 +34,8 @@ class HeadParts:
     of_embedding: Norm
     of_state: Norm
     projection: nn.Linear
-    """Its input is the normalised embedding, followed by the normalised hidden state."""
+    """Computes the layer's input from the normalised embedding, followed by the normalised hidden
+    state."""
     layer: Layer
     last: Norm
 

@@ -31,7 +31,7 @@ class LayerInputs:
     """Computes the additional inputs of all layers, from the token ids and their embeddings."""
 
     table: nn.Embedding
-    """Its weight is [tokens, layers * size]."""
+    """An embedding with the weight [tokens, layers * size]."""
     table_scale: float
     projection: nn.Linear
     projection_scale: float

@@ -106,7 +106,8 @@ class LoadedModel:
     head: LoadedHead | None = None
     """The drafting head; None if the files have no usable head, or if no head is wanted."""
     why_no_head: str = ""
-    """The reason why the files' head was not loaded; empty if it was, or if there is no head."""
+    """The reason why the files' head was not loaded; empty if the head was loaded, or if there is
+    no head."""
 
     @property
     def family(self) -> str:

@@ -44,8 +44,8 @@ from promptq.worker.engine.sampling.sampler import Sampler
 
 MOST_HELD = 512
 """The most hidden states of a sequence that one step stores for the head: those of the last rows.
-The oldest step is dropped if as many states are stored after it. So a long prompt costs little more
-with a head, but the head does not see the prompt's beginning."""
+The states of the oldest step are dropped if later steps have stored this many states. So a long
+prompt costs little more with a head, but the head does not see the prompt's beginning."""
 
 
 class DraftHead(Protocol):
@@ -64,8 +64,8 @@ class _Held:
     """[num_rows, hidden size]"""
     num_rows: int
     places: dict[int, tuple[int, int, int]]
-    """By sequence: the positions of its first row and after its last row, and the index of its
-    first row in `states`."""
+    """By sequence: the position of the first row, the position after the last row, and the index of
+    the first row in `states`."""
 
 
 class HeadDrafts:

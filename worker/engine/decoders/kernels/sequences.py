@@ -20,9 +20,9 @@ class StepSequences:
     owner: torch.Tensor
     """[T], int64: the sequence of each row; an arbitrary sequence for a padding row."""
     most_decodes: int
-    """The most sequences that may have one row. They come first in the table."""
+    """The most sequences that may have one row. These sequences come first in the table."""
     most_chunks: int
-    """The most sequences that may have several rows. They come last."""
+    """The most sequences that may have several rows. These sequences come last in the table."""
 
     @classmethod
     def of(cls, rows: RecurrentRows) -> StepSequences:
