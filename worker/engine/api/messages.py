@@ -86,7 +86,7 @@ class EngineRequest:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the engine must report the prompt's log-probabilities with the first token. An
-        attempt that continues an output does not report them again."""
+        attempt that continues an output does not report the log-probabilities again."""
         return self.params.prompt_logprobs is not None and not self.output_token_ids
 
     @property
@@ -97,7 +97,7 @@ class EngineRequest:
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the engine's thread must know the last token before the next one is chosen.
+        """Whether the engine's thread must know the last token before the next token is chosen.
         Penalties do not need this token, because the device counts the tokens for them."""
         return self.grammar is not None or any(len(bad) > 1 for bad in self.bad_token_sequences)
 

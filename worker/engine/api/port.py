@@ -37,7 +37,8 @@ class Capacity(Protocol):
 
 
 class Engine(Capacity, Protocol):
-    """An engine that computes a continuous batch step by step. Only one thread may call it."""
+    """An engine that computes a continuous batch step by step. Only one thread may call the
+    engine."""
 
     @property
     def has_work(self) -> bool:

@@ -77,8 +77,8 @@ class StepBuffers:
         )
 
     def lists(self, layout: StepLayout, kind: StepKind) -> Lists:
-        """Returns the work lists of a step that is padded to this kind. The caller puts them into
-        the step's `layout.lists`, from which `fill` reads them."""
+        """Returns the work lists of a step that is padded to this kind. The caller puts the lists
+        into the step's `layout.lists`, where `fill` reads them."""
         contexts = self._contexts(layout, kind)
         lists: Lists = {(kind, spans): cut(contexts, spans) for spans in self._decodes.requested}
         if kind.is_mixed:

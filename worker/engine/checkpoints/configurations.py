@@ -16,8 +16,9 @@ _NAMES: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean"
 
 
 def pooling_of(folder: Path) -> Pooling | None:
-    """Returns the pooling that a model's folder sets: `last` if it has no file about pooling, None
-    if the pooling is not supported. Raises ConfigurationError if the file cannot be read."""
+    """Returns the pooling that a model's folder sets: `last` if the folder has no file about
+    pooling, None if the pooling is not supported. Raises ConfigurationError if the file cannot be
+    read."""
     file = folder / _FILE
     if not file.exists():
         return "last"

@@ -32,8 +32,8 @@ def library_arguments(name_or_dir: str) -> tuple[str, dict[str, str]]:
 
 def check_source(name_or_dir: str) -> str:
     """Returns the path of a model's directory or GGUF file, or a hub name unchanged. Raises
-    ModelNotFoundError if there is no model, UnsupportedModelError if promptq refuses a file of the
-    directory, and ConfigurationError if the package that reads GGUF files is missing."""
+    ModelNotFoundError if there is no model. Raises UnsupportedModelError if promptq refuses a file
+    of the directory. Raises ConfigurationError if the package that reads GGUF files is missing."""
     place = Path(name_or_dir).expanduser()
     if place.is_dir():
         _check_directory(place, name_or_dir)
@@ -69,8 +69,8 @@ def _check_directory(directory: Path, name: str) -> None:
 
 def check_weights(source: str) -> None:
     """Check that a directory has weights. For a hub name, checks nothing, because transformers does
-    that. Raises ModelNotFoundError if a file with weights is missing, and UnsupportedModelError if
-    the index names a file that is not a safetensors file of the directory."""
+    that. Raises ModelNotFoundError if a file with weights is missing. Raises UnsupportedModelError
+    if the index names a file that is not a safetensors file of the directory."""
     folder = Path(source)
     if not folder.is_dir():
         return

@@ -29,8 +29,8 @@ class BlockManager:
     that has been cached longest. A sequence's last blocks are evicted before its first ones.
 
     With `shares_tenants` the hash leaves the tenant out, so that tenants find each other's
-    prefixes. The manager then notes which tenants sent a block, because a tenant's cached tokens
-    count only the blocks that this tenant sent.
+    prefixes. The manager then notes which tenants sent a block. A tenant's cached tokens count only
+    blocks that this tenant sent.
 
     The states of recurrent layers are not in the blocks. If the model has such layers, a sequence
     can share a prefix only if `kept_states` has the state after this prefix. Sometimes the manager
@@ -121,7 +121,7 @@ class BlockManager:
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
         """Yields each sequence of `leaving`, with the value of `num_free` after this sequence and
-        the earlier ones have left. Blocks of `prefix` do not become free."""
+        the earlier sequences have left. Blocks of `prefix` do not become free."""
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
         for sequence in leaving:

@@ -86,7 +86,8 @@ class Step(Protocol):
 
 class PromptLookup:
     """Looks up where the last 2 to 4 tokens of a text occurred before, and what followed. The time
-    of a call does not depend on the length of the text. A match of one token means too little."""
+    of a call does not depend on the length of the text. A match of a single token is ignored,
+    because it means too little."""
 
     def __init__(self) -> None:
         self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: place after its last occurrence

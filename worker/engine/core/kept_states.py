@@ -12,11 +12,11 @@ class KeptStates:
     """Hands out places for states, and finds a state by the hash of the last block that the state
     covers.
 
-    A place is an index into the runner's pool of states. A place has one of three conditions. It is
-    free, or reserved for a sequence that will write its state there, or it has a state that can be
-    found. A sequence that begins with a state pins the state's place until the sequence's first
-    step is done. If no place is free, `reserve` takes the place of the least recently used state
-    that is not pinned.
+    A place is an index into the runner's pool of states. A place is free, reserved or occupied. If
+    a place is reserved, a sequence will write its state there. If a place is occupied, its state
+    can be found. A sequence that begins with a state pins the state's place until the sequence's
+    first step is done. If no place is free, `reserve` takes the place of the least recently used
+    state that is not pinned.
     """
 
     def __init__(self, num_places: int) -> None:

@@ -40,8 +40,8 @@ class Scheduler:
     computes.
 
     In each step at least one sequence makes progress, for three reasons. The most urgent running
-    sequence is never preempted. If no sequence runs, the first waiting one is admitted. And the
-    engine accepts no sequence that needs more than its whole memory.
+    sequence is never preempted. If no sequence runs, the first waiting sequence is admitted. And
+    the engine accepts no sequence that needs more than its whole memory.
     """
 
     def __init__(
@@ -85,8 +85,9 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def set_back(self, sequence: Sequence) -> None:
-        """Preempt a running sequence: return it to its position among the waiting sequences. The
-        computed blocks stay cached until they are evicted, so the sequence can resume cheaply."""
+        """Preempt a running sequence: return the sequence to its position among the waiting
+        sequences. The computed blocks stay cached until they are evicted, so the sequence can
+        resume cheaply."""
         self._withdraw(sequence)
         sequence.num_computed_tokens = 0
         sequence.timing.preemptions += 1

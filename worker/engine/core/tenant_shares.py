@@ -39,8 +39,8 @@ class TenantCounts(dict[str, int]):
 
 class TenantShares:
     """Computes each tenant's share. The share is the tenant's fraction of the slots or of the KV
-    blocks, whichever is larger, divided by the tenant's weight (dominant resource fairness, Ghodsi
-    et al., NSDI 2011).
+    blocks, whichever is larger, divided by the tenant's weight. Source: dominant resource fairness
+    (Ghodsi et al., NSDI 2011).
 
     `running` yields the running requests, each with its number of blocks.
     """
@@ -62,9 +62,9 @@ class TenantShares:
     def may_make_room(
         self, victim: EngineRequest, blocks: int, newcomer: EngineRequest, needed: int
     ) -> bool:
-        """Whether `victim`, which has `blocks` blocks, may be preempted for `newcomer`, which needs
-        `needed` blocks. After the preemption, the share of the newcomer's tenant must not be larger
-        than the share of the victim's tenant.
+        """Whether `victim` may be preempted for `newcomer`. The victim has `blocks` blocks, and the
+        newcomer needs `needed` blocks. After the preemption, the share of the newcomer's tenant
+        must not be larger than the share of the victim's tenant.
 
         So each tenant keeps its fair share, and two tenants cannot preempt each other in turn.
         """

@@ -84,7 +84,8 @@ class DenseMLP:
 
 
 def activation_of(module: Any) -> str:
-    """Returns the activation's name in ACTIVATIONS. Raises NotOfThisKindError if it is unknown."""
+    """Returns the activation's name in ACTIVATIONS. Raises NotOfThisKindError if the activation is
+    unknown."""
     probe = torch.linspace(-40.0, 40.0, 321, device="cpu")  # beyond the bounds of some activations
     try:
         found = module(probe)

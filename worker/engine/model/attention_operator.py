@@ -87,8 +87,8 @@ def attend(
 ) -> torch.Tensor:
     """Computes the attention of the layer with the number `layer`, and writes K and V to the cache.
 
-    The operator need not declare this write: compiled graphs read the cache only through this
-    operator, and the compiler cannot remove the call, because its output is used.
+    The operator need not declare this write. Compiled graphs read the cache only through this
+    operator. The compiler cannot remove the call, because the call's output is used.
     """
     return _layers[int(layer)].attend(query, key, value, scale, softcap, sinks)
 

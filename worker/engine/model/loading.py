@@ -44,8 +44,9 @@ _MOST_COPIES = 2
 
 
 def open_files(name_or_dir: str, trust_remote_code: bool = False) -> ModelFiles:
-    """Returns the files of a model in any format. Raises ModelNotFoundError if there are none,
-    UnsupportedModelError if they cannot be read, ConfigurationError if a package is missing."""
+    """Returns the files of a model in any format. Raises ModelNotFoundError if there are no files,
+    UnsupportedModelError if the files cannot be read, and ConfigurationError if a package is
+    missing."""
     source = check_source(name_or_dir)
     if not is_gguf(source):
         return ModelFolder(source, trust_remote_code)

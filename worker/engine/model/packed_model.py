@@ -200,7 +200,8 @@ def leave_seam(modules: Sequence[nn.Module], mixers: Sequence[Mixer] = ()) -> No
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the model's attention function. Raises UnsupportedModelError if the model ignores it."""
+    """Set the model's attention function. Raises UnsupportedModelError if the model ignores this
+    setting."""
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError) as error:

@@ -66,8 +66,8 @@ class NativeCodeError(Exception):
 
 
 def library_path() -> Path:
-    """Returns the path of the library for this machine. Compiles it if the wheel has none for the
-    processor. Raises NativeCodeError if the library cannot be compiled."""
+    """Returns the path of the library for this machine. Compiles the library if the wheel has none
+    for the processor. Raises NativeCodeError if the library cannot be compiled."""
     if platform.system() != "Linux":
         raise NativeCodeError(f"it is for Linux, and this is {platform.system()}")
     features = processor_features()

@@ -140,8 +140,8 @@ class Pieces:
     def decays(self, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns three tensors with products of the decays `exp(decay)` [pieces, ..., size]. The
         first has for each row i the product over the rows up to i. The second [pieces, ..., size,
-        size] has for rows i and j the product over the rows j + 1 to i, and 0 if j comes after i.
-        The third has for each row i the product over the rows after i."""
+        size] has for rows i and j the product over the rows j + 1 to i. This product is 0 if j
+        comes after i. The third has for each row i the product over the rows after i."""
         # Differences of long sums would lose too many bits in fp32.
         sums = decay.double().cumsum(dim=-1)
         between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).float()

@@ -1,9 +1,9 @@
 """Runs the decoder layers through torch.compile, which fuses their small operations.
 
-Each layer is compiled separately, as one graph with the attention as an operator in it. Layers of
-the same kind share the compiled code. So a model of any depth needs two graphs for each kind of
-layer. One graph is for any number of rows. The other is for a single row, because the compiler
-always treats this number separately.
+Each layer is compiled separately, as one graph, in which attention is one operator. Layers of the
+same kind share the compiled code. So a model of any depth needs two graphs for each kind of layer.
+One graph is for any number of rows. The other is for a single row, because the compiler always
+treats this number separately.
 """
 
 from __future__ import annotations

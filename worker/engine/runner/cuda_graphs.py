@@ -84,9 +84,9 @@ class GraphedModel:
     """A model on CUDA whose steps are padded to one of `kinds` and replayed as graphs.
 
     The model's backend must support padding. Steps that are larger than all kinds run without a
-    graph. No step has a graph if the model cannot be captured, for example because its modules
-    wait for the device. The device must be this thread's current device (see `on_device`). Without
-    `choose`, the graphs end with the logits. Several instances may capture on one `stream`, which
+    graph. No step has a graph if the model cannot be captured, for example because its modules wait
+    for the device. The device must be this thread's current device (see `on_device`). Without
+    `choose`, the graphs end with the logits. Several instances may capture on one `stream`. That
     saves memory, because libraries allocate some memory for each stream.
     """
 

@@ -25,8 +25,8 @@ def convolve(
     """Returns the convolution [T, channels] of a step's rows. Writes the windows for the next step.
 
     `inputs` [T, channels] may be some columns of a larger tensor. SiLU follows the convolution. If
-    `is_gated`, the inputs are b, c and x [T, 3 * channels] of a short convolution, and the result
-    is `c * convolution(b * x)` without SiLU. `windows` [entries, size - 1, channels] are the last
+    `is_gated`, the inputs are b, c and x [T, 3 * channels] of a short convolution. Then the result
+    is `c * convolution(b * x)`, without SiLU. `windows` [entries, size - 1, channels] are the last
     inputs before the step. The kernel rounds after each operation, like transformers' modules.
     """
     num_channels, _, size = convolution.weight.shape

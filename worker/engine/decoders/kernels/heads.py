@@ -93,8 +93,8 @@ def place_heads(
 
 @triton.jit
 def partner_of(column: tl.tensor, PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr) -> tl.tuple:
-    """Returns three values for a rotated column: whether it is the first column of its pair, the
-    index of the pair, and the other column of the pair."""
+    """Returns three values for a rotated column: whether the column is first in its pair, the
+    pair's index, and the pair's other column."""
     if IS_INTERLEAVED:
         is_first, pair = column % 2 == 0, column // 2
         partner = tl.where(is_first, column + 1, column - 1)
