@@ -302,8 +302,8 @@ class DraftPolicy:
             times.note_lookups(seconds, _DRAFT_COST + _ROW_COST * sum(lookups))
 
     def settle(self, num_drafted: int, num_accepted: int) -> None:
-        """Record that, in the planned step, the head drafted `num_drafted` tokens for a sequence,
-        of which the model accepted `num_accepted`."""
+        """Record a draft of the head in the planned step: `num_drafted` tokens for a sequence, of
+        which the model accepted `num_accepted`."""
         if self._planned is not None:
             self._planned.settle(num_drafted, num_accepted)
 

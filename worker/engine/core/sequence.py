@@ -146,8 +146,8 @@ class ScheduledSequence:
 
     @property
     def num_ahead(self) -> int:
-        """Number of tokens in the share that are not known yet: 1 if the previous step is still
-        sampling the token of this share, otherwise at most 0."""
+        """Number of unknown tokens in the share: 1 if the previous step is still sampling the token
+        of this share, otherwise 0 or less."""
         return self.start + self.num_tokens - self.sequence.num_tokens
 
     @property

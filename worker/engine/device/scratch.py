@@ -9,8 +9,8 @@ class Scratch:
     """Buffers that are reused from step to step.
 
     On a CPU, allocating a tensor for a batch of logits takes longer than most operations on the
-    tensor: the operating system maps the pages one by one. On CUDA, torch allocates all tensors
-    from a pool anyway.
+    tensor. The reason is that the operating system maps the pages one by one. On CUDA, torch
+    allocates all tensors from a pool anyway.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -133,9 +133,9 @@ def load_model(
     """Load a causal LM. A directory or a file needs no network.
 
     Quantized weights that `decoder` can use keep their saved format, if the model has only known
-    parts. Other weights are dequantized. Raises ModelNotFoundError if there is no model,
-    UnsupportedModelError if the model does not load correctly, and ConfigurationError if an option
-    is wrong or memory is short.
+    parts. Other weights are dequantized. Raises ModelNotFoundError if there is no model. Raises
+    UnsupportedModelError if the model does not load correctly. Raises ConfigurationError if an
+    option is wrong or memory is short.
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigurationError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")

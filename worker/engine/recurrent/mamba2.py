@@ -1,8 +1,10 @@
 """Mamba 2 (Dao and Gu 2024): Bamba, Granite 4, Falcon-H1, Nemotron-H.
 
-The state of a head is a matrix `S` [head size, state size]. A token with the input `x`, the vectors
-`B` and `C` of its group and the time step `dt` changes `S` to `S' = exp(dt A) S + dt x B^T` and
-reads `S' C + D x`.
+The state of a head is a matrix `S` [head size, state size]. A token has an input `x`, a time step
+`dt`, and the vectors `B` and `C` of its group. The token changes the state to `S'`, and reads `S' C
++ D x`:
+
+    S' = exp(dt A) S + dt x B^T
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def load_runner(
     """Load a model, check that it is computed correctly, and allocate its KV cache.
 
     Calls `progress` with each stage. `known` is the verdict of an earlier load of the same files
-    with the same options. Raises ModelNotFoundError, UnsupportedModelError or ConfigurationError,
-    whose message is one sentence that names the fault.
+    with the same options. Raises ModelNotFoundError, UnsupportedModelError or ConfigurationError.
+    The message is one sentence that names the fault.
     """
     device = resolve_device(options.device)
     backends_on(device, options.attention)  # raises before anything is loaded

@@ -101,7 +101,7 @@ def most_padded_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares
 
 
 def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator[Shares]:
-    """Yields the shares of steps that together launch every kernel variant that serving can launch.
+    """Yields the shares of steps that together launch all kernel variants of serving.
 
     Kernels have variants for the longest chunk and for the number of rows or of samples, rounded up
     to a power of two. One of the steps is a single decode, because a tensor with one row may have

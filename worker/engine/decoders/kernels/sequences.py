@@ -48,9 +48,9 @@ def _owners(table: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 @triton.jit
 def sequence_at(table: tl.tensor, index: tl.tensor, num_sequences: tl.tensor) -> tl.tuple:
-    """Returns five numbers for the sequence at `index`: the entry of the state before the step, the
-    entry of the state after the step, the first row, the number of rows, and the number of rows
-    without drafted tokens."""
+    """Returns five numbers for the sequence at `index`: the state's entry before the step, its
+    entry after the step, the first row, the number of rows, and the number of rows without drafted
+    tokens."""
     place = table + index
     count = tl.load(place + 3 * num_sequences)
     return (
