@@ -141,8 +141,8 @@ class BestDrafts(NamedTuple):
 
 
 class DraftTimes:
-    """Measures what drafts cost and save. An instance is for steps with certain numbers of
-    sequences that may have drafts, and of other sequences."""
+    """Measures what drafts cost and save. Each object is for one kind of step: a number of
+    sequences that may have drafts, and a number of other sequences."""
 
     def __init__(self, first_guess: float) -> None:
         self.rates = [_FIRST_RATE] * _MOST_BY_HEAD

@@ -22,9 +22,9 @@ class TenantCounts(dict[str, int]):
             del self[tenant]
 
     def in_turn(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Returns the sequences in the order in which their prompts are computed. They are sorted
-        by priority. Within a priority, the first sequence of each tenant comes before the second
-        sequence of any tenant."""
+        """Returns the sequences in the order in which their prompts are computed. The sequences are
+        sorted by priority. Within a priority, the first sequence of each tenant comes before the
+        second sequence of any tenant."""
         if len(self) < 2:
             return sequences
         numbers: Counter[tuple[int, str]] = Counter()

@@ -1,10 +1,10 @@
 """Gated DeltaNet (Yang et al. 2025): Qwen3-Next, Qwen3.5, OLMo Hybrid.
 
 The state of a head is a matrix `S` [key size, value size]. A token has a query `q`, a key `k`, a
-value `v`, a decay `exp(g)` and a rate `beta`. The token changes the state to `S'`, and reads `S'^T
-q`:
+value `v`, a decay `exp(g)` and a rate `beta`. The token changes the state to `S'`, and has a
+result:
 
-    S' = exp(g) S + k (beta (v - exp(g) S^T k))^T
+    S' = exp(g) S + k (beta (v - exp(g) S^T k))^T        result = S'^T q
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Mamba 2 (Dao and Gu 2024): Bamba, Granite 4, Falcon-H1, Nemotron-H.
 
 The state of a head is a matrix `S` [head size, state size]. A token has an input `x`, a time step
-`dt`, and the vectors `B` and `C` of its group. The token changes the state to `S'`, and reads `S' C
-+ D x`:
+`dt`, and the vectors `B` and `C` of its group. The token changes the state to `S'`, and has a
+result:
 
-    S' = exp(dt A) S + dt x B^T
+    S' = exp(dt A) S + dt x B^T        result = S' C + D x
 """
 
 from __future__ import annotations

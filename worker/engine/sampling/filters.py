@@ -58,10 +58,9 @@ def thresholds(scaled: torch.Tensor, kept: Filters, scratch: torch.Tensor) -> to
     """Returns the threshold of each row, [R, 1]; None if nothing is filtered.
 
     `scaled` [R, vocab_size] are logits divided by temperature, shifted so that each row's maximum
-    is 0. The order is the same as in vLLM and transformers. First min_p applies, relative to the
-    likeliest token. Then top_k applies to the remaining tokens. Then top_p keeps the likeliest
-    tokens until their probabilities, normalised, reach `top_p`. Overwrites `scratch`, shaped like
-    `scaled`.
+    is 0. The order is that of vLLM and transformers. First min_p applies, relative to the likeliest
+    token. Then top_k applies to the remaining tokens. Then top_p keeps the likeliest tokens until
+    their probabilities, normalised, reach `top_p`. Overwrites `scratch`, shaped like `scaled`.
     """
     min_p, top_k, top_p = kept.min_p, kept.top_k, kept.top_p
     if min_p is None and top_k is None and top_p is None:

@@ -1,7 +1,7 @@
 """Gated linear recurrences: Gated DeltaNet, Kimi Delta Attention and Mamba 2 (see scan.h).
 
 A head has a state `S` [key size, value size]. A token has a query q, a key k, a value v, a decay a
-and a rate b. The token changes the state to `S''`, and reads `S''^T q`:
+and a rate b. The token changes the state to `S''`, and its result is `S''^T q`:
 
     S' = a S    S'' = S' + k c^T    c = b (v - S'^T k) in the delta rule, otherwise c = b v
 
