@@ -55,6 +55,44 @@ def test_a_stream_that_waits_shows_its_place(
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
 
 
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/responses", {"input": "Hi", "stream": True}),
+        (
+            "/v1/messages",
+            {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "max_tokens": 4,
+                "stream": True,
+                "model": "",
+            },
+        ),
+    ],
+    ids=["responses", "messages"],
+)
+def test_streams_of_other_endpoints_show_their_places(
+    start_gateway: Callable[..., LiveGateway],
+    own_worker: HandWorker,
+    path: str,
+    body: dict[str, object],
+) -> None:
+    put(own_worker.queue, "first")
+    gateway = start_gateway(http_header_seconds=0.05, http_keepalive_seconds=0.05)
+    with (
+        httpx2.Client(base_url=gateway.url, timeout=30) as http,
+        http.stream("POST", path, json=body) as response,
+    ):
+        lines = response.iter_lines()
+        while not next(lines).startswith(": waiting: 1 request waits in front"):
+            pass
+        own_worker.take()
+        while not next(lines).startswith(": waiting: next; the start is unknown: no worker"):
+            pass
+        own_worker.finish(own_worker.take(), "a")
+        assert "event: error" not in [*lines]
+
+
 def test_a_stream_has_events_of_the_queue_for_a_client_that_wants_them(
     start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
 ) -> None:
