@@ -23,8 +23,7 @@ _NONE = -1
 
 
 def pool_bytes(mixers: Sequence[Mixer], num_slots: int) -> int:
-    """Returns the bytes of a pool with this number of slots, including the kept states, but without
-    the entry of zeros."""
+    """Returns the bytes of a pool with this number of slots, including the kept states."""
     of_sequence = sum(spec.num_bytes for mixer in mixers for spec in mixer.state)
     return of_sequence * _num_entries(num_slots)
 
@@ -35,7 +34,7 @@ def num_kept_states(num_slots: int) -> int:
 
 
 def _num_entries(num_slots: int) -> int:
-    return ENTRIES_PER_SLOT * num_slots + num_kept_states(num_slots)
+    return 1 + ENTRIES_PER_SLOT * num_slots + num_kept_states(num_slots)
 
 
 class StatePool:
@@ -46,7 +45,7 @@ class StatePool:
     """
 
     def __init__(self, mixers: Sequence[Mixer], num_slots: int, device: torch.device) -> None:
-        num_entries = 1 + _num_entries(num_slots)
+        num_entries = _num_entries(num_slots)
         self._first_kept = num_entries - num_kept_states(num_slots)
         self._device = device
         self._scratch = Scratch(device)

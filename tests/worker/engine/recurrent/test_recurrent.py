@@ -232,7 +232,7 @@ def test_states_count_as_memory(directory_of: Callable[[str], Path]) -> None:
     directory = directory_of("qwen3_5_text")
     runner: Any = load(directory, max_num_seqs=3, kv_cache_memory=300_000)
     layout = runner.kv_layout
-    held = sum(tensor[1:].nbytes for tensors in runner.states.tensors for tensor in tensors)
+    held = sum(tensor.nbytes for tensors in runner.states.tensors for tensor in tensors)
     assert held == layout.state_bytes == pool_bytes(mixers_of(make_model("qwen3_5_text")), 3)
     block_bytes = layout.block_size * layout.bytes_per_token
     assert layout.num_blocks == (300_000 - held) // block_bytes
