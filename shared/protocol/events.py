@@ -48,7 +48,7 @@ class _Wire(BaseModel):
 
 
 class TopLogprob(_Wire):
-    """One of the likeliest tokens at a position."""
+    """One of the likeliest tokens at a position, with its natural log-probability."""
 
     token_id: int
     logprob: float
@@ -246,7 +246,8 @@ class Result(_WithPrompt):
 
     @classmethod
     def fold(cls, events: list[TokenEvent]) -> Result:
-        """Returns the result of a whole stream. `events` must include the last event."""
+        """Returns the result of a whole stream. Raises ValueError unless `events` ends with the
+        request's last event."""
         last = events[-1]
         if last.finish_reason is None:
             raise ValueError("the stream has no last event yet")

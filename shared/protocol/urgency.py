@@ -26,6 +26,6 @@ def tier_of(priority: int) -> Tier:
 
 
 def window_ms(window: str) -> int:
-    """Returns the milliseconds of a completion window that matches `WINDOW`."""
+    """Returns the milliseconds of a completion window, such as `2h`, that matches `WINDOW`."""
     minutes = int(window[:-1]) * (60 if window[-1] == "h" else 1)
     return minutes * _MINUTE_MS

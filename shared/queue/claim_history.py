@@ -46,7 +46,8 @@ class ClaimHistory:
 
     @contextmanager
     def call(self) -> Iterator[ClaimTurn]:
-        """Context manager around one claim. The caller stores the reply in the yielded `claims`."""
+        """Context manager around one claim. The caller must store the reply in the attribute
+        `claims` of the yielded object."""
         with self._lock:
             is_alone, self._is_under_way = not self._is_under_way, True
             self._number += is_alone
@@ -88,7 +89,7 @@ class ClaimHistory:
 
 
 class ClaimTurn:
-    """One claim: its facts about earlier claims, its nonce, and the requests in its reply."""
+    """One claim: a nonce, the facts to send about earlier claims, and the requests in the reply."""
 
     def __init__(self, context: ClaimContext) -> None:
         self.context = context
