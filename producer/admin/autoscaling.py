@@ -49,9 +49,9 @@ class Reason(StrEnum):
 
 
 class Scaling(BaseModel):
-    """The number of workers that a queue should have, and why. `waiting_seconds`,
-    `running_seconds` and `arriving_seconds` are the seconds of work for one worker, or None if not
-    measured."""
+    """The number of workers that a queue should have, and why. `waiting_seconds` and
+    `running_seconds` are seconds of work for one worker. `arriving_seconds` is the work that
+    arrives in each second. These times are None if not measured."""
 
     queue: str
     desired: int = Field(description="Number of workers that there should be.")

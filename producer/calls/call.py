@@ -69,7 +69,7 @@ class CompletionCall:
 
     @property
     def priority(self) -> int:
-        """The priority in the fields, or that of their service tier."""
+        """The field `priority`, or else the priority of the field `service_tier`; by default 0."""
         priority, tier = self.fields.get("priority"), self.fields.get("service_tier")
         if isinstance(priority, int):
             return priority

@@ -65,7 +65,7 @@ class Subscriptions:
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Puts each new message of a channel into a mailbox. Raises QueueClosedError when closed.
+        """Puts new messages of a channel into a mailbox. Raises QueueClosedError after `aclose`.
 
         Messages that were sent before the mailbox got its first `SUBSCRIBED` may be missing.
         """

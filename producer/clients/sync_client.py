@@ -151,7 +151,7 @@ class Client:
         return self.enqueue_composed(compose(requests))
 
     def enqueue_composed(self, new: list[NewRequest]) -> list[str]:
-        """Enqueues requests that `request_builder.compose` made. Otherwise like `enqueue_many`."""
+        """Enqueues all requests that `request_builder.compose` made, or none. Returns their ids."""
         return self._enqueue(new) if new else []
 
     def enqueue_samples(
@@ -186,9 +186,9 @@ class Client:
         The source, `request_id`, may still run or have ended. Without `at`, the fork continues
         after all of the source's tokens. The fork's output begins with these tokens and the text
         `append`. If the worker that runs the fork has the prompt and these tokens in its prefix
-        cache, computing them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the
-        source's payload without its seed and idempotency key. `changes` are further fields, such as
-        `temperature`. `max_tokens` counts neither these tokens nor `append`.
+        cache, computing them costs little. Returns the new id: `fork_id`, or a UUIDv7. The fork has
+        the source's payload without its seed and idempotency key. `changes` are further fields,
+        such as `temperature`. `max_tokens` counts neither these tokens nor `append`.
 
         Raises InvalidRequestError, also for an `at` beyond the source's tokens. Raises
         RequestNotFoundError if the source is unknown or has expired, and the errors of `enqueue`.
@@ -219,7 +219,10 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """Enqueue a request and return its result. The request continues if you stop waiting."""
+        """Enqueue a request, and return its result like `result`.
+
+        The request continues if you stop waiting. Raises the errors of `enqueue` and `result`.
+        """
         request_id = self.enqueue(prompt, **fields)
         return self.result(request_id, timeout=timeout, check=check)
 
@@ -232,7 +235,10 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue `n` requests with one prompt. Wait up to `timeout` seconds for all results."""
+        """Enqueue `n` requests with one prompt. Wait up to `timeout` seconds for all results.
+
+        Raises the errors of `enqueue` and `result`.
+        """
         request_ids = self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -267,20 +273,23 @@ class Client:
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        """Returns a score for each document: the better it answers the query, the higher the score.
-        `options` and errors are those of `embed`."""
+        """Returns a score for each document: a document that answers the query better scores
+        higher. `options` and errors are those of `embed`."""
         found = self.embed(documents, query=query, **options)
         return [score for (score,) in found.vectors]
 
     # One request
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """End a request: immediately if it waits, at the worker's next step if it runs."""
+        """End a request: immediately if it waits, at the worker's next step if it runs.
+
+        Returns a status, such as `unknown` for an unknown request.
+        """
         [status] = self._do(scripts.cancel([check_request_id(request_id)]))
         return status
 
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """Change the priority of a waiting request.
+        """Change the priority of a waiting request. Returns a status.
 
         The request moves in the queue as if it had been enqueued with this priority. A request that
         a worker holds keeps its priority. Raises InvalidRequestError.
@@ -306,7 +315,8 @@ class Client:
         return self.quote_composed(compose([payload]))
 
     def quote_composed(self, new: list[NewRequest]) -> places.Quote:
-        """Quotes the last of several requests, as if one call enqueued all of them."""
+        """Returns the quote of the last of several requests, as if one call enqueued all of
+        them."""
         return self._do(places.quote(new))
 
     def timeline(self, request_id: str) -> admin.timeline.Timeline:
@@ -435,7 +445,7 @@ class Client:
         return self._do(admin.api_keys.api_keys(self._keys()))
 
     def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
-        """Make a key invalid immediately. Raises RequestNotFoundError."""
+        """Make a key invalid immediately. Returns the key. Raises RequestNotFoundError."""
         return self._do(admin.api_keys.revoke_api_key(self._keys(), name))
 
     # Streams

@@ -1,7 +1,7 @@
 """Enqueues batches in RQ if no process runs them and an RQ worker is free. Tenants take turns.
 
-Other programs may write to the queue, too. An entry that is not a batch is deleted with a line in
-the log, so that it does not block later entries.
+Other programs may write to the queue, too. An entry that is not a batch is deleted and logged, so
+that the entry does not block later entries.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: o
 
 
 def upkeep_queue(queue: str, connection: redis.Redis) -> Queue:
-    """Returns RQ's queue for upkeep. It is separate, because batches occupy workers for hours."""
+    """Returns RQ's queue for upkeep, which is separate because batches occupy workers for hours."""
     return _queue(queue, UPKEEP, connection)
 
 

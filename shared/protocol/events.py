@@ -92,7 +92,8 @@ class Usage(_Wire):
     """Token counts. `completion_tokens` counts the emitted tokens of all attempts.
 
     `reasoning_tokens` is the number of completion tokens between the marks of reasoning, such as
-    `<think>`. It is None if the model does not reason, or if a mark begins or ends inside a token.
+    `<think>`. The number is None if the model does not reason, or if a mark begins or ends inside a
+    token.
     """
 
     prompt_tokens: int = 0

@@ -4,8 +4,8 @@ With each claim, a worker names the last claim whose reply had requests. If the 
 out requests since then, the reply with these requests was lost. The server then immediately returns
 the requests to the queue, and counts no crash.
 
-This works only for claims one after the other. So a claim that overlaps another claim names no
-earlier claim. The server recognises a late claim by its number.
+The server can only judge claims that follow each other. So a claim that overlaps another claim
+names no earlier claim. The server recognises a late claim by its number.
 """
 
 from __future__ import annotations
