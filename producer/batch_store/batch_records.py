@@ -198,7 +198,7 @@ class Batches:
         self, tenants: tuple[str, ...], limit: int, after: str | None
     ) -> tuple[list[BatchRecord], bool]:
         """Returns up to `limit` of the tenants' batches after the id `after`, newest first, and
-        whether there are more. Raises BatchMissingError."""
+        whether there are more. Raises BatchMissingError if no batch has the id `after`."""
         listed: list[str] = []
         for tenant in tenants:
             key = self._keys.batches_of(tenant)

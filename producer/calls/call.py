@@ -113,7 +113,8 @@ class CompletionCall:
         return replace(self, fields={**self.fields, **fields})
 
     def with_model_of(self, aliases: Mapping[str, str]) -> CompletionCall:
-        """Returns the call with the main name of its model in place of an alias."""
+        """Returns the call with its model's name in place of an alias. `aliases` maps aliases to
+        names."""
         name = aliases.get(self.model) if isinstance(self.model, str) else None
         return self if name is None else self.with_fields(model=name)
 

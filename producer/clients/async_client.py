@@ -149,6 +149,7 @@ class AsyncClient:
         """Enqueue several requests, either all of them or none. Returns their ids.
 
         Each request is a mapping of the arguments of `enqueue`, such as `{"prompt": "Once"}`.
+        Raises the errors of `enqueue`.
         """
         return await self.enqueue_composed(compose(requests))
 
@@ -168,7 +169,7 @@ class AsyncClient:
     ) -> list[str]:
         """Enqueue `n` requests with one prompt, all or none. Returns the ids `ID:0` ... `ID:n-1`.
 
-        If `seed` is set, the seed of request `i` is `seed + i`.
+        If `seed` is set, the seed of request `i` is `seed + i`. Raises the errors of `enqueue`.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         return await self.enqueue_composed(compose_samples(n, request))
@@ -221,7 +222,7 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """Enqueue a request, and return its result like `result`.
+        """Enqueue a request, and wait for its result as `result` does.
 
         The request continues if you stop waiting. Raises the errors of `enqueue` and `result`.
         """
@@ -319,8 +320,7 @@ class AsyncClient:
         return await self.quote_composed(compose([payload]))
 
     async def quote_composed(self, new: list[NewRequest]) -> places.Quote:
-        """Returns the quote of the last of several requests, as if one call enqueued all of
-        them."""
+        """Returns the quote of the last of `new`, as if one call enqueued all requests in `new`."""
         return await self._do(places.quote(new))
 
     async def timeline(self, request_id: str) -> admin.timeline.Timeline:
@@ -356,7 +356,10 @@ class AsyncClient:
         await self._do(statistics.sample(statistics.Contribution()))
 
     async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns how many workers the queue needs to keep waits within `target_seconds`."""
+        """Returns how many workers the queue needs to keep waits within `target_seconds`.
+
+        Raises ConfigurationError if `target_seconds` is not above 0.
+        """
         return await self._do(admin.autoscaling.scaling(await self._keys(), target_seconds))
 
     async def scalings(
@@ -475,8 +478,7 @@ class AsyncClient:
         from_index: int = 0,
         timeout: float | None = None,
     ) -> None:
-        """Call `handle` with each event of a stream, including the last, as soon as the event
-        arrives.
+        """Call `handle` with each event of a stream as soon as the event arrives.
 
         With `stream`, each event wakes up a task. With hundreds of streams, this costs more than
         the events themselves. With `follow`, no task wakes up, but all streams of the client wait

@@ -50,8 +50,7 @@ class Embeddings:
 
 
 def countdown(timeout: float | None) -> Callable[[], float | None]:
-    """Returns a function that returns the remaining seconds of `timeout`; None without a
-    timeout."""
+    """Returns a function that returns the remaining seconds of `timeout` (None: no timeout)."""
     if timeout is None:
         return lambda: None
     deadline = time.monotonic() + timeout

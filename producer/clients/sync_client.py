@@ -147,6 +147,7 @@ class Client:
         """Enqueue several requests, either all of them or none. Returns their ids.
 
         Each request is a mapping of the arguments of `enqueue`, such as `{"prompt": "Once"}`.
+        Raises the errors of `enqueue`.
         """
         return self.enqueue_composed(compose(requests))
 
@@ -166,7 +167,7 @@ class Client:
     ) -> list[str]:
         """Enqueue `n` requests with one prompt, all or none. Returns the ids `ID:0` ... `ID:n-1`.
 
-        If `seed` is set, the seed of request `i` is `seed + i`.
+        If `seed` is set, the seed of request `i` is `seed + i`. Raises the errors of `enqueue`.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         return self.enqueue_composed(compose_samples(n, request))
@@ -219,7 +220,7 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """Enqueue a request, and return its result like `result`.
+        """Enqueue a request, and wait for its result as `result` does.
 
         The request continues if you stop waiting. Raises the errors of `enqueue` and `result`.
         """
@@ -315,8 +316,7 @@ class Client:
         return self.quote_composed(compose([payload]))
 
     def quote_composed(self, new: list[NewRequest]) -> places.Quote:
-        """Returns the quote of the last of several requests, as if one call enqueued all of
-        them."""
+        """Returns the quote of the last of `new`, as if one call enqueued all requests in `new`."""
         return self._do(places.quote(new))
 
     def timeline(self, request_id: str) -> admin.timeline.Timeline:
@@ -352,7 +352,10 @@ class Client:
         self._do(statistics.sample(statistics.Contribution()))
 
     def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns how many workers the queue needs to keep waits within `target_seconds`."""
+        """Returns how many workers the queue needs to keep waits within `target_seconds`.
+
+        Raises ConfigurationError if `target_seconds` is not above 0.
+        """
         return self._do(admin.autoscaling.scaling(self._keys(), target_seconds))
 
     def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[admin.autoscaling.Scaling]:

@@ -55,8 +55,8 @@ class Frames(Protocol):
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
         """Writes the frames for an event of request number `place`, counted from 0. Returns a
-        function to await before the next write, or None. Raises ApiError if the request has
-        failed."""
+        function to call and await before the next write, or None. Raises ApiError if the request
+        has failed."""
 
     async def finish(self) -> None:
         """Writes the frames that follow the end of all requests: by default, none."""
@@ -73,7 +73,8 @@ class Streamed(Answer, Protocol):
     def id(self) -> str: ...
     @property
     def url(self) -> str:
-        """The path at which the stream can be read again; '' if it cannot."""
+        """The path at which the stream can be read again; '' if nobody can read the stream
+        again."""
 
 
 class EventStream(Response):
@@ -229,8 +230,8 @@ class Out:
         self._timer = self._loop.call_later(seconds, self._check_keepalive)
 
     def write(self, frame: bytes) -> Unfinished:
-        """Writes a frame after all earlier frames. Returns a function to await before the next
-        write, or None."""
+        """Writes a frame after all earlier frames. Returns a function to call and await before
+        the next write, or None."""
         self._wrote_at = self._loop.time()
         if self._is_open and self._write_piece is not None:
             return self._write_piece(frame)

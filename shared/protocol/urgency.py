@@ -19,7 +19,7 @@ def priority_of(tier: str) -> int:
 
 
 def tier_of(priority: int) -> Tier:
-    """Returns the service tier whose band contains a priority."""
+    """Returns the service tier to whose range a priority belongs."""
     if priority <= _PRIORITIES["priority"]:
         return "priority"
     return "flex" if priority >= _PRIORITIES["flex"] else "default"

@@ -241,7 +241,8 @@ def release(
 def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[CancelStatus]]:
     """Ends waiting requests. In the mode `any`, also flags running requests as cancelled.
 
-    In the mode `flagged`, ends only waiting requests that a plain Redis client has flagged.
+    In the mode `flagged`, ends only waiting requests that a plain Redis client has flagged. The
+    reply has a status for each request.
     """
     encoded = [request_id.encode("utf-8", "surrogateescape") for request_id in request_ids]
     return Call("cancel", [mode, *encoded], lambda reply: [*map(CancelStatus, texts_of(reply))])

@@ -53,14 +53,14 @@ def parser_with_busy(kind: Any) -> Any:
 
 
 def is_busy(error: Exception) -> bool:
-    """Returns whether a server answers but cannot serve yet."""
+    """Returns whether an error means that the server answers but cannot serve yet."""
     kinds = (BusyError, BusyLoadingError, ClusterDownError, TryAgainError)
     # Clients that other code made do not know BUSY.
     return isinstance(error, kinds) or str(error).startswith(f"{_BUSY} ")
 
 
 def is_away(error: Exception) -> bool:
-    """Returns whether this call may succeed later, without any change by the caller."""
+    """Returns whether a call that failed with this error may succeed later without a change."""
     if isinstance(error, AuthenticationError):
         return False
     return isinstance(error, (ConnectionError, TimeoutError)) or is_busy(error)
