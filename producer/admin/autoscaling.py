@@ -101,8 +101,7 @@ def scalings(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation
 
 
 def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -> Scaling:
-    """Returns the scaling for a measured load. Raises ConfigurationError for a target not above
-    0."""
+    """Returns the scaling for a load. Raises ConfigurationError unless the target is above 0."""
     if not 0 < target_seconds < math.inf:
         raise ConfigurationError(f"target: {target_seconds} is not a number of seconds above 0")
     wanted = _wanted(work, target_seconds)

@@ -190,8 +190,7 @@ def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
 
 
 def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
-    """Returns the tools that `tool_choice` names. Raises InvalidRequestError for an unknown
-    name."""
+    """Returns the tools that `tool_choice` names. Raises InvalidRequestError if one is missing."""
     known = [name_of_tool(tool) for tool in tools]
     for name in names:
         if name is None or name not in known:

@@ -81,8 +81,8 @@ class ServedQueues:
 
     Methods that call the server raise redis.RedisError if the server of the gateway's own queue
     does not answer. Other queues that cannot be read are skipped. If a queue's server does not
-    answer (is away), it is tried again after a second. A queue that cannot be read for another
-    reason is tried again after a minute.
+    answer (is away), the queue is tried again after a second. A queue that cannot be read for
+    another reason is tried again after a minute.
     """
 
     def __init__(

@@ -48,8 +48,7 @@ def operation(
 
 
 def any_of(operations: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the headers and the body of an endpoint that accepts the bodies of all
-    `operations`."""
+    """Returns the headers and the body of an endpoint that accepts any body of `operations`."""
     headers, schemas = dict[str, Any](), []
     for each in operations:
         headers |= {header["name"]: header for header in each["parameters"]}

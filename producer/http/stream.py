@@ -73,8 +73,7 @@ class Streamed(Answer, Protocol):
     def id(self) -> str: ...
     @property
     def url(self) -> str:
-        """The path at which the stream can be read again; '' if nobody can read the stream
-        again."""
+        """The path at which the stream can be read again; '' if there is no such path."""
 
 
 class EventStream(Response):
@@ -198,8 +197,8 @@ class FramesInTurns(StreamingResponse):
 
 
 class Out:
-    """Sends the status and frames. After `keepalive_seconds` without a frame, sends `keepalive`. If
-    `keepalive` is None, sends the result of `waiting` instead."""
+    """Sends the status and the frames of a stream. After `keepalive_seconds` without a frame, sends
+    `keepalive`. If `keepalive` is None, sends the result of `waiting` instead."""
 
     def __init__(
         self,

@@ -91,8 +91,7 @@ def _pieces_of(event: TokenEvent) -> Iterator[StoredPiece]:
 
 
 def ending_of(event: TokenEvent) -> Ending:
-    """Returns the ending that a request's last event reports. Raises ValueError for other
-    events."""
+    """Returns the ending in a request's last event. Raises ValueError for other events."""
     if event.finish_reason is None:
         raise ValueError("the event is not the last one")
     stats = event.stats or Stats()
