@@ -113,8 +113,7 @@ class CompletionCall:
         return replace(self, fields={**self.fields, **fields})
 
     def with_model_of(self, aliases: Mapping[str, str]) -> CompletionCall:
-        """Returns the call with its model's name in place of an alias. `aliases` maps aliases to
-        names."""
+        """Returns the call with the model's name, if the call names a model by one of `aliases`."""
         name = aliases.get(self.model) if isinstance(self.model, str) else None
         return self if name is None else self.with_fields(model=name)
 

@@ -70,7 +70,7 @@ class Dispatcher:
         return self._queue.run(scripts.hold(self._keys, key, self._holder, ttl_ms))
 
     def hand_out_batches(self) -> int:
-        """Enqueues new or interrupted batches, one for each free RQ worker. Returns how many."""
+        """Enqueues new or interrupted batches, one for each free RQ worker. Returns the number."""
         unfinished = self._unfinished_batches()
         if not unfinished:
             self._starting.clear()

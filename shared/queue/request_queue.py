@@ -308,9 +308,10 @@ class RequestQueue(_Queue):
     ) -> list[str]:
         """Puts requests back into the queue, at their old place and with their progress.
 
-        Returns a status for each request; `waiting` means that the request was put back. Set
-        `crashed` if the engine failed while it ran the requests; this counts a crash for each.
-        `delays_ms` has one delay for each request, during which nobody can claim the request.
+        Returns a status for each request; `waiting` means that the request was put back. If the
+        engine failed while it ran the requests, set `crashed`, which counts a crash for each
+        request. `delays_ms` has one delay for each request, during which nobody can claim the
+        request.
         """
         return self.run(self._release(held, crashed, delays_ms)) if held else []
 

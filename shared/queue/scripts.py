@@ -321,7 +321,8 @@ def wake_workers(keys: Keys) -> Call[int]:
 
 
 def drain(channel: str, worker_id: str | None) -> Call[int]:
-    """Makes one worker (None: every worker) finish its running requests and exit."""
+    """Makes one worker (None: every worker) finish its running requests and exit. `channel` is the
+    name of a channel to which the workers listen."""
     message = "drain" if worker_id is None else f"drain:{worker_id}"
     return Call("", ["PUBLISH", channel, message], int)
 
