@@ -46,7 +46,7 @@ class RedisSideError(PromptqError):
 
 
 class RedisUnavailableError(RedisSideError):
-    """No server answers at the address."""
+    """No usable server answers at the address."""
 
 
 class RedisBusyError(RedisUnavailableError):

@@ -91,8 +91,8 @@ class ApiKey(BaseModel):
     def reach(self) -> tuple[str, ...]:
         """The tenants whose files and batches the key may read: normally only the key's tenant.
 
-        An administrator's key without an assigned tenant may also read files and batches of the
-        tenant without a name (''), such as files from before the first key.
+        An administrator's key that was created without a tenant may also read those of the tenant
+        without a name (''). That tenant has, for example, files from before the first key.
         """
         own = self.tenant or ""
         return (own, "") if own and self.is_free else (own,)
@@ -152,7 +152,7 @@ def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
 
 
 def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
-    """Makes a key invalid at once. Raises RequestNotFoundError."""
+    """Makes a key invalid at once. Returns the key. Raises RequestNotFoundError."""
     stored = yield Call("", ["HGETALL", keys.api_keys], text_map)
     named = {hashed: key for hashed, key in _read_all(keys, stored) if key.name == name}
     if not named:
@@ -173,7 +173,7 @@ def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:
 
 
 def note_use(keys: Keys, secret: str, now_ms: int) -> Call[int]:
-    """Records the time at which a key was used."""
+    """Records that a key was used at `now_ms` (Unix milliseconds)."""
     return Call("", ["HSET", keys.api_keys_used, hash_of(secret), now_ms], int)
 
 

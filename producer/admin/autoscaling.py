@@ -49,9 +49,9 @@ class Reason(StrEnum):
 
 
 class Scaling(BaseModel):
-    """The number of workers that a queue should have, and why. `waiting_seconds`,
-    `running_seconds` and `arriving_seconds` are the seconds of work for one worker, or None if not
-    measured."""
+    """The number of workers that a queue should have, and why. `waiting_seconds` and
+    `running_seconds` are seconds of work for one worker. `arriving_seconds` is the work that
+    arrives in each second. These times are None if not measured."""
 
     queue: str
     desired: int = Field(description="Number of workers that there should be.")
@@ -83,7 +83,10 @@ class Scaling(BaseModel):
 
 
 def scaling(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[Scaling]:
-    """Computes how many workers the queue needs so that no request waits over `target_seconds`."""
+    """Computes how many workers the queue needs so that no request waits over `target_seconds`.
+
+    Raises ConfigurationError if `target_seconds` is not above 0.
+    """
     work: Work = yield measure_work(keys)
     return scaling_of(keys.queue, work, target_seconds)
 
@@ -98,7 +101,7 @@ def scalings(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation
 
 
 def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -> Scaling:
-    """Returns the scaling for a measured load. Raises ConfigurationError for a wrong target."""
+    """Returns the scaling for a load. Raises ConfigurationError unless the target is above 0."""
     if not 0 < target_seconds < math.inf:
         raise ConfigurationError(f"target: {target_seconds} is not a number of seconds above 0")
     wanted = _wanted(work, target_seconds)

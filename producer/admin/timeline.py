@@ -57,7 +57,7 @@ _RANKS = {what: rank for rank, what in enumerate(Happened)}
 
 
 class Moment(BaseModel):
-    """One thing that happened to a request. In an attempt, `attempt` and `worker` are set."""
+    """One thing that happened to a request. Within an attempt, `attempt` and `worker` are set."""
 
     at: int
     """Time in Unix milliseconds of the server."""

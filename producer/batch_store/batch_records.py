@@ -198,7 +198,7 @@ class Batches:
         self, tenants: tuple[str, ...], limit: int, after: str | None
     ) -> tuple[list[BatchRecord], bool]:
         """Returns up to `limit` of the tenants' batches after the id `after`, newest first, and
-        whether there are more. Raises BatchMissingError."""
+        whether there are more. Raises BatchMissingError if no batch has the id `after`."""
         listed: list[str] = []
         for tenant in tenants:
             key = self._keys.batches_of(tenant)
@@ -215,7 +215,7 @@ class Batches:
         return [record for record in records if record is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
-        """Asks the batch's process to end the batch. Raises BatchMissingError, BatchOverError."""
+        """Requests a batch's end. Returns the record. Raises BatchMissingError, BatchOverError."""
         record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")

@@ -37,7 +37,7 @@ class FileQuotas:
         self._check(tenant, *self.kept(tenant), more_bytes=1)
 
     def begin(self, tenant: str, num_bytes: int) -> Upload:
-        """Begins an upload, whose first `num_bytes` count from now on. Raises FileQuotaError."""
+        """Returns a new upload, whose first `num_bytes` count at once. Raises FileQuotaError."""
         upload = Upload(self, tenant, *self.kept(tenant))
         with self._changing:
             self._uploads.add(upload)
@@ -107,7 +107,7 @@ class Upload:
     def add(
         self, source: BinaryIO, *, filename: str, purpose: str, ttl_seconds: int | None
     ) -> StoredFile:
-        """Adds the uploaded file to the store. Raises FileQuotaError."""
+        """Adds the upload to the store. Returns the stored file. Raises FileQuotaError."""
         return self._quotas.store.add(
             source,
             filename=filename,

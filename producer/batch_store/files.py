@@ -158,7 +158,8 @@ class FileStore:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
-        """Returns up to `limit` of the tenants' files following `after`, and whether more exist."""
+        """Returns up to `limit` of the tenants' files after the id `after`, and whether more
+        exist."""
         is_newest_first = order == "desc"
         files = [
             file

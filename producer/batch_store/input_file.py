@@ -92,10 +92,11 @@ class RefusedLineError(PromptqError):
 
 
 def lines_at(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yields the number (from 1, in the whole file), the offset in bytes and the bytes of each line
-    that is not blank.
+    """Yields each line that is not blank: its number (counted from 1, with blank lines), its offset
+    in bytes, and its bytes.
 
-    A line that is too long is cut to MAX_LINE_BYTES + 1 bytes, so that the caller can report it.
+    A line of more than MAX_LINE_BYTES is cut to MAX_LINE_BYTES + 1 bytes. So the caller can
+    recognise and report the line.
     """
     with path.open("rb") as file:
         number = offset = 0

@@ -16,11 +16,11 @@ _INPUTS = (b'"messages"', b'"prompt"', b'"input"')
 
 
 def lines_by_prefix(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the numbers and bytes of the lines of `lines_at`, grouped by the beginning of their
-    input. A group stands at the place of its first line. Groups with a longer common beginning are
-    inside it.
+    """Yields the number and the bytes of each line of `lines_at`, grouped by the beginning of the
+    line's input. A group stands at the place of its first line. Inside a group, lines with a longer
+    common beginning follow each other.
 
-    Reads the whole file before it returns.
+    Reads the whole file before the first line is yielded.
     """
     first_lines: dict[bytes, int] = {}
     order = []

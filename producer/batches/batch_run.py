@@ -142,7 +142,7 @@ class BatchRun:
 
     @property
     def only_waits(self) -> bool:
-        """Whether no line is in the queue, and the next lines wait for the key's rate limits."""
+        """Whether no line is in the queue, and the next lines wait for the caller's rate limits."""
         return self._waits_for_rates and not self._in_flight
 
     async def _round(self, look: Callable[[], Awaitable[Ending | None]]) -> None:

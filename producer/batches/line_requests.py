@@ -64,7 +64,7 @@ class LineGateway:
 
     async def of(self, line: BatchLine) -> LineRequest | None:
         """Converts a line into requests. Returns None while no worker has loaded the line's model,
-        and while the line's pictures are being fetched. If it returns None, call it again later.
+        and while the line's pictures are being fetched. After None, call `of` again later.
         Raises RefusedLineError if the gateway would refuse the line."""
         options, request_id = self._options, request_id_of(self._batch_id, line)
         aliases = await self._queues.aliases()

@@ -69,7 +69,7 @@ class CompletionCall:
 
     @property
     def priority(self) -> int:
-        """The priority in the fields, or that of their service tier."""
+        """The field `priority`, or else the priority of the field `service_tier`; by default 0."""
         priority, tier = self.fields.get("priority"), self.fields.get("service_tier")
         if isinstance(priority, int):
             return priority
@@ -113,7 +113,7 @@ class CompletionCall:
         return replace(self, fields={**self.fields, **fields})
 
     def with_model_of(self, aliases: Mapping[str, str]) -> CompletionCall:
-        """Returns the call with the main name of its model in place of an alias."""
+        """Returns the call with the model's name, if the call names a model by one of `aliases`."""
         name = aliases.get(self.model) if isinstance(self.model, str) else None
         return self if name is None else self.with_fields(model=name)
 

@@ -92,7 +92,7 @@ class BodyOptions(BaseModel):
 
 
 class CachedOptions(BaseModel):
-    """The field of OpenAI's API that names calls with the same beginning."""
+    """OpenAI's field `prompt_cache_key`, the same text in all calls with the same beginning."""
 
     prompt_cache_key: str | None = Field(
         None, description=f"sets `session`, if absent, to its first {MAX_SESSION_CHARS} characters"
@@ -121,7 +121,7 @@ def check_effort(field: str, effort: Any) -> None:
 
 
 def with_effort(effort: str, variables: Any) -> Any:
-    """Returns a template's variables with a reasoning effort, unless the variables have one."""
+    """Returns the variables of a chat template. Adds the reasoning effort if they have none."""
     if not isinstance(variables, dict):
         return variables  # refused later, by its name
     ours: dict[str, Any] = {"reasoning_effort": effort}
@@ -190,7 +190,7 @@ def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
 
 
 def tools_named(names: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
-    """Returns the tools that a `tool_choice` names. Raises InvalidRequestError."""
+    """Returns the tools that `tool_choice` names. Raises InvalidRequestError if one is missing."""
     known = [name_of_tool(tool) for tool in tools]
     for name in names:
         if name is None or name not in known:

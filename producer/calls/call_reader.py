@@ -157,7 +157,7 @@ class CallReader:
     async def shown_fields(
         self, caller: Caller, payloads: Sequence[bytes], with_prompts: bool
     ) -> list[dict[str, Any]]:
-        """Returns the fields of each stored payload that a stream needs (see
+        """Returns, for each stored payload, the fields that a stream needs (see
         `completion.shown_fields`). Parses large payloads in another process. Raises
         InvalidRequestError, ApiError."""
         if sum(map(len, payloads)) <= _SMALL_BYTES:

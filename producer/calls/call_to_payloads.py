@@ -82,8 +82,8 @@ def composed(
 
 
 def check_pictures_served(view: QueueView, names: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError if all live workers of a queue refuse pictures. Pass the call's
-    attribute `names`."""
+    """Raises InvalidRequestError if all live workers of a queue refuse pictures. `names` has the
+    endpoint's names of fields; see `in_api_names`."""
     if "pictures" in view.refused:
         why = "messages: no live worker's engine serves pictures"
         message, field = in_api_names(names, why, "messages")
@@ -91,9 +91,13 @@ def check_pictures_served(view: QueueView, names: Mapping[str, str]) -> None:
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
-    """Returns the call. If the call names no tenant, sets the caller's tenant. If the call has no
-    priority, sets that of its service tier, or the most urgent one that the caller may use. Raises
-    ApiError 403 if the caller may not use the call's tenant or priority."""
+    """Returns the call with a tenant and a priority that the caller may use.
+
+    If the call names no tenant, sets the caller's tenant. If the call has no priority, sets the
+    priority of its service tier (by default 0). If this is too urgent for the caller, sets the most
+    urgent priority that the caller may use instead. Raises ApiError 403 if the call names a tenant
+    or a priority that the caller may not use.
+    """
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     if tenant is not None:
         check_tenant(caller, tenant)

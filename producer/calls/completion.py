@@ -306,7 +306,7 @@ async def with_model_and_style(
     served: ServedQueue, completion: Completion
 ) -> tuple[Completion, OutputStyle | None]:
     """Returns the completion with its queue's model, and the output style of the model (None if the
-    completion needs none). Call it after the first event; see `model_and_style`."""
+    completion needs none). Call this function after the first event; see `model_and_style`."""
     if completion.model and not completion.is_chat:
         return completion, None
     model, style = await model_and_style(served, needs_style=completion.expected.with_tools)
@@ -319,7 +319,7 @@ async def model_and_style(
     served: ServedQueue, *, needs_style: bool = True
 ) -> tuple[str, OutputStyle | None]:
     """Returns the queue's model and output style, which workers store before the first event. The
-    style may be None unless `needs_style`. Raises RedisSideError."""
+    style may be None, and may be out of date unless `needs_style`. Raises RedisSideError."""
     with explained(served.client.url):
         view = await served.view()
         lacks_style = view.output_style is None and needs_style

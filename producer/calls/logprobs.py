@@ -28,7 +28,7 @@ def chat_logprob(chosen: TokenLogprob) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first token of a prompt. It has no log-probability, because no token precedes it."""
+    """A prompt's first token, which has no log-probability because no token precedes it."""
 
     token: str
 

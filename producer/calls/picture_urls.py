@@ -79,7 +79,7 @@ def _url_of(part: Any) -> str | None:
 
 
 class PictureFetcher:
-    """Gets pictures in threads, for `calls_at_once` calls of a tenant at a time."""
+    """Gets pictures in threads, for at most `calls_at_once` calls of each tenant at a time."""
 
     def __init__(self, files: FileStore | None, calls_at_once: int = 1) -> None:
         self._files = files
@@ -90,7 +90,7 @@ class PictureFetcher:
     async def fetch(
         self, urls: Sequence[str], field: str, caller: Caller, *, allow_private: bool = False
     ) -> dict[str, str]:
-        """Maps each URL or file id to a data URL. Raises InvalidRequestError, which names the
+        """Returns a data URL for each URL or file id. Raises InvalidRequestError, which names the
         field, and ApiError 403 for a file if the caller may not read files."""
         if len(urls) > MAX_PICTURES:
             raise InvalidRequestError(

@@ -81,8 +81,8 @@ class ServedQueues:
 
     Methods that call the server raise redis.RedisError if the server of the gateway's own queue
     does not answer. Other queues that cannot be read are skipped. If a queue's server does not
-    answer (is away), it is tried again after a second. A queue that cannot be read for another
-    reason is tried again after a minute.
+    answer (is away), the queue is tried again after a second. A queue that cannot be read for
+    another reason is tried again after a minute.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ServedQueues:
     ) -> Found:
         """Returns the queue that serves a model; without a model, the gateway's own queue. If no
         queue serves the model, returns the gateway's only queue if that has no model yet. Otherwise
-        raises ModelIsLoadingError or ModelNotServedError.
+        raises ModelIsLoadingError, ModelNotServedError, or the error of a server that is away.
 
         If several queues serve the model, returns the one with the fewest requests for each worker.
 
@@ -209,7 +209,8 @@ class ServedQueues:
         raise ModelNotServedError(not_served(model, {view.model for _, view in views}))
 
     async def holding(self, request_id: str) -> ServedQueue:
-        """Returns the queue that has a request. Raises RequestNotFoundError."""
+        """Returns the queue that has a request. If only one queue is known, returns this queue
+        without a search. Raises RequestNotFoundError, or the error of a server that is away."""
         served = await self.all()
         served += [queue for queue in self.opened if queue not in served]
         if len(served) == 1:

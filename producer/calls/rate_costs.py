@@ -22,8 +22,8 @@ _MINUTE_MS = 60_000
 async def take_of_queues(
     own: AsyncRequestQueue, serving: AsyncRequestQueue, holder: str, rates: Sequence[Rate]
 ) -> RateAnswer:
-    """Takes a call's tokens from the rate in the queue that serves the call, and its requests from
-    the rate in the gateway's own queue. Takes nothing if one of the rates does not suffice.
+    """Takes a call's costs from the caller's rates: tokens in the queue `serving`, which serves the
+    call, and requests in `own`, the gateway's own queue. Takes nothing if a rate does not suffice.
 
     If the two queues differ and a rate does not suffice, `wait_ms` is the wait for one rate only:
     for tokens if too few are left, otherwise for requests.

@@ -1,6 +1,6 @@
-"""Hashes by which requests with the same beginning find the worker that has computed it.
+"""Hashes that lead requests with the same beginning to a worker that has already computed it.
 
-They are hints: a wrong hash changes only the order in which workers take a tenant's requests.
+The hashes are hints: a wrong hash changes only the order in which workers take a tenant's requests.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ PREFIXES = (1_024, 4_096, 16_384, 65_536)
 
 
 def affinity_of(request: Request) -> str:
-    """Returns the hash of the session (`-` without one), and those of the beginnings of the prompt
-    or chat, the shortest first; empty if there is none of them."""
+    """Returns hashes, separated by spaces: of the session (`-` without a session), then of the
+    beginnings of the prompt or chat, the shortest first. Empty if there is nothing to hash."""
     session, prompt, salt = request.session, request.prompt, request.cache_salt or ""
     if session is None and isinstance(prompt, str) and len(prompt) < PREFIXES[0] // 4:
         return ""  # a character has at most 4 bytes

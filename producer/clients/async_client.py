@@ -108,6 +108,7 @@ class AsyncClient:
         """The request queue, for operations that the client has no method for.
 
         A client made from a URL has its queue only after connecting, such as in `async with`.
+        Before, raises RedisUnavailableError.
         """
         if self._queue is None or self._model is not None:
             raise RedisUnavailableError("the client is not connected yet: enter it with async with")
@@ -148,11 +149,12 @@ class AsyncClient:
         """Enqueue several requests, either all of them or none. Returns their ids.
 
         Each request is a mapping of the arguments of `enqueue`, such as `{"prompt": "Once"}`.
+        Raises the errors of `enqueue`.
         """
         return await self.enqueue_composed(compose(requests))
 
     async def enqueue_composed(self, new: list[NewRequest]) -> list[str]:
-        """Enqueues requests that `request_builder.compose` made. Otherwise like `enqueue_many`."""
+        """Enqueues all requests that `request_builder.compose` made, or none. Returns their ids."""
         return await self._enqueue(new) if new else []
 
     async def enqueue_samples(
@@ -167,7 +169,7 @@ class AsyncClient:
     ) -> list[str]:
         """Enqueue `n` requests with one prompt, all or none. Returns the ids `ID:0` ... `ID:n-1`.
 
-        If `seed` is set, the seed of request `i` is `seed + i`.
+        If `seed` is set, the seed of request `i` is `seed + i`. Raises the errors of `enqueue`.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         return await self.enqueue_composed(compose_samples(n, request))
@@ -187,9 +189,9 @@ class AsyncClient:
         The source, `request_id`, may still run or have ended. Without `at`, the fork continues
         after all of the source's tokens. The fork's output begins with these tokens and the text
         `append`. If the worker that runs the fork has the prompt and these tokens in its prefix
-        cache, computing them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the
-        source's payload without its seed and idempotency key. `changes` are further fields, such as
-        `temperature`. `max_tokens` counts neither these tokens nor `append`.
+        cache, computing them costs little. Returns the new id: `fork_id`, or a UUIDv7. The fork has
+        the source's payload without its seed and idempotency key. `changes` are further fields,
+        such as `temperature`. `max_tokens` counts neither these tokens nor `append`.
 
         Raises InvalidRequestError, also for an `at` beyond the source's tokens. Raises
         RequestNotFoundError if the source is unknown or has expired, and the errors of `enqueue`.
@@ -220,7 +222,10 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """Enqueue a request and return its result. The request continues if you stop waiting."""
+        """Enqueue a request, and wait for its result as `result` does.
+
+        The request continues if you stop waiting. Raises the errors of `enqueue` and `result`.
+        """
         request_id = await self.enqueue(prompt, **fields)
         return await self.result(request_id, timeout=timeout, check=check)
 
@@ -233,7 +238,10 @@ class AsyncClient:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue `n` requests with one prompt. Wait up to `timeout` seconds for all results."""
+        """Enqueue `n` requests with one prompt. Wait up to `timeout` seconds for all results.
+
+        Raises the errors of `enqueue` and `result`.
+        """
         request_ids = await self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [await self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -268,20 +276,23 @@ class AsyncClient:
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     async def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        """Returns a score for each document: the better it answers the query, the higher the score.
-        `options` and errors are those of `embed`."""
+        """Returns a score for each document: a document that answers the query better scores
+        higher. `options` and errors are those of `embed`."""
         found = await self.embed(documents, query=query, **options)
         return [score for (score,) in found.vectors]
 
     # One request
 
     async def cancel(self, request_id: str) -> CancelStatus:
-        """End a request: immediately if it waits, at the worker's next step if it runs."""
+        """End a request: immediately if it waits, at the worker's next step if it runs.
+
+        Returns a status, such as `unknown` for an unknown request.
+        """
         [status] = await self._do(scripts.cancel([check_request_id(request_id)]))
         return status
 
     async def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """Change the priority of a waiting request.
+        """Change the priority of a waiting request. Returns a status.
 
         The request moves in the queue as if it had been enqueued with this priority. A request that
         a worker holds keeps its priority. Raises InvalidRequestError.
@@ -309,7 +320,7 @@ class AsyncClient:
         return await self.quote_composed(compose([payload]))
 
     async def quote_composed(self, new: list[NewRequest]) -> places.Quote:
-        """Quotes the last of several requests, as if one call enqueued all of them."""
+        """Returns the quote of the last of `new`, as if one call enqueued all requests in `new`."""
         return await self._do(places.quote(new))
 
     async def timeline(self, request_id: str) -> admin.timeline.Timeline:
@@ -345,7 +356,10 @@ class AsyncClient:
         await self._do(statistics.sample(statistics.Contribution()))
 
     async def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns how many workers the queue needs to keep waits within `target_seconds`."""
+        """Returns how many workers the queue needs to keep waits within `target_seconds`.
+
+        Raises ConfigurationError if `target_seconds` is not above 0.
+        """
         return await self._do(admin.autoscaling.scaling(await self._keys(), target_seconds))
 
     async def scalings(
@@ -440,7 +454,7 @@ class AsyncClient:
         return await self._do(admin.api_keys.api_keys(await self._keys()))
 
     async def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
-        """Make a key invalid immediately. Raises RequestNotFoundError."""
+        """Make a key invalid immediately. Returns the key. Raises RequestNotFoundError."""
         return await self._do(admin.api_keys.revoke_api_key(await self._keys(), name))
 
     # Streams
@@ -464,8 +478,7 @@ class AsyncClient:
         from_index: int = 0,
         timeout: float | None = None,
     ) -> None:
-        """Call `handle` with each event of a stream, including the last, as soon as the event
-        arrives.
+        """Call `handle` with each event of a stream as soon as the event arrives.
 
         With `stream`, each event wakes up a task. With hundreds of streams, this costs more than
         the events themselves. With `follow`, no task wakes up, but all streams of the client wait

@@ -50,7 +50,7 @@ class Embeddings:
 
 
 def countdown(timeout: float | None) -> Callable[[], float | None]:
-    """Returns a function that returns how many seconds of `timeout` are left; None: no timeout."""
+    """Returns a function that returns the remaining seconds of `timeout` (None: no timeout)."""
     if timeout is None:
         return lambda: None
     deadline = time.monotonic() + timeout

@@ -82,7 +82,7 @@ Steps = Generator[Action, Any, None]
 
 
 class Notice(Enum):
-    """News about a subscription. It arrives among the messages of the channel."""
+    """A change of a subscription. A notice arrives among the messages of the channel."""
 
     SUBSCRIBED = "subscribed"
     """The server has confirmed the subscription. Arrives again after each reconnection."""
@@ -108,7 +108,8 @@ def heard(message: dict[str, Any] | None) -> bytes | Notice | None:
 def advance(steps: Steps, answer: Any) -> Action | None:
     """Resumes a stream with the answer to its last action.
 
-    The stream raises an answer that is an exception. Returns the next action; None at the end.
+    If the answer is an exception, the exception is raised inside the stream. Returns the stream's
+    next action; None at the stream's end.
     """
     try:
         return steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
@@ -129,7 +130,7 @@ def follow(
 
     After a request's end, its result replaces the log. Then one event delivers all remaining
     output. If `from_index` is above 0 and inside the output, this event has `index` 0 and the whole
-    output, because a result does not show which text belongs to which token. A Redis user who may
+    output: a result does not show which text belongs to which token. A Redis user who may
     not read requests' records gets only events of the log and the channel, and waits for these.
 
     After `silence` seconds without an event, the stream reads the log: an event may be lost.

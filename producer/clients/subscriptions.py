@@ -43,7 +43,8 @@ _SHARDED = {b"smessage", b"ssubscribe", b"sunsubscribe"}
 
 
 class Subscriptions:
-    """The connection, its reading task (the keeper), and the mailboxes that follow each channel."""
+    """The subscriptions of one client: a connection, its reading task (the keeper), and the
+    mailboxes that follow each channel."""
 
     def __init__(self, client: Any) -> None:
         self._redis = client
@@ -65,7 +66,7 @@ class Subscriptions:
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Puts each new message of a channel into a mailbox. Raises QueueClosedError when closed.
+        """Puts new messages of a channel into a mailbox. Raises QueueClosedError after `aclose`.
 
         Messages that were sent before the mailbox got its first `SUBSCRIBED` may be missing.
         """
@@ -214,7 +215,7 @@ class Subscriptions:
 class Mailbox:
     """Messages that one stream has not handled yet. A full mailbox drops all its messages.
 
-    A new mailbox follows no channel. Its user must close it.
+    A new mailbox follows no channel. The user of a mailbox must close the mailbox.
     """
 
     def __init__(self, subscriptions: Subscriptions) -> None:

@@ -147,11 +147,12 @@ class Client:
         """Enqueue several requests, either all of them or none. Returns their ids.
 
         Each request is a mapping of the arguments of `enqueue`, such as `{"prompt": "Once"}`.
+        Raises the errors of `enqueue`.
         """
         return self.enqueue_composed(compose(requests))
 
     def enqueue_composed(self, new: list[NewRequest]) -> list[str]:
-        """Enqueues requests that `request_builder.compose` made. Otherwise like `enqueue_many`."""
+        """Enqueues all requests that `request_builder.compose` made, or none. Returns their ids."""
         return self._enqueue(new) if new else []
 
     def enqueue_samples(
@@ -166,7 +167,7 @@ class Client:
     ) -> list[str]:
         """Enqueue `n` requests with one prompt, all or none. Returns the ids `ID:0` ... `ID:n-1`.
 
-        If `seed` is set, the seed of request `i` is `seed + i`.
+        If `seed` is set, the seed of request `i` is `seed + i`. Raises the errors of `enqueue`.
         """
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         return self.enqueue_composed(compose_samples(n, request))
@@ -186,9 +187,9 @@ class Client:
         The source, `request_id`, may still run or have ended. Without `at`, the fork continues
         after all of the source's tokens. The fork's output begins with these tokens and the text
         `append`. If the worker that runs the fork has the prompt and these tokens in its prefix
-        cache, computing them costs little. The new id is `fork_id`, or a UUIDv7. The fork has the
-        source's payload without its seed and idempotency key. `changes` are further fields, such as
-        `temperature`. `max_tokens` counts neither these tokens nor `append`.
+        cache, computing them costs little. Returns the new id: `fork_id`, or a UUIDv7. The fork has
+        the source's payload without its seed and idempotency key. `changes` are further fields,
+        such as `temperature`. `max_tokens` counts neither these tokens nor `append`.
 
         Raises InvalidRequestError, also for an `at` beyond the source's tokens. Raises
         RequestNotFoundError if the source is unknown or has expired, and the errors of `enqueue`.
@@ -219,7 +220,10 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Result:
-        """Enqueue a request and return its result. The request continues if you stop waiting."""
+        """Enqueue a request, and wait for its result as `result` does.
+
+        The request continues if you stop waiting. Raises the errors of `enqueue` and `result`.
+        """
         request_id = self.enqueue(prompt, **fields)
         return self.result(request_id, timeout=timeout, check=check)
 
@@ -232,7 +236,10 @@ class Client:
         check: bool = True,
         **fields: Any,
     ) -> Samples:
-        """Enqueue `n` requests with one prompt. Wait up to `timeout` seconds for all results."""
+        """Enqueue `n` requests with one prompt. Wait up to `timeout` seconds for all results.
+
+        Raises the errors of `enqueue` and `result`.
+        """
         request_ids = self.enqueue_samples(n, prompt, **fields)
         left = countdown(timeout)
         results = [self.result(each, timeout=left(), check=check) for each in request_ids]
@@ -267,20 +274,23 @@ class Client:
         return Embeddings(request_ids, list(map(checked_vector, request_ids, results)))
 
     def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        """Returns a score for each document: the better it answers the query, the higher the score.
-        `options` and errors are those of `embed`."""
+        """Returns a score for each document: a document that answers the query better scores
+        higher. `options` and errors are those of `embed`."""
         found = self.embed(documents, query=query, **options)
         return [score for (score,) in found.vectors]
 
     # One request
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """End a request: immediately if it waits, at the worker's next step if it runs."""
+        """End a request: immediately if it waits, at the worker's next step if it runs.
+
+        Returns a status, such as `unknown` for an unknown request.
+        """
         [status] = self._do(scripts.cancel([check_request_id(request_id)]))
         return status
 
     def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """Change the priority of a waiting request.
+        """Change the priority of a waiting request. Returns a status.
 
         The request moves in the queue as if it had been enqueued with this priority. A request that
         a worker holds keeps its priority. Raises InvalidRequestError.
@@ -306,7 +316,7 @@ class Client:
         return self.quote_composed(compose([payload]))
 
     def quote_composed(self, new: list[NewRequest]) -> places.Quote:
-        """Quotes the last of several requests, as if one call enqueued all of them."""
+        """Returns the quote of the last of `new`, as if one call enqueued all requests in `new`."""
         return self._do(places.quote(new))
 
     def timeline(self, request_id: str) -> admin.timeline.Timeline:
@@ -342,7 +352,10 @@ class Client:
         self._do(statistics.sample(statistics.Contribution()))
 
     def scaling(self, target_seconds: float = TARGET_SECONDS) -> admin.autoscaling.Scaling:
-        """Returns how many workers the queue needs to keep waits within `target_seconds`."""
+        """Returns how many workers the queue needs to keep waits within `target_seconds`.
+
+        Raises ConfigurationError if `target_seconds` is not above 0.
+        """
         return self._do(admin.autoscaling.scaling(self._keys(), target_seconds))
 
     def scalings(self, target_seconds: float = TARGET_SECONDS) -> list[admin.autoscaling.Scaling]:
@@ -435,7 +448,7 @@ class Client:
         return self._do(admin.api_keys.api_keys(self._keys()))
 
     def revoke_api_key(self, name: str) -> admin.api_keys.ApiKey:
-        """Make a key invalid immediately. Raises RequestNotFoundError."""
+        """Make a key invalid immediately. Returns the key. Raises RequestNotFoundError."""
         return self._do(admin.api_keys.revoke_api_key(self._keys(), name))
 
     # Streams

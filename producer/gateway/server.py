@@ -20,7 +20,7 @@ _BACKLOG = 4096  # connections that the system keeps until the gateway accepts t
 
 
 def run_gateway(settings: GatewaySettings) -> None:
-    """Runs the gateway until SIGTERM or SIGINT. Raises PromptqError if it cannot start."""
+    """Runs the gateway until SIGTERM or SIGINT. Raises PromptqError if the start fails."""
     require("promptq gateway", "gateway")
     with quick_imports():
         import uvicorn

@@ -31,8 +31,8 @@ async def body_pieces(
     """Yields the decoded pieces of a body as they arrive. The body may have at most `most` bytes of
     `what`, such as a file, and at most `most_beside` bytes of other data.
 
-    Raises ApiError 413 as soon as there are more bytes, ApiError 400 or 415 for a body that cannot
-    be decoded, and the errors of `hold`.
+    Raises ApiError 413 as soon as there are more bytes. Raises ApiError 400 or 415 for a body that
+    cannot be decoded. Also raises the errors of `hold`.
     """
     too_large = ApiError(
         413,

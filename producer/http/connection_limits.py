@@ -96,10 +96,11 @@ class _StayingParser(httptools.HttpRequestParser):
 class BoundedProtocol(HttpToolsProtocol):
     """Protocol that closes a connection whose request has too large a head, or arrives slowly.
 
-    Uvicorn would store a head of any size, and wait for ever for the rest of a request, even before
-    the API key is checked. The size of a head is measured as the bytes since the last progress: the
-    end of a head, a piece of a body or the end of a message. So trailers count, too. If a request
-    is answered before its whole body has arrived, the rest is read and dropped for some seconds.
+    Uvicorn alone would store a head of any size, and wait for ever for the rest of a request. A
+    client would not even need an API key. The size of a head is measured as the bytes since the
+    last progress: the end of a head, a piece of a body or the end of a message. So trailers count,
+    too. If a request is answered before its whole body has arrived, the rest is read and dropped
+    for some seconds.
     """
 
     parser: _StayingParser

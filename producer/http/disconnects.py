@@ -34,7 +34,7 @@ async def cancelled_if_client_leaves(
     errors: tuple[type[Exception], ...] = (),
 ) -> AsyncIterator[asyncio.Event]:
     """Context manager around the work for an answer. If the client disconnects, interrupts the
-    work, cancels the answer's requests (unless `answer.detach`), and raises ClientLeftError.
+    work, cancels the answer's requests unless `answer.detach` is true, and raises ClientLeftError.
 
     The requests are also cancelled if the work raises one of `errors`. Work that sends the answer
     must set the yielded event after the last byte. After that, a disconnection has no effect.

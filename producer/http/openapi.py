@@ -48,7 +48,7 @@ def operation(
 
 
 def any_of(operations: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the headers and the body of an endpoint that takes the body of any of these."""
+    """Returns the headers and the body of an endpoint that accepts any body of `operations`."""
     headers, schemas = dict[str, Any](), []
     for each in operations:
         headers |= {header["name"]: header for header in each["parameters"]}

@@ -46,7 +46,7 @@ async def take(
     *,
     is_last_try: bool = True,
 ) -> dict[str, str]:
-    """Takes the amounts from the caller's rates. Returns headers that report the rates.
+    """Takes the amounts in `rates` from the caller's rates. Returns headers that report the rates.
 
     Requests are counted in the gateway's own queue, because a call is counted before its body names
     a model. Tokens are counted in the queue that serves the call, where workers charge the output.

@@ -62,8 +62,8 @@ class Refusals:
         self._may_come_at: dict[str, float] = {}
 
     async def refuse(self, name: str, wait_ms: int) -> int:
-        """Waits at most a second if the key of this name calls again too early. `wait_ms` is
-        the time until the key may call again. Returns what is left of this time after the wait."""
+        """Waits at most a second if the key of this name calls again too early. `wait_ms` is the
+        time until the key may call again. Returns the rest of this time after the wait, in ms."""
         now = time.monotonic()
         early = self._may_come_at.get(name, 0.0) - now
         self._may_come_at[name] = now + wait_ms / 1000

@@ -1,7 +1,7 @@
 """Sends an answer as server-sent events, from its beginning or from where its client stopped.
 
-Any gateway can resume a stream. It needs only the queue's records, the address of the stream, and
-the id of the last event that the client has read.
+Any gateway can resume a stream. The gateway needs only the queue's records, the address of the
+stream, and the id of the last event that the client has read.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class Frames(Protocol):
         return
 
     def write(self, place: int, event: TokenEvent) -> Unfinished:
-        """Writes the frames for an event of request number `place`, counted from 0. Raises ApiError
-        if the request has failed."""
+        """Writes the frames for an event of request number `place`, counted from 0. Returns a
+        function to call and await before the next write, or None. Raises ApiError if the request
+        has failed."""
 
     async def finish(self) -> None:
         """Writes the frames that follow the end of all requests: by default, none."""
@@ -72,14 +73,14 @@ class Streamed(Answer, Protocol):
     def id(self) -> str: ...
     @property
     def url(self) -> str:
-        """The path at which the stream can be read again; '' if it cannot."""
+        """The path at which the stream can be read again; '' if there is no such path."""
 
 
 class EventStream(Response):
     """Response that streams an answer. `begin` returns the writer of the answer's frames.
 
-    A stream that `is_new` sends its status with its first token, but at the latest after
-    `http_header_seconds`, so that the status can report an early error.
+    If `is_new` is true, the status is sent with the first token, or after `http_header_seconds` if
+    that is earlier. So the status can report an early error.
     """
 
     def __init__(
@@ -196,8 +197,8 @@ class FramesInTurns(StreamingResponse):
 
 
 class Out:
-    """Sends the status and frames. After `keepalive_seconds` without a frame, sends `keepalive`, or
-    if it is None, what `waiting` returns."""
+    """Sends the status and the frames of a stream. After `keepalive_seconds` without a frame, sends
+    `keepalive`. If `keepalive` is None, sends the result of `waiting` instead."""
 
     def __init__(
         self,
@@ -228,7 +229,8 @@ class Out:
         self._timer = self._loop.call_later(seconds, self._check_keepalive)
 
     def write(self, frame: bytes) -> Unfinished:
-        """Writes a frame after all earlier frames."""
+        """Writes a frame after all earlier frames. Returns a function to call and await before
+        the next write, or None."""
         self._wrote_at = self._loop.time()
         if self._is_open and self._write_piece is not None:
             return self._write_piece(frame)

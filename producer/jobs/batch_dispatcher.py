@@ -1,7 +1,7 @@
 """Enqueues batches in RQ if no process runs them and an RQ worker is free. Tenants take turns.
 
-Other programs may write to the queue, too. An entry that is not a batch is deleted with a line in
-the log, so that it does not block later entries.
+Other programs may write to the queue, too. An entry that is not a batch is deleted and logged, so
+that the entry does not block later entries.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Dispatcher:
         return self._queue.run(scripts.hold(self._keys, key, self._holder, ttl_ms))
 
     def hand_out_batches(self) -> int:
-        """Enqueues new or interrupted batches, one for each free RQ worker. Returns how many."""
+        """Enqueues new or interrupted batches, one for each free RQ worker. Returns the number."""
         unfinished = self._unfinished_batches()
         if not unfinished:
             self._starting.clear()

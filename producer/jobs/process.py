@@ -50,7 +50,7 @@ Work = Callable[[JobsSettings], None]
 
 
 def run_jobs(settings: JobsSettings) -> None:
-    """Runs the jobs until SIGTERM or SIGINT. Raises PromptqError if they cannot start."""
+    """Runs the jobs until SIGTERM or SIGINT. Raises PromptqError if the start fails."""
     has_shared_secret = WebhookSecrets(settings).has_shared
     stop_requested = _stop_signal()
     url = server_url(settings.redis_url)

@@ -121,7 +121,8 @@ class ListedJob(Job):
             raise NoSuchJobError(f"not a job of promptq: {id}") from None
 
     def restore(self, raw_data: Any) -> None:
-        """Sets a job's fields. Raises ValueError or DeserializationError if it is not promptq's."""
+        """Sets the job's fields. Raises ValueError or DeserializationError for another program's
+        job."""
         data, queue, work = raw_data.get(b"data", b""), self.serializer.queue, self.serializer.work
         if len(data) > MAX_DATA_BYTES:
             raise ValueError("the job is too large for a job of promptq")
@@ -225,7 +226,7 @@ def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: o
 
 
 def upkeep_queue(queue: str, connection: redis.Redis) -> Queue:
-    """Returns RQ's queue for upkeep. It is separate, because batches occupy workers for hours."""
+    """Returns RQ's queue for upkeep, which is separate because batches occupy workers for hours."""
     return _queue(queue, UPKEEP, connection)
 
 

@@ -32,10 +32,11 @@ _MINUTES_KEPT = 7 * 24 * 60
 
 
 def reap(settings: JobsSettings) -> str:
-    """Returns dead workers' requests to the queue, ends expired requests, keeps statistics.
+    """Puts dead workers' requests back into the queue, ends expired requests, keeps statistics.
 
     If this job has not run for a while, the server may have been down, so that no worker could
     renew its leases. Then the job reaps nothing for half a lease, so that workers can renew first.
+    Returns the outcome in words, for RQ.
     """
     queue = settings.queue
     with open_redis(server_url(settings.redis_url)) as connection:
@@ -80,7 +81,10 @@ def _watched(client: Any, keys: Keys) -> tuple[int, int]:
 
 
 def sweep(settings: JobsSettings) -> str:
-    """Deletes expired files, and leftovers of interrupted uploads and old batches."""
+    """Deletes expired files, and leftovers of interrupted uploads and old batches.
+
+    Returns the number of deletions in words, for RQ.
+    """
     folder = settings.files_dir
     count = FileStore(folder).sweep() + _sweep_old(folder / "running")
     if count:
@@ -102,7 +106,8 @@ def roll_up(settings: JobsSettings) -> str:
     """Summarises the statistics: writes one entry for each past minute with samples.
 
     The entry's id is the minute, so no entry is written twice. Rates and counts are means,
-    `finished` is a sum, and 95th percentiles are the largest in the minute.
+    `finished` is a sum, and 95th percentiles are the largest in the minute. Returns the number of
+    entries in words, for RQ.
     """
     keys, count = Keys(settings.queue), 0
     with open_redis(server_url(settings.redis_url)) as connection:

@@ -141,7 +141,7 @@ class Deliveries:
         self._note()
 
     def wait(self, seconds: float) -> bool:
-        """Waits up to `seconds` until one of the running calls ends. Returns False if none runs."""
+        """Waits up to `seconds` until a running call ends. Returns whether any call was running."""
         if not self._under_way:
             time.sleep(seconds)
             return False

@@ -23,7 +23,8 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A worker's room for requests.
+    """The requests that a worker can still take: at most `max_count` requests, which together need
+    at most `token_budget` KV tokens. The other fields:
 
     - `capacity`: the most KV tokens that one request may take.
     - `preemptible`: priority and KV tokens of each running sequence that a more urgent request may
@@ -34,8 +35,8 @@ class Room:
       of waiting and held requests divided by `num_sharing`. A claim fills this worker up to an
       equal share. A worker that already holds an equal share still gets up to a quarter of (waiting
       requests / `num_sharing`).
-    - `held`: the preemptible sequences of each tenant at this worker. A tenant without a sequence
-      here gets a place even at a full worker, if another tenant exceeds a fair share.
+    - `held`: the preemptible sequences of each tenant at this worker. If another tenant exceeds a
+      fair share, a tenant without a sequence here may start one even at a full worker.
     - `refused`: names of request fields that the worker's engine cannot serve.
     """
 

@@ -48,7 +48,7 @@ class _Wire(BaseModel):
 
 
 class TopLogprob(_Wire):
-    """One of the likeliest tokens at a position."""
+    """One of the likeliest tokens at a position, with its natural log-probability."""
 
     token_id: int
     logprob: float
@@ -92,7 +92,8 @@ class Usage(_Wire):
     """Token counts. `completion_tokens` counts the emitted tokens of all attempts.
 
     `reasoning_tokens` is the number of completion tokens between the marks of reasoning, such as
-    `<think>`. It is None if the model does not reason, or if a mark begins or ends inside a token.
+    `<think>`. The number is None if the model does not reason, or if a mark begins or ends inside a
+    token.
     """
 
     prompt_tokens: int = 0
@@ -246,7 +247,8 @@ class Result(_WithPrompt):
 
     @classmethod
     def fold(cls, events: list[TokenEvent]) -> Result:
-        """Returns the result of a whole stream. `events` must include the last event."""
+        """Returns the result of a whole stream. Raises ValueError unless `events` ends with the
+        request's last event."""
         last = events[-1]
         if last.finish_reason is None:
             raise ValueError("the stream has no last event yet")

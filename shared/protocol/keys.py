@@ -136,7 +136,7 @@ class Keys:
         return f"{self.prefix}{self.database}:" if self.database else self.prefix
 
     def pending_of(self, tenant: str) -> str:
-        """Returns the key of a tenant's queue. '' is the tenant without a name. Raises
+        """Returns the key of a tenant's waiting requests. '' is the tenant without a name. Raises
         InvalidRequestError unless the name is 1 to 64 letters, digits and `_.-`."""
         if tenant and not is_name(tenant):
             raise InvalidRequestError(

@@ -113,8 +113,8 @@ def wanted_output(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if a tool has a type but is not a function with a name, or if all tools
-    together have too many parameters.
+    """Raises ValueError if a tool with a type is not a function with a name. Also raises ValueError
+    if all tools together have too many parameters.
 
     A tool without a type is accepted, because some models' chat templates expect such tools.
     """

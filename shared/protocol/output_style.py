@@ -136,7 +136,7 @@ class OutputStyle:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OutputStyle | None:
-        """Returns the style in a JSON text; None if there is none. Ignores unknown fields."""
+        """Returns the style in a JSON text; None if there is no style. Ignores unknown fields."""
         try:
             marks = json.loads(text)
         except (ValueError, RecursionError):

@@ -30,7 +30,10 @@ _FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture in a message. `url` is its data URL, or names a stored picture of unknown size."""
+    """A picture in a message, with its size in pixels.
+
+    `url` is the picture's data URL, or the name of a stored picture, whose size is unknown (0).
+    """
 
     url: str
     width: int

@@ -499,7 +499,7 @@ def invalid_request(error: ValidationError, known: Container[str] = ()) -> Inval
 
 
 def field_of(message: str) -> str:
-    """Returns the name of the field that begins a message, without a path inside the field."""
+    """Returns the field name at the beginning of a message, without a path inside the field."""
     return message.split(":", 1)[0].split("[", 1)[0]
 
 
@@ -553,8 +553,8 @@ class ForkPoint:
 class NewRequest:
     """A request to enqueue. `payload` is the request's JSON without `trace_context`. If `payload`
     is set, `request` needs only the fields that the queue reads, such as `priority`. `pictures` has
-    the data URLs of the stored pictures that the payload names. `affinity` has the hashes of
-    `clients.affinity`."""
+    the data URLs of the stored pictures that the payload names. `affinity` has the hashes
+    that `promptq.producer.clients.affinity` computes."""
 
     request_id: str
     request: Request

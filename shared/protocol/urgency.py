@@ -19,13 +19,13 @@ def priority_of(tier: str) -> int:
 
 
 def tier_of(priority: int) -> Tier:
-    """Returns the service tier whose band contains a priority."""
+    """Returns the service tier to whose range a priority belongs."""
     if priority <= _PRIORITIES["priority"]:
         return "priority"
     return "flex" if priority >= _PRIORITIES["flex"] else "default"
 
 
 def window_ms(window: str) -> int:
-    """Returns the milliseconds of a completion window that matches `WINDOW`."""
+    """Returns the milliseconds of a completion window, such as `2h`, that matches `WINDOW`."""
     minutes = int(window[:-1]) * (60 if window[-1] == "h" else 1)
     return minutes * _MINUTE_MS

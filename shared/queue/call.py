@@ -98,8 +98,9 @@ class Call(Generic[T_co]):
     def read(self, reply: Any) -> T_co:
         """Returns the value in a reply. If the reply is an error, raises the error.
 
-        Raises SpoiltRecordError for a reply that breaks the protocol, and NoPermissionError if a
-        command inside a script is forbidden (servers report this as another error).
+        Raises SpoiltRecordError for a reply that breaks the protocol. Raises NoPermissionError if a
+        command inside a script is forbidden, although servers report another error. If `of_refusal`
+        or `of_spoilt` is set, returns the value of this function instead of such an error.
         """
         if self.of_refusal is not None and isinstance(reply, ResponseError):
             return self.of_refusal()

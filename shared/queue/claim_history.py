@@ -4,8 +4,8 @@ With each claim, a worker names the last claim whose reply had requests. If the 
 out requests since then, the reply with these requests was lost. The server then immediately returns
 the requests to the queue, and counts no crash.
 
-This works only for claims one after the other. So a claim that overlaps another claim names no
-earlier claim. The server recognises a late claim by its number.
+The server can only judge claims that follow each other. So a claim that overlaps another claim
+names no earlier claim. The server recognises a late claim by its number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class ClaimHistory:
 
     @contextmanager
     def call(self) -> Iterator[ClaimTurn]:
-        """Context manager around one claim. The caller stores the reply in the yielded `claims`."""
+        """Context manager around one claim. The caller must store the reply in the attribute
+        `claims` of the yielded object."""
         with self._lock:
             is_alone, self._is_under_way = not self._is_under_way, True
             self._number += is_alone
@@ -88,7 +89,7 @@ class ClaimHistory:
 
 
 class ClaimTurn:
-    """One claim: its facts about earlier claims, its nonce, and the requests in its reply."""
+    """One claim: a nonce, the facts to send about earlier claims, and the requests in the reply."""
 
     def __init__(self, context: ClaimContext) -> None:
         self.context = context

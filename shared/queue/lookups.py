@@ -1,4 +1,7 @@
-"""Calls that read the keys of a queue, and the names of a server's queues."""
+"""Calls that read the keys of a queue, and the names of a server's queues.
+
+The functions do no I/O: they build calls, which a queue sends.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def state_of(field: str | bytes) -> RequestState:
 
 
 def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
-    """Reads the events with tokens after the first `position`, and the last event, from the log."""
+    """Reads the last event, and the events with tokens after the first `position`, from the log."""
 
     def parse(reply: list[Any]) -> list[bytes]:
         return [fields_of(entry).get(b"event", b"") for _, entry in reply]
@@ -124,7 +127,7 @@ def live_worker_ids(keys: Keys, now_ms: int, *, overflow: bool = False) -> Call[
 
 
 def is_later(time_ms: bytes | None, now_ms: int) -> bool:
-    """Returns whether a server time (ms) from Redis is after `now_ms`; False for other text."""
+    """Returns whether a field has a server time (ms) after `now_ms`; False if it has no time."""
     with suppress(ValueError):
         return time_ms is not None and int(time_ms) > now_ms
     return False
@@ -169,8 +172,8 @@ def forget_alias(alias: str) -> Call[int]:
 
 
 def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
-    """Reads a key's entries by `command`. If the key has another type, logs this and returns an
-    empty list."""
+    """Reads a key's entries by `command`. If the key has another type, logs the error and returns
+    an empty list."""
     return Call("", [command, key, *args], list, list)
 
 

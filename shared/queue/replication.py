@@ -1,4 +1,4 @@
-"""Waits until the replicas have the writes of a script. No code here does I/O.
+"""Operations that wait until the replicas have a script's writes. No code here does I/O.
 
 WAIT counts the replicas that have all earlier writes of the same connection. So the script and WAIT
 are sent in one pipeline, which uses one connection to one node. If a call is sent again, the script

@@ -299,16 +299,19 @@ class RequestQueue(_Queue):
             return carry_out(taking, operator.call)
 
     def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
-        """Sends the events in `rows` and renews the leases of `held`, in one round trip."""
+        """Sends the events in `rows` and renews the leases of `held`, in one round trip. Returns a
+        status for each row and each held request."""
         return self.run(scripts.publish(self.lease_ms, rows, held))
 
     def release(
         self, held: Sequence[Held], *, crashed: bool = False, delays_ms: Sequence[int] = ()
     ) -> list[str]:
-        """Returns requests to the queue, at their old place and with their progress.
+        """Puts requests back into the queue, at their old place and with their progress.
 
-        Set `crashed` if the engine failed while it ran the requests; this counts a crash for each.
-        `delays_ms` has one delay for each request, during which nobody can claim the request.
+        Returns a status for each request; `waiting` means that the request was put back. If the
+        engine failed while it ran the requests, set `crashed`, which counts a crash for each
+        request. `delays_ms` has one delay for each request, during which nobody can claim the
+        request.
         """
         return self.run(self._release(held, crashed, delays_ms)) if held else []
 
@@ -345,7 +348,7 @@ class RequestQueue(_Queue):
         return self.run(lookups.state(self.keys, request_id))
 
     def reap(self) -> Reaped:
-        """Returns dead workers' requests to the queue, and ends requests past their deadline."""
+        """Puts dead workers' requests back into the queue. Ends requests past their deadline."""
         return self.run(scripts.reap(self._max_crashes))
 
     def sweep(self, cursor: str = "0") -> Swept:
@@ -394,7 +397,7 @@ class AsyncRequestQueue(_Queue):
         return await self.run(self._enqueue(new))
 
     async def take_batch(self, room: Room) -> Claims:
-        """Claims like `RequestQueue.take_batch`. A cancelled call gives the requests back."""
+        """Claims like `RequestQueue.take_batch`. A cancelled call puts the requests back."""
         claiming = asyncio.ensure_future(self._take_batch(room))
         try:
             return await asyncio.shield(claiming)

@@ -40,8 +40,8 @@ def _row_status(reply: bytes) -> RowStatus:
 
 
 def enqueue(new: Sequence[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
-    """Adds all requests or none. Returns their ids. For a request with a known idempotency key,
-    returns the earlier request's id.
+    """Adds all requests or none. The reply has their ids. For a request with a known idempotency
+    key, returns the earlier request's id.
 
     The `nonce` marks the call, so that it can be sent again after a lost reply. If `nonce` is
     empty, this function makes one.
@@ -165,7 +165,7 @@ def claim(
 
 
 def has_work(fingerprint: str) -> Call[bool]:
-    """Looks whether a claim by a worker with this model might change or return anything."""
+    """Checks whether a claim by a worker with this model might change or return anything."""
     return Call("has_work", [fingerprint], lambda reply: bool(int(reply)))
 
 
@@ -198,7 +198,7 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
 
 
 def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Published]:
-    """Sends the events in `rows`, and renews the leases of `held`."""
+    """Sends the events in `rows`, and renews the leases of `held`. The reply has their statuses."""
     args: list[str | bytes | int] = [lease_ms, len(rows)]
     for row in rows:
         args += row
@@ -220,12 +220,13 @@ def release(
     delays_ms: Sequence[int] = (),
     needs: Sequence[str] = (),
 ) -> Call[list[str]]:
-    """Returns requests to the queue, at their old place and with their progress.
+    """Puts requests back into the queue, at their old place and with their progress.
 
-    If the engine failed, pass `max_crashes` (see `reap`): this counts a crash for each request.
-    `delays_ms` has one delay for each request, during which nobody can claim the request. `needs`
-    has one field name for each request, which this worker's engine cannot serve. If no live worker
-    can serve the field, the request's status is `unserved`, and the worker still holds the request.
+    The reply has a status for each request (see `release.lua`), such as `waiting`. If the engine
+    failed, pass `max_crashes` (see `reap`): this counts a crash for each request. `delays_ms` has
+    one delay for each request, during which nobody can claim the request. `needs` has one field
+    name for each request, which this worker's engine cannot serve. If no live worker can serve the
+    field, the request's status is `unserved`, and the worker still holds the request.
     """
     args = _held_args(held)
     if max_crashes is not None:
@@ -240,7 +241,8 @@ def release(
 def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[CancelStatus]]:
     """Ends waiting requests. In the mode `any`, also flags running requests as cancelled.
 
-    In the mode `flagged`, ends only waiting requests that a plain Redis client has flagged.
+    In the mode `flagged`, ends only waiting requests that a plain Redis client has flagged. The
+    reply has a status for each request.
     """
     encoded = [request_id.encode("utf-8", "surrogateescape") for request_id in request_ids]
     return Call("cancel", [mode, *encoded], lambda reply: [*map(CancelStatus, texts_of(reply))])
@@ -275,7 +277,11 @@ def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
 
 
 def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
-    """Searches one page of the server's keys, and removes requests that nothing refers to."""
+    """Searches one page of the server's keys, and removes requests that nothing refers to.
+
+    `cursor` is "0" for the first page, then the cursor of the last reply. A page has about `limit`
+    keys.
+    """
 
     def parse(reply: list[Any]) -> Swept:
         return Swept(text_of(reply[0]), int(reply[1]), *texts_of(reply[2:]))
@@ -315,7 +321,8 @@ def wake_workers(keys: Keys) -> Call[int]:
 
 
 def drain(channel: str, worker_id: str | None) -> Call[int]:
-    """Makes one worker (None: every worker) finish its running requests and exit."""
+    """Makes one worker (None: every worker) finish its running requests and exit. `channel` is the
+    name of a channel to which the workers listen."""
     message = "drain" if worker_id is None else f"drain:{worker_id}"
     return Call("", ["PUBLISH", channel, message], int)
 
@@ -362,7 +369,7 @@ def _held_args(held: Iterable[Held]) -> list[str | bytes | int]:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A limit per minute, and the `amount` that a call takes from it."""
+    """A limit for each minute, and the `amount` that a call takes from this limit."""
 
     name: str
     amount: int

@@ -66,7 +66,7 @@ def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator
     """Context manager that logs an error of the record with this name instead of raising it.
 
     Raises errors of the server or the connection, because they concern all records. Also raises
-    `stop`, the exception of a signal handler.
+    errors of the class `stop`, such as the exception of a signal handler.
     """
     try:
         yield
@@ -84,7 +84,8 @@ def errors_logged(name: str, stop: type[Exception] | tuple[()] = ()) -> Iterator
 
 @contextmanager
 def deleted_if_spoilt(client: Any, key: str) -> Iterator[None]:
-    """Context manager that logs and deletes `key` if a command needs another type of key."""
+    """Context manager around commands. If a command fails because `key` has another type, logs the
+    error and deletes the key."""
     try:
         yield
     except ResponseError as error:

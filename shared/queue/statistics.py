@@ -49,7 +49,7 @@ class Contribution:
 
 
 def sample(part: Contribution) -> Call[int]:
-    """Adds a worker's numbers, and writes finished samples. Returns how many it wrote."""
+    """Adds a worker's numbers, and writes finished samples. Returns the number of these samples."""
     args = named(
         generated_tokens=part.generated_tokens,
         prompt_tokens=part.prompt_tokens,
@@ -62,7 +62,7 @@ def sample(part: Contribution) -> Call[int]:
 
 
 def open_bucket(keys: Keys) -> Call[int]:
-    """Reads the beginning (server ms) of the sample that `sample` last added to; 0 if none."""
+    """Reads the beginning (server ms) of the sample that is not finished yet; 0 if none."""
     reading = ["HGET", keys.statistics_open, "bucket"]
     return Call("", reading, lambda reply: int(reply or 0), int)
 
@@ -83,8 +83,11 @@ def _sample_of(entry: tuple[bytes, Any]) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """Reads the number of waiting requests by priority. If a tenant has more
-    waiting requests than 1,000 divided by the number of tenants, the numbers are estimates."""
+    """Reads the number of waiting requests by priority.
+
+    If a tenant has more waiting requests than 1,000 divided by the number of tenants, the numbers
+    are estimates.
+    """
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))

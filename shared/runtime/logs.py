@@ -19,10 +19,11 @@ _ACCESS_LOG = "uvicorn.access"
 
 
 def configure_logs(level: str, form: str) -> None:
-    """Sends log lines of at least `level` to standard error. `form` is auto, console or json.
+    """Sends log lines of at least `level` to standard error.
 
-    Lines of the standard `logging` module get this form too. The engine and uvicorn log lines of at
-    least `level`, other libraries log only warnings and errors. Run uvicorn with `log_config=None`.
+    `form` is `console`, `json`, or `auto`, which means console at a terminal, otherwise json. Lines
+    of the standard `logging` module get this form too. The engine and uvicorn log lines of at least
+    `level`, other libraries log only warnings and errors. Run uvicorn with `log_config=None`.
     """
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console)

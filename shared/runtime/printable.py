@@ -19,8 +19,8 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def one_line(json_text: str) -> str:
-    """Returns the JSON on one line. Escapes the three characters that JSON allows unescaped and
-    that functions such as `str.splitlines` read as the end of a line."""
+    """Returns the JSON on one line. Escapes three characters that JSON allows unescaped: functions
+    such as `str.splitlines` read them as the end of a line."""
     for end in ("\x85", "\u2028", "\u2029"):
         json_text = json_text.replace(end, f"\\u{ord(end):04x}")
     return json_text

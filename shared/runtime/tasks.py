@@ -48,7 +48,7 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 async def kept_up(name: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Runs background work until it returns. Logs any error, and then runs the work again."""
+    """Runs `work` until a run returns without an error. Logs each error, and runs `work` again."""
     while True:
         try:
             return await work()

@@ -113,8 +113,8 @@ def how_to_find(url: str) -> str:
 
 
 def password_mark() -> str:
-    """Returns the text with which passwords of servers begin that this user's folder advertises.
-    Empty if the folder cannot be used."""
+    """Returns the common beginning of the passwords of all servers that this user's folder
+    advertises. Empty if the folder cannot be used."""
     folder = _folder()
     with suppress(OSError):
         if _made_private(folder):

@@ -139,7 +139,7 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     """Returns a client of the class `kind` for
     `redis+cluster://[[user]:password@]host[:port][,host:port...]`. Raises ValueError.
 
-    This client talks to the node that has the set of all queues. See `client_of` for a queue.
+    This client talks to the node that has the set of queue names. See `client_of` for a queue.
     """
     parts = urlsplit(url)
     databases = parse_qs(parts.query).get("db", [])

@@ -116,8 +116,8 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
 
 
 def hides_info(error: Exception) -> bool:
-    """Returns whether the server refused INFO. Then its version stays unknown, and later commands
-    fail if the version is too old."""
+    """Returns whether an error means that the server refuses INFO. Then the server's version stays
+    unknown, and later commands fail if the version is too old."""
     return isinstance(error, NoPermissionError) or _is_unknown(error, "INFO")
 
 

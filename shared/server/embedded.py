@@ -108,7 +108,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """The address with the password. It has a user name because redis-cli needs one."""
+        """The address with user name and password. redis-cli needs the user name."""
         return f"redis://default:{self.password}@127.0.0.1:{self.port}/0"
 
     @property

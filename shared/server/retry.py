@@ -53,14 +53,14 @@ def parser_with_busy(kind: Any) -> Any:
 
 
 def is_busy(error: Exception) -> bool:
-    """Returns whether a server answers but cannot serve yet."""
+    """Returns whether an error means that the server answers but cannot serve yet."""
     kinds = (BusyError, BusyLoadingError, ClusterDownError, TryAgainError)
     # Clients that other code made do not know BUSY.
     return isinstance(error, kinds) or str(error).startswith(f"{_BUSY} ")
 
 
 def is_away(error: Exception) -> bool:
-    """Returns whether this call may succeed later, without any change by the caller."""
+    """Returns whether a call that failed with this error may succeed later without a change."""
     if isinstance(error, AuthenticationError):
         return False
     return isinstance(error, (ConnectionError, TimeoutError)) or is_busy(error)
@@ -82,10 +82,10 @@ def note_failure(error: Exception) -> None:
 async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
     """Repeats `call` until the server accepts it, and returns its value.
 
-    A call is repeated after a lost connection or reply, and while the server loads data, is a
-    replica, or is out of memory or disk. Repeating is safe: a script refuses a call as a whole, and
-    recognises a call that it has already carried out. Errors about credentials or permissions are
-    raised immediately.
+    A call is repeated after a lost connection or reply. A call is also repeated while the server
+    loads data, is a replica, or is out of memory or disk. Repeating is safe: a script refuses a
+    call as a whole, and recognises a call that it has already carried out. Errors about credentials
+    or permissions are raised immediately.
 
     After `seconds` of trying, the last error is raised. Time in which this process stood still does
     not count, because the server had no chance to answer then.

@@ -147,7 +147,7 @@ def in_short(error: redis.ConnectionError) -> redis.ConnectionError:
 
 
 def address_of_sentinels(pool: Any) -> str | None:
-    """Returns the URL of a pool's sentinels and service, without credentials; or None."""
+    """Returns the URL of a pool's sentinels and service, without credentials; None for others."""
     if not isinstance(pool, _POOLS):
         return None
     sentinels = (each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels)

@@ -28,7 +28,7 @@ _ADVICE = (
 
 
 def scheme_of(pool: Any) -> str:
-    """Returns the scheme that a URL for a redis-py pool has: `rediss` or `redis`."""
+    """Returns the URL scheme of a redis-py pool: `rediss` with TLS, otherwise `redis`."""
     is_secure = issubclass(pool.connection_class, redis.SSLConnection | redis.asyncio.SSLConnection)
     return "rediss" if is_secure else "redis"
 

@@ -80,7 +80,8 @@ def several_hosts(
 ) -> tuple[str, list[tuple[str, int]]]:
     """Returns the URL with the word `host` instead of its hosts, and the hosts as (host, port).
 
-    `kind` is the word for a host in messages. `port` is the default. Raises ValueError.
+    `path` replaces the URL's path. `kind` is the word for a host in messages. `port` is the port of
+    hosts without a port. Raises ValueError.
     """
     credentials, at, hosts = parts.netloc.rpartition("@")
     if not hosts:

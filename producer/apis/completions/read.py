@@ -1,6 +1,6 @@
 """Converts the body of a call of /v1/chat/completions or /v1/completions to a `CompletionCall`.
 
-`prepare` (calls/call_to_payloads.py) makes payloads from it.
+`prepare` (calls/call_to_payloads.py) makes payloads from this call.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ async def _create(
 
 
 async def respond(incoming: IncomingCall) -> Response:
-    """Enqueues a call and answers it, or resumes an interrupted stream (`Last-Event-ID`)."""
+    """Enqueues a call and returns the answer, or resumes an interrupted stream
+    (`Last-Event-ID`)."""
     call, request, gateway = incoming.prepared.call, incoming.request, incoming.gateway
     if last_event_id := request.headers.get("last-event-id"):
         if not call.stream:

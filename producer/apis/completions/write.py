@@ -123,7 +123,7 @@ class ChoiceWriter:
         return self._chunk(event, text, at_once(self._logprobs(logprobs)) if logprobs else None)
 
     def chunk_in_parts(self, event: TokenEvent) -> Work[str | None]:
-        """Works like `chunk`, but pauses for other tasks, if there are many log-probabilities."""
+        """Works like `chunk`, but pauses for other tasks if there are many log-probabilities."""
         if (news := self._news(event)) is None:
             return None
         text, logprobs = news

@@ -45,7 +45,7 @@ async def create_message(request: Request, gateway: ThisGateway, caller: ThisCal
 
 
 async def respond(incoming: IncomingCall) -> Response:
-    """Enqueues a call and answers it."""
+    """Enqueues a call and returns the answer."""
     request, gateway = incoming.request, incoming.gateway
     served, completion, rates = await incoming.begin()
     headers = {**rates, "Request-Id": completion.id}

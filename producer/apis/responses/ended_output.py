@@ -48,7 +48,7 @@ class EndedOutput(BaseModel):
 
     @classmethod
     def of(cls, events: Sequence[TokenEvent], model: str, style: OutputStyle | None) -> Self:
-        """Collects the output from all events of a request that has ended."""
+        """Returns the output of a request that has ended, from all its events."""
         return cls(
             model=model,
             style=None if style is None else style.to_json(),
@@ -91,7 +91,7 @@ def _pieces_of(event: TokenEvent) -> Iterator[StoredPiece]:
 
 
 def ending_of(event: TokenEvent) -> Ending:
-    """Returns the ending that the last event of a request reports."""
+    """Returns the ending in a request's last event. Raises ValueError for other events."""
     if event.finish_reason is None:
         raise ValueError("the event is not the last one")
     stats = event.stats or Stats()

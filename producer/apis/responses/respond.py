@@ -35,7 +35,7 @@ _LARGE_BYTES = 65_536
 
 
 async def respond(incoming: IncomingCall, records: ResponseRecords) -> Response:
-    """Stores and enqueues a call, and answers it."""
+    """Stores and enqueues a call, and returns the answer."""
     request, gateway, prepared = incoming.request, incoming.gateway, incoming.prepared
     answering, rates = await _begin(incoming, records)
     call = answering.call

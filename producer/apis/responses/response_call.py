@@ -140,6 +140,6 @@ class NewResponse:
 
     @classmethod
     def unpack(cls, header: dict[str, Any], parts: Sequence[Payload]) -> NewResponse:
-        """Returns the response that `pack` packed."""
+        """Returns the response from the two values that `pack` returned."""
         echo, lines = map(bytes, parts)
         return cls(ResponseCall(**{**header, "echo": echo.decode()}), lines)

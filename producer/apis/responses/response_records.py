@@ -76,7 +76,9 @@ class ResponseRecords:
         )
 
     async def output(self, stored: StoredResponse) -> EndedOutput | None:
-        """Returns and records the output of a response; None if the response has not ended."""
+        """Returns a response's output, and stores the output in the record; None if the response
+        has not ended. Raises RequestNotFoundError for an unreadable record, ApiError 503 for an
+        unreadable queue."""
         if stored.result is not None:
             try:
                 return await self.stored.turns.run(EndedOutput.parse(stored.result))

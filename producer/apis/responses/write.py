@@ -63,7 +63,7 @@ class ResponseWriter:
         self._frames: list[str] = []
 
     def set_model(self, model: str, style: OutputStyle | None) -> None:
-        """Sets the model and its output style. Call it before `write`."""
+        """Sets the model and its output style. Call this method before `write`."""
         self._model = self._call.model or model
         self._text = OutputText(style, self._call.expected)
 

@@ -17,8 +17,8 @@ _REASONING, _CONTENT, _CALL, _REST = "reasoning", "content", "call", "rest"
 class ChannelText:
     """Parser of a text in the form `channels` of `OutputStyle`: messages, each with a header.
 
-    A text without a header is content. But if a call is `forced`, such a text may be a JSON object,
-    because workers of earlier releases write the call in this form.
+    A text without a header is content. But if a call is `forced`, such a text may be a JSON object:
+    workers of earlier releases write forced calls as objects.
     """
 
     def __init__(self, style: OutputStyle, *, with_tools: bool, forced: bool = False) -> None:

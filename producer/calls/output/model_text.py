@@ -101,7 +101,7 @@ class ModelText:
         return calls.num_calls if calls is not None else 0
 
     def feed(self, text: str) -> Piece:
-        """Reads text. Returns reasoning, content and calls. Holds back what may begin a mark."""
+        """Reads more text. Returns a new piece. Holds back text that may begin a mark."""
         if self._channels is not None:
             return Piece(*self._channels.feed(text))
         reasoning = ""
@@ -134,7 +134,7 @@ def read_whole(text: str, style: OutputStyle | None, expected: ExpectedOutput) -
 def needed_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the small part of a payload's `fields` that `ExpectedOutput.of` needs.
 
-    `ExpectedOutput.of` returns equal objects for both.
+    `ExpectedOutput.of` returns equal objects for `fields` and for the returned part.
     """
     expected = ExpectedOutput.of(fields)
     needed: dict[str, Any] = {}

@@ -110,7 +110,7 @@ class TaggedArguments:
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
-    """Returns the text itself if it is JSON of an `allowed` type, otherwise the text as a JSON
+    """Returns the JSON in the text if this JSON has an `allowed` type, otherwise the text as a JSON
     string. An empty `allowed` allows any type."""
     try:
         value: Any = (

@@ -104,7 +104,8 @@ class ToolText:
             self._expect(0)
 
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """Reads text. Returns content, and pieces of calls. Holds back what may begin a mark."""
+        """Reads more text. Returns new content and pieces of calls. Holds back text that may begin
+        a mark."""
         for letter in text:
             if (
                 letter == _HALF_CHARACTER

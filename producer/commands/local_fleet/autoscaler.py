@@ -33,7 +33,7 @@ class WorkerRange:
 
     @classmethod
     def parse(cls, text: str) -> WorkerRange:
-        """Parses a number such as `2`, or a range such as `1-4`. Raises ConfigurationError."""
+        """Returns the range for a text such as `2` or `1-4`. Raises ConfigurationError."""
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
         least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if most < least:

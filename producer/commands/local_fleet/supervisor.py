@@ -79,7 +79,7 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def add(self, name: str, command: Sequence[str], *, is_extra: bool = False) -> None:
-        """Starts one more process. If it `is_extra` and keeps exiting, the others continue."""
+        """Starts one more process. If an extra process keeps exiting, the others continue."""
         process = self._start(name, command)
         place = _Place(name, tuple(command), process, time.monotonic(), is_extra=is_extra)
         self._places.append(place)

@@ -56,12 +56,12 @@ class Shown:
 
     @property
     def first_token_ms(self) -> float | None:
-        """Milliseconds from enqueueing to the first token, measured by the client."""
+        """Milliseconds from enqueueing to the first token, by the client's clock; None before."""
         return None if self.first_token is None else (self.first_token - self.enqueued) * 1000
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second from the worker's statistics, or else by the client's clock."""
+        """Tokens per second by the worker's statistics or the client's clock; None if unknown."""
         if self.worker_rate:
             return self.worker_rate
         if self.first_token is None or self.last_token is None or self.num_tokens < 2:

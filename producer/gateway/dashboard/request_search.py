@@ -54,7 +54,7 @@ _FIELDS = [name for name in FoundRequest.model_fields if name != "request_id"]
 
 
 class FoundRequests(BaseModel):
-    """A page of requests. Pass `cursor` to `search` to get the next page; None on the last page."""
+    """A page of requests. Pass `cursor` to `search` for the next page; None on the last page."""
 
     requests: list[FoundRequest]
     searched: str

@@ -39,7 +39,7 @@ class Scrapes:
         encode: Callable[[CollectorRegistry], bytes],
         content_type: str,
     ) -> bytes:
-        """Returns the metrics, encoded by `encode`. They are read after this call has begun."""
+        """Returns the metrics, read after this call has begun, and encoded by `encode`."""
         called_at = time.monotonic()
         async with self._making:
             if self._begun_at < called_at:
