@@ -98,8 +98,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.layers is not None:
-        if options.scenario != "fleet":
-            parser.error("--layers: is a scenario, so give no other one")
+        if options.scenario not in ("fleet", "layers"):
+            parser.error("--layers: only for the scenario layers")
         options.scenario = "layers"
     if options.scenario != "fleet":
         for name in ("queues", "beside_last_release", "cluster"):
