@@ -69,7 +69,8 @@ class EngineWatchdog:
 async def renew_leases(
     leases: Leases, exchange: Exchange, watchdog: EngineWatchdog, lease_ms: int
 ) -> None:
-    """Renew all leases four times within `lease_ms`, but not while `watchdog` reports a hang."""
+    """Renew all leases four times within `lease_ms`, but not while `watchdog` reports a hang.
+    Never returns. Logs errors of Redis."""
     log = get_logger()
     while True:
         await asyncio.sleep(lease_ms / 1000 / _RENEWALS_PER_LEASE)
@@ -84,7 +85,7 @@ async def renew_leases(
 
 @asynccontextmanager
 async def watched(seconds: float) -> AsyncIterator[None]:
-    """Context that ends the process if the event loop stands still for 1.25 times `seconds`."""
+    """Inside this context, the process ends if the event loop hangs for 1.25 times `seconds`."""
     restarting = asyncio.create_task(_restart_timer(seconds))
     try:
         yield

@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def front(self) -> float:
-        """The score (place in the queue) of the first waiting request."""
+        """The score (place in the queue) of the first waiting request; 0 if none waits."""
         return 0.0 if self.work.front is None else self.work.front
 
     @property

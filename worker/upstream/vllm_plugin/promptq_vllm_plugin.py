@@ -18,7 +18,8 @@ NUM_EMITTED = "promptq_num_emitted"
 
 
 def register() -> None:
-    """The entry point in `vllm.general_plugins`. Each process of vLLM calls this function."""
+    """Change vLLM's `StructuredOutputManager`, or log a warning if this vLLM is not supported. Each
+    process of vLLM calls this function (entry point `vllm.general_plugins`)."""
     try:
         from vllm.v1.structured_output import (  # type: ignore[import-not-found]
             StructuredOutputManager as Manager,
