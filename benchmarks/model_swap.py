@@ -75,7 +75,7 @@ def longest_gaps(arrived: list[tuple[float, str]]) -> list[float]:
 
 
 def read_seconds(model: Path) -> float:
-    """Returns how long reading the weights from the page cache into memory takes."""
+    """Returns the seconds in which the weights are read from the page cache into memory."""
     began = time.perf_counter()
     for file in model.glob("*.safetensors"):
         file.read_bytes()
@@ -83,7 +83,7 @@ def read_seconds(model: Path) -> float:
 
 
 def swapping(url: str, folder: Path, *, overlaps: bool) -> AbstractContextManager[object]:
-    """Runs a worker of both models that swaps them as often as it can."""
+    """Run a worker of both models that swaps them as often as it can."""
     models = [word for name in ("a", "b") for word in ("--model", str(folder / name))]
     queues = ("--queue", "a", "--queue", "b", "--redis", url)
     turns = ("--swap-least-seconds", _TURN_SECONDS, "--swap-longest-wait", _TURN_SECONDS)
@@ -92,7 +92,8 @@ def swapping(url: str, folder: Path, *, overlaps: bool) -> AbstractContextManage
 
 
 def main() -> None:
-    """Measure with both models in memory during a change, and with one at a time."""
+    """Measure once with both models in memory during a change, and once with one model at a
+    time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks swap", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="54m")
     parser.add_argument("--changes", type=int, default=6)

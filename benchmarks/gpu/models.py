@@ -32,7 +32,8 @@ SEED = 5
 
 
 class PaddedModel(GraphedModel):
-    """Runs the same padded steps on the same buffers, on a GPU as graphs."""
+    """Runs steps that are padded to one size, on fixed buffers. On a GPU, each kind of step is a
+    graph."""
 
     def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
         if device.type == "cuda":
@@ -140,8 +141,8 @@ def build(size: Size, device: torch.device) -> LoadedModel:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Returns the bytes of the weights that each step reads: all except the input embedding, of
-    which it reads a few rows."""
+    """Returns the bytes of the weights that each step reads: all except the input embedding,
+    because a step reads only a few of its rows."""
     read = [*model.parameters()]
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
@@ -179,8 +180,8 @@ class Bench:
 
     @contextmanager
     def layers(self, *, compiled: bool) -> Iterator[Model]:
-        """Yields the model as it is served, or the library's modules, compiled inside the block.
-        Raises RuntimeError if they cannot be compiled."""
+        """Context with the model as it is served. With `compiled`, the context has the library's
+        modules, compiled, instead. Raises RuntimeError if the modules cannot be compiled."""
         if not compiled:
             yield self.model
             return
@@ -208,8 +209,8 @@ class Bench:
         )
 
     def step(self, contexts: list[int], num_tokens: int) -> PackedStep:
-        """Returns a step of the last `num_tokens` of sequences of these lengths. Their blocks are
-        scattered over the cache."""
+        """Returns a step of the last `num_tokens` tokens of sequences with these lengths. The
+        sequences' blocks are scattered over the cache."""
         generator = torch.Generator().manual_seed(SEED)
         blocks = torch.randperm(self.cache.num_blocks, generator=generator).tolist()
         shares = []
