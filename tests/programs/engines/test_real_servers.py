@@ -1,6 +1,7 @@
-"""A real vLLM, llama.cpp and SGLang return the tokens of transformers, whatever process dies.
+"""A real vLLM, llama.cpp and SGLang return the tokens of transformers, whichever process dies.
 
-Run by `python -m tests engines`, which builds the servers first. Skipped where they are not built.
+`python -m tests engines` runs these tests, after it has built the servers. Skipped where they are
+not built.
 """
 
 from __future__ import annotations
