@@ -1,4 +1,4 @@
-"""Measures the server's CPU time of scripts, with up to ten million waiting requests.
+"""Measures the server's CPU time for each script, with up to ten million requests.
 
 One request goes through the real path, and the server copies this request until enough requests
 wait. Then a client sends many calls of each script at once, so that the server is busy. A number in

@@ -76,7 +76,7 @@ class Network:
     def lose(self) -> None:
         """Keep connections open and lose all data. A connection that has lost data never recovers.
 
-        A router that has forgotten a connection behaves like this.
+        A router that has forgotten a connection behaves in this way.
         """
         self._loses = True
 

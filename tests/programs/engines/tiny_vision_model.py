@@ -26,8 +26,7 @@ _TEMPLATE = """\
 
 
 def save_vision_model(folder: Path, seed: int = 0) -> Path:
-    """Saves the model and the files of its processor in a folder below `folder`. Returns the
-    path."""
+    """Saves the model and the files of its processor in `folder`. Returns the folder."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     tokenizer.add_special_tokens({"additional_special_tokens": list(_MARKS)})
     tokenizer.chat_template = _TEMPLATE

@@ -186,8 +186,8 @@ class WorkerProgram:
 
     @property
     def most_held(self) -> int:
-        """The most requests that the worker may hold: two for each place in the engine, as one may
-        preempt another, and two for each place in the ready queue."""
+        """The most requests that the worker may hold: two for each sequence in the engine, because
+        one may preempt another, and two for each ready request."""
         if self.worker is None:
             return 0
         return 2 * (self.worker.leases.num_places + self.worker.intake._policy.depth)

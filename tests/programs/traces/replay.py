@@ -77,9 +77,9 @@ def replay(
     every: int = 1,
     texts: Mapping[str, str] | None = None,
 ) -> Replayed:
-    """Replay a trace on a new server of a `kind` in PROGRAMS, and check invariants at every n-th
-    call. `library` is that of `compile_library`. `texts` replace the scripts. Raises RefusedError.
-    """
+    """Replay a trace on a new server of a `kind` in PROGRAMS, and check the invariants at every
+    call whose number is a multiple of `every`. `library` comes from `compile_library`. `texts`
+    replace the scripts. Raises RefusedError."""
     replayed = Replayed()
     with tempfile.TemporaryDirectory(prefix="replay-") as temporary:
         for nth, (queue, entries) in enumerate(_by_queue(trace.entries).items()):
@@ -299,7 +299,7 @@ def _changed(before: View, after: View) -> set[str]:
 
 
 def run_replay(path: Path, kind: str, every: int) -> int:
-    """Replay the trace in a file, and print what came of it. Returns the exit code: 1 for a refused
+    """Replay the trace in a file, and print the result. Returns the exit code: 1 for a refused
     trace, 2 for a file that cannot be replayed."""
     try:
         trace = read_trace(path)

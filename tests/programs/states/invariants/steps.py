@@ -63,9 +63,8 @@ def scripts_raise_no_errors(step: Step) -> Problems:
 
 def what_has_ended_never_changes(step: Step) -> Problems:
     """State, last event, result and log of a request do not change after its end. The log may
-    expire, and later the whole request. A purge may delete a dead letter, and a reaper may delete
-    one that was kept for its full time.
-    """
+    expire, and later the whole request. A purge may delete a dead letter, and a reaper may delete a
+    dead letter that was kept for its full time."""
     for request_id in step.world.by_id:
         if not step.before.is_final(request_id):
             continue
@@ -97,9 +96,8 @@ def a_log_only_grows(step: Step) -> Problems:
 
 
 def subscribers_hear_what_the_log_gets(step: Step) -> Problems:
-    """A request's channel gets the new entries of its log, byte for byte and in order. For a
-    request that has ended, it may get the last event again.
-    """
+    """A request's channel gets the new entries of its log, byte for byte and in order. After the
+    request has ended, the channel may get the last event again."""
     if step.move.kind == "spoil":
         return
     for request_id in step.world.by_id:
@@ -126,8 +124,8 @@ def only_the_newest_attempt_writes(step: Step) -> Problems:
 
 
 def who_lost_a_request_learns_it(step: Step) -> Problems:
-    """A worker that sends a row or a fence for a request that it no longer holds gets this answer,
-    or the answer that the request has ended."""
+    """A worker that sends a row or a fence for a request that it no longer holds gets the answer
+    `fenced`, or the answer `finished` if the request has ended."""
     published = step.published
     if published is None:
         return
@@ -236,8 +234,7 @@ def _what_is_wrong_with_cancelled(step: Step, asked: str, status: CancelStatus) 
 def an_answer_to_who_gives_back_is_true(step: Step) -> Problems:
     """`waiting`: the worker held the request, which waits again, perhaps with a delay. `cancelled`,
     `dead`: the worker held the request, and the request has ended. `finished`: the request had
-    ended before. `fenced`: the worker no longer held it.
-    """
+    ended before. `fenced`: the worker no longer held the request."""
     answer = step.outcome.answers[0]
     if step.move.calls[0].script != "release" or not isinstance(answer, list):
         return
@@ -250,7 +247,7 @@ def an_answer_to_who_gives_back_is_true(step: Step) -> Problems:
 
 
 def others_are_left_alone(step: Step) -> Problems:
-    """A call that names requests does not change others."""
+    """A call that names requests does not change any other request."""
     if not step.move.ids:
         return
     for request_id in step.world.by_id:
@@ -271,7 +268,8 @@ def all_of(view: View, request_id: str) -> tuple[object, ...]:
 
 
 def sets_of(view: View, request_id: str) -> tuple[float | None, ...]:
-    """Returns the scores of the id in each set, `pending` first."""
+    """Returns the score of the id in each set (None if the id is not in the set), `pending`
+    first."""
     sets = (view.pending, view.delayed, view.leases, view.deadlines, view.dead)
     return tuple(members.get(request_id) for members in sets)
 
