@@ -65,8 +65,8 @@ def family_of(pid: int) -> list[int]:
 
 
 def measure(source: Path, folder: Path) -> tuple[float, float, int, int, int]:
-    """Returns the seconds of the upload and of the run, and three peaks in bytes: of the gateway
-    before and after the upload, and of the jobs."""
+    """Upload the file `source`, and run it as a batch. Returns the seconds of the upload and of the
+    run, and three peaks in bytes: the gateway's before and after the upload, and the jobs'."""
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedServer()).url
         environment = {

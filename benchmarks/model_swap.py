@@ -27,7 +27,8 @@ _AWAY_SECONDS = 2.0
 
 
 async def arrivals(url: str, num_changes: int) -> list[tuple[float, str]]:
-    """Returns the time and the queue of each token, up to the last of `num_changes` changes."""
+    """Returns the time (`time.monotonic()`) and the queue of each token, up to the last of
+    `num_changes` changes."""
     arrived: list[tuple[float, str]] = []
 
     def note(queue: str) -> None:
@@ -57,10 +58,10 @@ async def arrivals(url: str, num_changes: int) -> list[tuple[float, str]]:
 
 
 def longest_gaps(arrived: list[tuple[float, str]]) -> list[float]:
-    """Returns the longest time without any token at each change from one model to the other.
+    """Returns the longest seconds without any token at each change from one model to the other.
 
     A change is over when a queue gets a token after some seconds without tokens. While one model is
-    drained, tokens of both may come.
+    drained, tokens of both queues may come.
     """
     gaps: list[float] = []
     last = {"a": float("-inf"), "b": float("-inf")}

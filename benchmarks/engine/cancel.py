@@ -2,8 +2,8 @@
 
 While a full batch of the shipped model decodes, a plain client sets the flag and publishes the
 message. The delay is the time from the message until the engine has freed the blocks. The benchmark
-measures the delay, the number of steps that the engine completes during the delay, and how much
-longer the delay is than one step. Times are in milliseconds.
+measures the delay, and the number of steps that the engine completes during the delay. It also
+measures how much longer the delay is than one step. Times are in milliseconds.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ the token that followed them predicts nothing."""
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload: `batch` requests at once."""
+    """One workload: `batch` requests that run at the same time."""
 
     title: str
     batch: int

@@ -3,9 +3,9 @@
 Three phases take turns. In the first, clients call the server directly (the foreground). In the
 second, the foreground and a full queue behind a worker use the server together. In the third, only
 the queue uses the server; this phase begins when the worker uses all slots, five minutes after the
-foreground's last call. Each foreground request has a new prompt. Each ratio divides a figure of the
-second phase by the figure of the first or third phase: the foreground's time to the first token,
-and the queue's tokens per second.
+foreground's last call. Each foreground request has a new prompt. The figures are the foreground's
+time to the first token, and the queue's tokens per second. Each ratio divides a figure of the
+second phase by the figure of the first or third phase.
 """
 
 from __future__ import annotations

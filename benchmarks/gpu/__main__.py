@@ -3,9 +3,9 @@
 Needs PyTorch, Triton and transformers. First the kernels are compared with references, and whole
 models with `generate`. Then a random 8B model of Qwen3's shape is compared with the device's
 limits, with transformers' continuous batching and, where it is installed, with vLLM. At the end a
-table compares the figures with their targets. With `--fewer-bits` the model is measured in other
-formats instead, in about three minutes. With `--tiny --device cpu` all of it runs on a small model,
-in Triton's interpreter, to try the script itself.
+table compares the figures with their targets. With `--fewer-bits`, the model is measured in other
+formats instead, in about three minutes. With `--tiny --device cpu`, the whole program runs on a
+small model, in Triton's interpreter, to try the program itself.
 """
 
 from __future__ import annotations

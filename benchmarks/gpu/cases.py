@@ -39,8 +39,8 @@ class Case:
 
     `step` lists each sequence's context after the step, and its number of rows in the step. Decodes
     come first, in descending order of context, then chunks of prompts. `shared` has, for a
-    sequence, the earlier sequence with which it shares whole blocks, and the number of shared
-    positions. The cache keeps K and V in the dtype `kept`, which holds their numbers exactly.
+    sequence, the earlier sequence that has the same first blocks, and the number of shared
+    positions. The cache keeps K and V in the dtype `kept`, without rounding.
     """
 
     def __init__(
@@ -224,7 +224,8 @@ def _generator(seed: int, device: torch.device) -> torch.Generator | None:
 
 
 def off_by(output: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the norm of the difference over that of `expected`; NaN if any value is NaN."""
+    """Returns the norm of the difference, divided by the norm of `expected`; NaN if any value is
+    NaN."""
     return float((output.double() - expected).norm() / expected.norm())
 
 

@@ -63,7 +63,7 @@ def build(name: str, checked: CheckedModel, size: Size, device: torch.device) ->
 
 
 def quantize(model: PreTrainedModel, wanted: Format, device: torch.device) -> None:
-    """Give the model random weights of this format."""
+    """Replace the model's weights by random weights of this format."""
     head = model.get_output_embeddings()
     saved: dict[str, FewBits] = {}
     for place, module in model.named_modules():

@@ -73,7 +73,8 @@ class Size:
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of a layer's products: QKV, output, gate and up, down."""
+        """The (inputs, outputs) of each matrix product of a layer: QKV, output, gate and up,
+        down."""
         query, kv = self.heads * self.head_size, self.kv_heads * self.head_size
         return [
             (self.hidden, query + 2 * kv),
@@ -88,7 +89,8 @@ class Size:
 
     @property
     def decodes(self) -> dict[str, list[int]]:
-        """The contexts of the decode steps that are measured, by name."""
+        """The contexts of the measured decode steps, in tokens for each sequence, by the name of
+        the step."""
         steps = {
             f"{batch} of length {self.context}": [self.context] * batch
             for batch in (self.batch, *self.batches)
@@ -198,7 +200,7 @@ class Bench:
             model.undo()
 
     def graphed(self, model: Model, batch: int) -> PaddedModel:
-        """Returns the model with graphs for the measured batch."""
+        """Returns the model with a padded step of `batch` sequences, which is a graph on a GPU."""
         return PaddedModel(
             model,
             [StepKind(batch)],

@@ -44,7 +44,7 @@ PRODUCTS = ("mm", "_scaled_mm", "_product_kernel")
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch, by the name that a Recorder gives it, and the bytes that it moves."""
+    """One launch, by the name that a Recorder gives to it, and the bytes that the launch moves."""
 
     name: str
     bytes: int

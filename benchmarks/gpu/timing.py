@@ -1,4 +1,4 @@
-"""Measures how long the device takes, and its highest rates."""
+"""Measures the time of calls on the device, and the device's highest rates."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def tree(*roots: int) -> list[int]:
 
 
 def reset_peak(pids: list[int]) -> None:
-    """Make the kernel count the peaks from now on."""
+    """Reset the kernel's count of these processes' peaks of memory."""
     for pid in pids:
         with suppress(OSError):
             Path(f"/proc/{pid}/clear_refs").write_text("5")

@@ -83,7 +83,8 @@ def _name(command: str) -> str:
 
 
 def table(num_workers: int, seconds: float) -> list[str]:
-    """Returns the lines of the table for this many workers. Measures twice for `seconds`."""
+    """Returns the lines of the table for `num_workers` workers. Measures three times for `seconds`:
+    once without workers, and twice with them."""
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedServer()).url
         plain = stack.enter_context(redis.Redis.from_url(url))

@@ -1,5 +1,5 @@
-"""A whole run: all rows in turns, round by round; then `poisson`, at a rate that the rounds
-measured."""
+"""Carries out a whole run: all rows in turns, round by round; then `poisson`, at a rate that the
+rounds measured."""
 
 from __future__ import annotations
 

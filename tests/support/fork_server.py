@@ -74,8 +74,9 @@ FORKED = (
 
 
 class ForkedProcess(subprocess.Popen[Any]):
-    """A Popen of `[PYTHON, "-m", MODULE, ...]` or `[PYTHON, "-c", CODE]` that forks. PYTHON must be
-    the interpreter of `server`, which by default is a fork server of this checkout."""
+    """A Popen whose process is forked. The command must be `[PYTHON, "-m", MODULE, ...]` or
+    `[PYTHON, "-c", CODE]`. PYTHON must be the interpreter of `server`, by default a fork server of
+    this checkout."""
 
     def __init__(
         self, command: Sequence[str], *, server: ForkServer | None = None, **options: Any

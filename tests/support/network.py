@@ -18,8 +18,8 @@ _CHUNK = 65536
 
 
 class Network:
-    """A TCP proxy to a server. It can cut, hold, slow down and lose traffic, or swallow a reply. It
-    runs in a separate thread, so a test may block meanwhile."""
+    """A TCP proxy to a server, which can cut, hold, slow down and lose traffic, or swallow a reply.
+    The proxy runs in a separate thread, so a test may block meanwhile."""
 
     def __init__(self, port: int) -> None:
         self._target = port

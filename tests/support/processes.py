@@ -39,8 +39,9 @@ def hear_signals() -> None:
 def start(*command: str | Path, is_new: bool = False, **options: Any) -> subprocess.Popen[Any]:
     """Start a process that handles signals; `options` are Popen's.
 
-    If importing its libraries takes long, a fork server starts it. With `is_new`, it is a new
-    process, so that /proc shows its own memory, command line and environment.
+    If the import of the process's libraries takes long, a fork server starts the process. With
+    `is_new`, the process is never a fork, so that /proc shows its own memory, command line and
+    environment.
     """
     hear_signals()
     if is_new:

@@ -117,8 +117,8 @@ def forget_refusals(url: str) -> None:
 
 
 class QueueClient(redis.Redis):
-    """A client for a `RequestQueue`. It calls each script in the role that calls it in production,
-    and sends all other commands as the default user."""
+    """A client for a `RequestQueue`. The client calls each script in the role that calls it in
+    production, and sends all other commands as the default user."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -1,8 +1,8 @@
-"""A template language of two rules, small enough to write a story grammar in.
+"""A template language of two rules, for the grammar of stories.
 
-``[one|two|three]`` becomes one of its alternatives (they nest, and may be empty), and
-``{name.field}`` becomes an attribute of something in the story. The first letter of a sentence
-becomes a capital.
+``[one|two|three]`` becomes one of its alternatives. Alternatives may contain further brackets, and
+may be empty. ``{name.field}`` becomes an attribute of something in the story. The first letter of a
+sentence becomes a capital.
 """
 
 import random

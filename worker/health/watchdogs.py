@@ -1,9 +1,9 @@
 """Watches the engine and the interpreter, and renews leases while the worker makes progress.
 
 Code that never releases the interpreter's lock (an endless regular expression, a C extension) stops
-every thread, also the main thread, which renews leases and watches the engine. So `faulthandler`
-watches from a thread that needs no lock. If the process hangs, that thread writes the stack of each
-thread to standard error, and ends the process with status 1.
+every thread. It also stops the main thread, which renews leases and watches the engine. So
+`faulthandler` watches from a thread that needs no lock. If the process hangs, that thread writes
+the stack of each thread to standard error, and ends the process with status 1.
 """
 
 from __future__ import annotations

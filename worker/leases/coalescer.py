@@ -29,8 +29,8 @@ def default_rate() -> float:
 class Coalescer:
     """Delays outputs of the engine to limit the rate of events. `clock` returns seconds.
 
-    Some outputs pass without delay, outside the limit: a first token, the first token after a
-    preemption, the end of a sequence, and outputs that come with `at_once`.
+    Some outputs pass without delay, and do not count for the limit: a first token, the first token
+    after a preemption, the end of a sequence, and outputs that come with `at_once`.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ class CallRequest:
 
     Penalties: a server counts only the tokens of one call. So in later calls, biases contain the
     penalties of earlier tokens, and `presence_penalty` is 0. If the request has a presence penalty,
-    a later call ends after the first token that is new in the output, and the next call counts this
-    token.
+    a later call ends after the first token that is new in the output. The biases of the next call
+    then contain the penalty of this token.
 
     Low temperatures: the server draws at its lowest temperature. Each drawn token is kept with the
     odds that give the right distribution (rejection sampling). A token that is not kept is drawn

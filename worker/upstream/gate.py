@@ -35,7 +35,7 @@ another client may have to wait once."""
 class Gate:
     """Decides how many streams a worker may have on a server.
 
-    Requests that wait at the server count only if other clients sent them: without other clients, a
+    Requests that wait at the server count only if other clients sent them. Without other clients, a
     worker has all slots, however many prompts wait to be computed.
     """
 

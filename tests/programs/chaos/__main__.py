@@ -2,8 +2,8 @@
 
 With `--mutant lost-fence`, all processes send scripts that are broken in one place, until the audit
 finds the fault. `--mutant all` tries all mutants in `states/mutants.py`, one after the other. There
-are three scenarios besides the fleet: in `swapping` a worker has two models that take turns, in
-`engines` workers forward to inference servers, and in `layers` all workers run one model.
+are three scenarios besides the fleet. In `swapping`, a worker has two models that take turns. In
+`engines`, workers forward to inference servers. In `layers`, all workers run one model.
 """
 
 from __future__ import annotations

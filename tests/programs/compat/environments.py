@@ -85,7 +85,7 @@ _IFF_UP = 1
 
 def leave_network() -> None:
     """Remove all network but loopback from this process and the processes that it starts. If the
-    system does not allow that, print a message and keep the network."""
+    system refuses, print a message and keep the network."""
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET):

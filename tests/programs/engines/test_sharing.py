@@ -1,4 +1,4 @@
-"""Priorities and the shares of tenants are kept with every engine."""
+"""Every engine respects priorities and the shares of tenants."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 stops when its standard input ends.
 
 The client enqueues requests, and reads the stream of each. The history has one JSON line for each
-answer: `{"acked": ID, "seed": N}` when the server acknowledged a request, and at the end of its
-stream `{"ended": ID, "error": NAME}`. The name is empty if the text was right. `{"refused": NAME}`
-is an enqueue that raised this error.
+answer. `{"acked": ID, "seed": N}` means that the server acknowledged a request. `{"ended": ID,
+"error": NAME}` is the end of its stream. The name is empty if the text was right. `{"refused":
+NAME}` is an enqueue that raised this error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Compares lm-eval's scores through the gateway with those of the model itself.
+"""Compares lm-eval's scores through the gateway with its scores by transformers.
 
 lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) scores texts by the log-probabilities
-of prompts. Its backend `local-completions` requests them from the gateway, and its backend `hf`
-computes them with transformers, both with the shipped model in fp32. All scores must agree. lm-eval
-runs in a separate environment, and calls only the gateway.
+of prompts. Its backend `local-completions` requests the log-probabilities from the gateway. Its
+backend `hf` computes them with transformers. Both backends use the shipped model in fp32. All
+scores must agree. lm-eval runs in a separate environment, and calls only the gateway.
 """
 
 from __future__ import annotations

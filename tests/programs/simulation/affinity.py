@@ -1,8 +1,11 @@
 """Compares fleets whose workers prefer requests with prefixes that they hold, with other fleets.
 
 `python -m tests simulate --fleets 2 4 16 --affinity MS` prints both figures, for four loads:
-questions about documents that all wait at the beginning, conversations whose turns come one after
-another, agents that call tools between their turns, and requests that share nothing.
+
+- questions about documents; all questions wait at the beginning
+- conversations whose turns come one after another
+- agents that call tools between their turns
+- requests that share nothing
 """
 
 from __future__ import annotations

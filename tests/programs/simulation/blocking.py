@@ -100,7 +100,7 @@ class BlockingThread:
 
 
 class BlockingSocket(asyncio.Protocol):
-    """The methods of a connected socket that redis-py calls."""
+    """A connected socket with the methods that redis-py calls."""
 
     def __init__(self, thread: BlockingThread, host: str, port: int, timeout: float | None) -> None:
         self._thread = thread

@@ -41,8 +41,9 @@ class SimulatedEngine(EngineThread):
     """An `EngineThread` that starts no thread: a task of the event loop computes the steps.
 
     The outputs of a step arrive when the step is over. A step takes about `slowness` times as long
-    as a measured one. For each output, calls `note` with the request, the number of tokens so far,
-    and whether the output is the first of an attempt or the first after a preemption.
+    as a measured one. For each output, calls `note` with the request and the number of tokens so
+    far. The third argument of `note` is True for the first output of an attempt or after a
+    preemption.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ _TRY_AGAIN = {"queue_unavailable", "gateway_stopping", "no_worker", "body_not_re
 
 
 class LostError(Exception):
-    """The connection ended before the answer, or the gateway could not answer yet."""
+    """Raised if the connection ends before the answer, or if the gateway cannot answer yet."""
 
 
 @dataclass(slots=True)

@@ -110,7 +110,7 @@ class Notes:
         )
 
     def is_quiet(self, at: float) -> bool:
-        """Returns whether only losses of messages may still have an effect."""
+        """Returns whether, at the time `at`, only losses of messages may still have an effect."""
         return self.is_calm(at) or all(
             fault.kind is Fault.LOSE_MESSAGES or fault.end + _RECOVERY_SECONDS < at
             for fault in self.disturbances

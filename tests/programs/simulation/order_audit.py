@@ -2,9 +2,9 @@
 
 A score is the time of enqueueing, moved by the priority and by at most `shortest_first_ms`. So at
 some time each request comes before all requests that are enqueued later. A request may overtake an
-earlier one in two cases only: the earlier request does not fit into the worker (in a limited number
-of claims), or the worker prefers the later request (`affinity_ms`, for a limited number of
-requests).
+earlier one in two cases only. First, the earlier request does not fit into the worker; this counts
+for a limited number of claims. Second, the worker prefers the later request (`affinity_ms`); this
+counts for a limited number of requests.
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ class WorkerProgram:
 
     @property
     def most_held(self) -> int:
-        """The most requests that the worker may hold: two for each sequence in the engine, because
-        one may preempt another, and two for each ready request."""
+        """The most requests that the worker may hold: two for each sequence in the engine (one may
+        preempt the other), and two for each ready request."""
         if self.worker is None:
             return 0
         return 2 * (self.worker.leases.num_places + self.worker.intake._policy.depth)

@@ -74,8 +74,8 @@ class Watch:
     ) -> None:
         """Look at all processes and, in a calm or quiet world, at the server.
 
-        `calls` has the number of connections that each process opened, and of refused scripts. In a
-        quiet world, only losses of messages may still have an effect.
+        `calls` has the number of connections that each process opened, and the number of scripts
+        that the server refused. In a quiet world, only losses of messages may still have an effect.
         """
         workers = list(workers)
         self._calls = [*self._calls[-10:], {what: count.copy() for what, count in calls.items()}]

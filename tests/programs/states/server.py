@@ -124,7 +124,7 @@ class StatesServer:
     """One connection to a server that nobody else uses. `texts` are scripts by name.
 
     An error inside a script is an answer too: a `hiredis.ReplyError`. With `keeps_clock`, scripts
-    see the server's clock; otherwise it stands still.
+    see the server's clock; otherwise the clock stands still.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
 """The worlds to explore: their requests, and the moves that may happen to them.
 
 A state is all data on the server. Workers are not modelled: a move may use any claim that was ever
-returned, at any time, from any position and any number of times. This covers:
+returned, at any time, from any position and any number of times. This model covers:
 
 - a crash: the claim is never used again, and the lease expires
 - a freeze: the claim is used after other workers have continued (a zombie)
-- a lost reply: the same call (publish, release, enqueue, cancel, reap) is sent again; no worker
-  knows a claim whose reply was lost, until its session reports the last reply that it got
+- a lost reply: the same call (publish, release, enqueue, cancel, reap) is sent again
+- a lost reply to a claim: no worker knows the claim, until its session reports the last reply that
+  it got
 - calls that arrive twice, in another order, or late
 
 Two real workers can never use the same claim at the same time. In a world, this may happen, too.

@@ -1,10 +1,11 @@
-"""Trace files: the calls that changed a server's queues, in the order in which it executed them.
+"""Trace files: the calls that changed a server's queues, in the order in which the server executed
+them.
 
-A trace has one JSON object a line. The first line is the header, the last one counts the calls. The
-lines between them are calls of scripts (`script`, `keys`, `args`) and plain commands (`command`),
-each with the server's time in microseconds (`at`) and the `reply`. A plain command that was read
-from an append-only file has no reply. If a call `goes_on`, the next one is of the same transaction.
-Bytes that are not UTF-8 are lone surrogates.
+A trace has one JSON object a line. The first line is the header, and the last line counts the
+calls. The lines between them are calls of scripts (`script`, `keys`, `args`) and plain commands
+(`command`). Each call has the server's time in microseconds (`at`) and the `reply`. A plain command
+that was read from an append-only file has no reply. If a call `goes_on`, the next call belongs to
+the same transaction. Bytes that are not UTF-8 are lone surrogates.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class Mask:
     """Whether the server takes `grammar`."""
 
     def is_grammar_beside(self, biases: Mapping[str, float] | None) -> bool:
-        """Whether a call with these biases sends `grammar` instead of a list of tokens, because the
-        lists of allowed and of forbidden tokens are both too long."""
+        """Whether a call with these biases sends `grammar` instead of a list of tokens. This is so
+        if the lists of allowed and of forbidden tokens are both too long."""
         num_allowed = int(np.count_nonzero(self.allowed))
         num_biased = len(self.allowed) - num_allowed + len(self.allowed_of(biases))
         return self.may_be_grammar and min(num_allowed, num_biased) > MOST_LISTED

@@ -48,8 +48,8 @@ def picture_fields(request: EngineRequest, salt: dict[str, str]) -> dict[str, An
 
 
 async def takes_pictures(server: Server, call: dict[str, Any]) -> bool:
-    """Returns whether a server reads pictures: a picture must add tokens to a chat, and the server
-    must refuse `call` with a picture, because the call's token ids have no place for pictures.
+    """Returns whether a server reads pictures. A picture must add tokens to a chat. The server must
+    also refuse `call` with a picture, because the call's token ids have no place for pictures.
     Raises SilentServerError."""
     part = {"type": "image_url", "image_url": {"url": _PICTURE}}
 

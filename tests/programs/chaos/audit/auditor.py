@@ -1,7 +1,7 @@
 """Compares the records of subscribers and the server's state with the promises of promptq.
 
-The auditor does no I/O: its input is the records of a run, and its output is violations, each with
-the request id and the evidence. `outcome.py` reads the server.
+The auditor does no I/O. Its input is the records of a run. Its output is violations, each with the
+request id and the evidence. `outcome.py` reads the server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shared parts of the programs' scripts: their calls, the right answers, and their reports.
 
 A script runs in the environment of its program, so this module needs Python alone. A plain call of
-the gateway shows the right answer: a program must return the same text, usage and reason.
+the gateway shows the right answer: a program must return the same text, usage and finish reason.
 """
 
 from __future__ import annotations

@@ -86,9 +86,8 @@ def a_log_is_the_answer_so_far(world: World, view: View) -> Problems:
 
 
 def there_is_one_last_event(world: World, view: View) -> Problems:
-    """A request has a last event if and only if it has ended. No entry follows this event. The hash
-    has a copy of it, and its reason agrees with the state.
-    """
+    """A request has a last event if and only if it has ended. No entry follows this event. The
+    request's hash has a copy of the event, and the event's reason agrees with the state."""
     for request_id in world.by_id:
         if view.is_spoilt(request_id):
             continue
@@ -188,9 +187,8 @@ def a_place_in_the_queue_is_kept(world: World, view: View) -> Problems:
 
 def the_backlog_is_what_waits(world: World, view: View) -> Problems:
     """The backlog of each tenant equals the tokens of its waiting and delayed requests, and the
-    requests of tenants are counted. This does not hold where plain clients remove requests that
-    were counted.
-    """
+    requests of tenants are counted. The invariant does not hold where plain clients remove requests
+    that were counted."""
     if world.moves & STRAY:
         return
     expected: Counter[str] = Counter()

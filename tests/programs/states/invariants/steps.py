@@ -124,8 +124,8 @@ def only_the_newest_attempt_writes(step: Step) -> Problems:
 
 
 def who_lost_a_request_learns_it(step: Step) -> Problems:
-    """A worker that sends a row or a fence for a request that it no longer holds gets the answer
-    `fenced`, or the answer `finished` if the request has ended."""
+    """If a worker sends a row or a fence for a request that it no longer holds, the answer is
+    `fenced`, or `finished` if the request has ended."""
     published = step.published
     if published is None:
         return
@@ -186,9 +186,8 @@ def nothing_follows_a_cancel_but_the_end(step: Step) -> Problems:
 def an_answer_to_a_producer_is_true(step: Step) -> Problems:
     """`ok` to an enqueue or requeue: the request is in the queue, without data of an earlier
     request. A refusal: nothing has changed, for all requests of the call. An id that was accepted
-    before (this id, or the one of the same idempotency key): that request has not changed. A
-    cancel: the request has ended, now or before, or its worker will see the flag.
-    """
+    before (this id, or the id of the same idempotency key): that request has not changed. A cancel:
+    the request has ended, now or before, or the request's worker will see the flag."""
     answer, script = step.outcome.answers[0], step.move.calls[0].script
     if isinstance(answer, PromptqError) or answer in ("unknown", "exists"):
         if step.after.snapshot != step.before.snapshot:
@@ -294,11 +293,10 @@ ANSWER_INVARIANTS: tuple[StepInvariant, ...] = (
 
 
 def a_claim_takes_what_waits(step: Step) -> Problems:
-    """Only a claim begins an attempt. The request waits, or returns to the queue by this claim;
-    nobody holds it, and it need not end. The attempt's number is one higher than the last, and the
-    answer has this number and the log so far. The same call sent again begins no attempt, and gets
-    the same answer.
-    """
+    """Only a claim begins an attempt. Before the claim, the request waits, or the claim itself
+    returns the request to the queue. Nobody holds the request, and it is neither cancelled nor past
+    its deadline. The attempt's number is one higher than the last, and the answer has this number
+    and the log so far. The same call sent again begins no attempt, and gets the same answer."""
     claimed = {claim.request_id: claim for claim in step.claims}
     if len(claimed) < len(step.claims):
         yield "one claim hands out a request twice"
@@ -337,11 +335,10 @@ def a_claim_takes_what_waits(step: Step) -> Problems:
 
 
 def a_lost_claim_comes_back(step: Step) -> Problems:
-    """If the next claim of a session shows that the last reply was lost, the requests of that reply
-    wait again or are claimed again, and no crash is counted. Requests of other sessions, and those
-    whose reply arrived, do not change. The server remembers the requests of the last claim. A claim
-    that arrives after a later one returns no request and takes none back.
-    """
+    """The next claim of a session may show that the last reply was lost. Then the requests of that
+    reply wait again or are claimed again, and no crash is counted. Requests of other sessions, and
+    requests whose reply arrived, do not change. The server remembers the requests of the last
+    claim. A claim that arrives after a later one returns no request and takes none back."""
     if step.move.kind not in ("claim", "session", "overtaken"):
         return
     if _is_overtaken(step):
