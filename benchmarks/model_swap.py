@@ -27,7 +27,7 @@ _AWAY_SECONDS = 2.0
 
 
 async def arrivals(url: str, num_changes: int) -> list[tuple[float, str]]:
-    """Returns the time (`time.monotonic()`) and the queue of each token, up to the last of
+    """Returns the time (`time.perf_counter()`) and the queue of each token, up to the last of
     `num_changes` changes."""
     arrived: list[tuple[float, str]] = []
 

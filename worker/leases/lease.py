@@ -54,7 +54,8 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the state is not GONE. The lease may have expired in Redis."""
+        """Whether the worker still holds the request (the state is not GONE). The lease may have
+        expired in Redis."""
         return self.state is not LeaseState.GONE
 
     @property

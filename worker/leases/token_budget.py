@@ -15,9 +15,9 @@ _MAX_DEPTH = 4096
 class ClaimPolicy:
     """Decides how many requests to claim.
 
-    `depth` is the number of ready requests to keep beyond the free slots. None: the worker keeps as
-    many requests as the engine recently took in 100 ms. An overflow worker claims only for free
-    slots.
+    `depth` is the number of ready requests to keep beyond the free slots. If `depth` is None, the
+    worker keeps as many requests as the engine recently took in 100 ms. An overflow worker claims
+    only for free slots.
     """
 
     def __init__(

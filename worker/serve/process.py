@@ -167,8 +167,7 @@ async def unless(
 ) -> T:
     """Await one stage of the worker's start, and return its result. If `stop` is set first, call
     `give_up` and end the process without waiting: a thread may still load a model for minutes. The
-    worker holds no requests yet, so this loses nothing.
-    """
+    worker holds no requests yet, so no request is lost."""
     stage, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     await asyncio.wait((stage, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not stage.done():

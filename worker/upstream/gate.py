@@ -1,9 +1,9 @@
 """Limits a worker's streams on a server that other clients use too.
 
 The limit rises additively and falls multiplicatively, so several workers come closer to even shares
-(Chiu and Jain, 1989). For this, workers must agree on the server's room, a number of streams. So a
-worker computes the room from the server's numbers of running and waiting requests, not from its
-earlier limits.
+(Chiu and Jain, 1989). This is true only if the workers agree on the server's room (a number of
+streams). So a worker computes the room from the server's numbers of running and waiting requests,
+not from its earlier limits.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ class TokenRules:
                 raise NoTokenError(str(error)) from error
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Returns True for each allowed next token, [vocab_size]. Raises NoTokenError for none."""
+        """Returns an array [vocab_size] that is True for each token that may come next. Raises
+        NoTokenError if no token may come next."""
         mask = np.ones(self._vocab_size, bool)
         if self._grammar is not None:
             masker = self._grammar.masker

@@ -194,7 +194,7 @@ class WorkerProgram:
 
     @property
     def has_room(self) -> bool:
-        """Whether the worker would claim a request of any usual size."""
+        """Whether the worker has room for the largest request of a world."""
         if self.worker is None:
             return False
         room = self.worker.intake._policy.room()

@@ -126,7 +126,8 @@ class StandIn:
     pid: int
 
     def told(self) -> dict[str, Any]:
-        """Returns the numbers of running requests and of requests so far, by how they ended."""
+        """Returns the numbers of running and waiting requests, and of all requests by how they
+        ended."""
         answer: dict[str, Any] = httpx2.get(f"{self.url}/stand-in").json()
         return answer
 
