@@ -62,7 +62,8 @@ def test_vectors_are_those_of_transformers(
 def test_a_text_above_the_ubatch_size_of_llama_cpp_is_refused(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """The server computes the mean over all tokens in one step, so it answers with status 500."""
+    """llama.cpp must compute the mean over all tokens in one step, and answers a longer text with
+    status 500."""
     if why := why_missing(name := "llama.cpp"):
         pytest.skip(why)
     arguments = ("--embeddings", "--pooling", "mean")

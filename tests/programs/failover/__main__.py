@@ -1,7 +1,7 @@
 """Fails primaries under load, and counts acknowledged requests that are lost.
 
 Each server is on a machine of a small network. A machine is a network namespace (this needs root or
-user namespaces, and `ip` of iproute2), or else an address of this machine. A client and a worker
+user namespaces, and `ip` of iproute2), or else an address of this computer. A client and a worker
 run on the primary's machine, others elsewhere. Servers need gcc. The faults are
 
 - killed: the primary's process dies, and starts again at once (alone) or after the failover.

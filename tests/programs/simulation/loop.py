@@ -33,8 +33,8 @@ class StandstillError(Exception):
 
 
 class Callback(asyncio.TimerHandle):
-    """A call that waits until its process is next, or until its time. This class makes handles
-    faster than asyncio does."""
+    """A call that waits until its process is next, or until its time. asyncio would need more time
+    to make such a handle."""
 
     __slots__ = ("process",)
 

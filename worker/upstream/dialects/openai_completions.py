@@ -42,7 +42,8 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class OpenAIDialect(Dialect):
-    """Sends `return_token_ids` and fields of OpenAI's API. Many servers silently ignore other fields.
+    """Sends only `return_token_ids` and fields of OpenAI's API, because many servers silently
+    ignore other fields.
 
     `is_exact`: the server computes in fp32, so greedy streams resume exactly.
     """
